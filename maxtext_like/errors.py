@@ -1,0 +1,37 @@
+"""The exit codes of the command line, as exceptions. Launchers act on the codes (XPK restarts a job on 42 and 127-255)."""
+
+
+class ExitError(Exception):
+    """An error that ends the program with its own exit code and one message, no traceback."""
+
+    exit_code = 1
+
+
+class UserError(ExitError):
+    """Wrong usage, configuration or input. A retry repeats it."""
+
+    exit_code = 2
+
+
+class NonFiniteError(ExitError):
+    """Training failed in a way that a retry repeats: non-finite numbers."""
+
+    exit_code = 3
+
+
+class DoesNotFitError(ExitError):
+    """The run does not fit the memory of the machine."""
+
+    exit_code = 4
+
+
+class RetryableError(ExitError):
+    """A fault that a restart can mend: preempted, peer lost, hang, storage outage."""
+
+    exit_code = 42
+
+
+class InterruptedRunError(ExitError):
+    """Stopped by Ctrl-C after a checkpoint."""
+
+    exit_code = 130

@@ -1,0 +1,113 @@
+"""Precision: every numeric choice of a layer, obeyed in one place.
+
+``Precision`` holds the ``precision:`` section of a configuration; its ``einsum`` is the only matrix product that layers use.
+
+A product of two bfloat16 or float16 numbers is exact in float32, so asking the product for a float32 result gives what
+casting both operands up would give, at the speed of the low-precision units. That is how the float32 flags are honoured.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+StoredDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+  """The dtypes of a model and the operations that are kept in float32.
+
+  Attributes:
+    dtype: activations and the operands of matrix products.
+    weight_dtype: stored parameters.
+    grad_dtype: gradients as the optimizer sees them.
+    residual_dtype: the residual stream; None is ``dtype``, but float32 when ``dtype`` is float16, whose backward pass
+      overflows there.
+    float32_qk_product: q.k accumulated and kept in float32, never rounded to ``dtype``.
+    float32_logits: attention mask and softmax in float32.
+    indexer_float32_logits: sparse indexer: q.k, relu and the weighted sum over heads in float32.
+    float32_gate_product: MLP act(gate) * up in float32; "auto" is on when the gate's dtype is float16.
+    float16_rescue: float16 only: saturate the MLP product at +-65280 and zero an MLP output that is still not finite.
+    float32_vision_pool: Gemma 4 vision pooler: scale and standardise in float32.
+    float32_gate_logits: router logits in float32.
+    float32_weight_sum: the weighted sum over experts in float32.
+    cast_logits_to_fp32: logits are handed on in float32.
+    logits_dot_in_fp32: operands of the last product in float32.
+    matmul_precision: ``jax.lax.Precision`` of every product.
+  """
+
+  dtype: Dtype = "bfloat16"
+  weight_dtype: StoredDtype = "float32"
+  grad_dtype: Dtype = "float32"
+  residual_dtype: Dtype | None = None
+  float32_qk_product: bool = True
+  float32_logits: bool = True
+  indexer_float32_logits: bool = True
+  float32_gate_product: Literal["auto", True, False] = "auto"
+  float16_rescue: bool = True
+  float32_vision_pool: bool = True
+  float32_gate_logits: bool = True
+  float32_weight_sum: bool = True
+  cast_logits_to_fp32: bool = True
+  logits_dot_in_fp32: bool = False
+  matmul_precision: Literal["default", "high", "highest"] = "default"
+
+  @property
+  def residual(self) -> str:
+    """The dtype of the residual stream."""
+    return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
+
+  def cast(self, x: jax.Array) -> jax.Array:
+    """x in the dtype of activations."""
+    return x.astype(self.dtype)
+
+  def einsum(self, spec: str, x: jax.Array, y: jax.Array, *, float32: bool = False) -> jax.Array:
+    """The product of two arrays, operands rounded to ``dtype`` and accumulated in float32.
+
+    Args:
+      spec: einsum specification of two operands.
+      x: first operand, any dtype.
+      y: second operand, any dtype.
+      float32: hand on the float32 accumulator instead of rounding it to ``dtype``.
+
+    Returns:
+      The product, float32 or ``dtype``.
+    """
+    x, y = self.cast(x), self.cast(y)
+    if float32 and self.dtype != "float32":
+      return _float32_product(spec, self.matmul_precision, x, y)
+    return jnp.einsum(spec, x, y, precision=self.matmul_precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _float32_product(spec, precision, x, y):
+  return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _float32_product_fwd(spec, precision, x, y):
+  return _float32_product(spec, precision, x, y), (x, y)
+
+
+def _float32_product_bwd(spec, precision, saved, g):
+  """Backward products with operands as low as the forward's, as fused attention kernels do.
+
+  A float32 cotangent against a bfloat16 operand would run as a float32 product, many times slower. bfloat16 has
+  float32's range, so rounding the cotangent is safe; float16 has not, so there the operand is widened instead.
+  """
+  x, y = saved
+  if x.dtype == jnp.float16:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+  else:
+    g = g.astype(x.dtype)
+  operands, result = spec.split("->")
+  x_axes, y_axes = operands.split(",")
+  dx = jnp.einsum(f"{result},{y_axes}->{x_axes}", g, y, precision=precision)
+  dy = jnp.einsum(f"{result},{x_axes}->{y_axes}", g, x, precision=precision)
+  return dx.astype(saved[0].dtype), dy.astype(saved[1].dtype)
+
+
+_float32_product.defvjp(_float32_product_fwd, _float32_product_bwd)
