@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: reading and writing their files, their config.json and their tensor names."""

@@ -1,0 +1,116 @@
+"""Writing safetensors: one file or shards with an index, streamed, and put in place only when complete."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
+from maxtext_like.checkpoint.huggingface.shards import INDEX, SINGLE
+from maxtext_like.errors import UserError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class Source:
+  """A tensor to be written: its name, dtype as safetensors writes it, shape, and a call that makes its values."""
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  values: Callable[[], np.ndarray]
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+
+
+def parse_size(text: str) -> int:
+  """Bytes of a size such as ``5GB`` or ``500MB`` (powers of ten, as Hugging Face counts).
+
+  Raises:
+    UserError: not a positive number with one of the units KB, MB, GB, TB or none.
+  """
+  upper = text.strip().upper()
+  number = upper.rstrip("KMGTB")
+  unit = upper[len(number) :]
+  try:
+    size = int(float(number) * _UNITS[unit])
+  except (KeyError, ValueError, OverflowError):
+    size = 0
+  if size <= 0:
+    raise UserError(f"shard size '{text}': expected a size above 0 such as 5GB or 500MB")
+  return size
+
+
+def plan(sources: list[Source], shard_size: int) -> list[list[Source]]:
+  """Sources in order, cut into shards of at most ``shard_size`` bytes; a larger tensor gets a shard of its own."""
+  shards: list[list[Source]] = []
+  filled = 0
+  for source in sources:
+    if not shards or filled + source.nbytes > shard_size:
+      shards.append([])
+      filled = 0
+    shards[-1].append(source)
+    filled += source.nbytes
+  return shards
+
+
+def write(directory: Path, sources: list[Source], *, shard_size: int) -> None:
+  """Writes the tensors into an existing directory: model.safetensors, or shards and an index.
+
+  One tensor's values are in memory at a time. The caller puts the directory in place when all of it is written.
+
+  Raises:
+    UserError: the directory cannot be written.
+    ValueError: a source's values do not have the shape it named, or a name occurs twice.
+  """
+  if len({source.name for source in sources}) != len(sources):
+    raise ValueError("a tensor name occurs twice")
+  shards = plan(sources, shard_size)
+  names = [SINGLE] if len(shards) <= 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _from_1(shards)]
+  try:
+    for name, shard in zip(names, shards or [[]], strict=True):
+      with open(directory / name, "wb") as file:
+        _write_file(file, shard)
+        file.flush()
+        os.fsync(file.fileno())
+    if len(shards) > 1:
+      index = {
+        "metadata": {"total_size": sum(source.nbytes for source in sources)},
+        "weight_map": {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard},
+      }
+      (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+  except OSError as error:
+    raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
+
+
+def _from_1(shards: list[list[Source]]) -> Iterator[int]:
+  return iter(range(1, len(shards) + 1))
+
+
+def _write_file(file: BinaryIO, sources: list[Source]) -> None:
+  # Wide dtypes first, as the library orders them, so that every tensor is aligned to its element.
+  ordered = sorted(sources, key=lambda source: (-DTYPES[source.dtype].itemsize, source.name))
+  header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+  offset = 0
+  for source in ordered:
+    header[source.name] = {
+      "dtype": source.dtype,
+      "shape": list(source.shape),
+      "data_offsets": [offset, offset + source.nbytes],
+    }
+    offset += source.nbytes
+  raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
+  raw += b" " * (-len(raw) % 8)
+  file.write(len(raw).to_bytes(8, "little") + raw)
+  for source in ordered:
+    values = source.values()
+    if values.shape != source.shape:
+      raise ValueError(f"{source.name}: values have shape {values.shape}, promised {source.shape}")
+    file.write(np.ascontiguousarray(values.astype(DTYPES[source.dtype], copy=False)).view(np.uint8).data)
