@@ -65,7 +65,7 @@ class Precision:
     """x in the dtype of activations."""
     return x.astype(self.dtype)
 
-  def einsum(self, spec: str, x: jax.Array, y: jax.Array, *, float32: bool = False) -> jax.Array:
+  def einsum(self, spec: str, x: jax.Array, y: jax.Array, *, float32: bool = False, unbounded: bool = False) -> jax.Array:
     """The product of two arrays, operands rounded to ``dtype`` and accumulated in float32.
 
     Args:
@@ -73,10 +73,15 @@ class Precision:
       x: first operand, any dtype.
       y: second operand, any dtype.
       float32: hand on the float32 accumulator instead of rounding it to ``dtype``.
+      unbounded: an operand is not normalised (the residual stream), so that float16 cannot hold it: with ``dtype``
+        float16 the product is a float32 one, operands and result.
 
     Returns:
       The product, float32 or ``dtype``.
     """
+    if unbounded and self.dtype == "float16":
+      x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+      return jnp.einsum(spec, x, y, precision=self.matmul_precision)
     x, y = self.cast(x), self.cast(y)
     if float32 and self.dtype != "float32":
       return _float32_product(spec, self.matmul_precision, x, y)

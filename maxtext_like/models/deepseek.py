@@ -1,0 +1,97 @@
+"""DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
+
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.layers.attention_kernels import Kernel
+from maxtext_like.layers.blocks import DeepSeekLayer, DeepSeekLayerConfig
+from maxtext_like.layers.decoder import DecoderConfig
+from maxtext_like.layers.embedding import EmbeddingConfig
+from maxtext_like.layers.indexer import IndexerConfig
+from maxtext_like.layers.mla import MLAConfig
+from maxtext_like.layers.mlp import MLPConfig
+from maxtext_like.layers.moe import MoEConfig
+from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig
+
+
+def _rope(m: ModelConfig) -> RopeConfig:
+  return RopeConfig(
+    dim=m.qk_rope_head_dim,
+    theta=m.rope_max_timescale,
+    kind=m.rope_type,
+    factor=m.rope_factor,
+    beta_fast=m.beta_fast,
+    beta_slow=m.beta_slow,
+    original_max_position_embeddings=m.original_max_position_embeddings,
+    mscale=m.mscale,
+    mscale_all_dim=m.mscale_all_dim,
+    interleave=m.rope_interleave,
+  )
+
+
+def _attention(m: ModelConfig, kernel: Kernel, platform: str) -> MLAConfig:
+  indexer = None
+  if m.use_indexer:
+    indexer = IndexerConfig(
+      emb_dim=m.emb_dim,
+      q_lora_rank=m.q_lora_rank,
+      num_heads=m.indexer_n_heads,
+      head_dim=m.indexer_head_dim,
+      topk=m.indexer_topk,
+      rope=_rope(m),
+    )
+  return MLAConfig(
+    emb_dim=m.emb_dim,
+    num_heads=m.num_query_heads,
+    q_lora_rank=m.q_lora_rank,
+    kv_lora_rank=m.kv_lora_rank,
+    nope_dim=m.qk_nope_head_dim,
+    rope_dim=m.qk_rope_head_dim,
+    value_dim=m.v_head_dim,
+    rope=_rope(m),
+    bias=m.attention_bias,
+    indexer=indexer,
+    indexer_sparse=m.indexer_sparse_training,
+    indexer_loss_weight=m.indexer_loss_scaling_factor,
+    kernel=kernel,
+    platform=platform,
+  )
+
+
+def decoder(
+  m: ModelConfig, precision: Precision, kernel: Kernel, platform: str
+) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
+  """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
+  mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
+  moe = None
+  if m.num_experts:
+    moe = MoEConfig(
+      emb_dim=m.emb_dim,
+      mlp_dim=m.moe_mlp_dim,
+      num_experts=m.num_experts,
+      num_experts_per_tok=m.num_experts_per_tok,
+      activation=m.mlp_activation,
+      router="sigmoid",
+      norm_topk_prob=m.norm_topk_prob,
+      routed_scaling_factor=m.routed_scaling_factor,
+      n_groups=max(m.n_routing_groups, 1),
+      topk_groups=max(m.topk_routing_group, 1),
+      shared_experts=m.shared_experts,
+      load_balance_loss_weight=m.load_balance_loss_weight,
+    )
+  attention, epsilon = _attention(m, kernel, platform), m.normalization_layer_epsilon
+  layers = []
+  for i in range(m.num_decoder_layers):
+    dense = moe is None or i < m.first_num_dense_layers
+    cfg = DeepSeekLayerConfig(
+      attention=attention, mlp=mlp if dense else None, moe=None if dense else moe, epsilon=epsilon
+    )
+    layers.append(DeepSeekLayer(cfg, precision))
+  cfg = DecoderConfig(
+    embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim),
+    norm=NormConfig(dim=m.emb_dim, epsilon=epsilon, round_before_scale=True),
+    tied=m.logits_via_embedding,
+    final_soft_cap=m.final_logits_soft_cap,
+    pad_token_id=m.pad_token_id,
+  )
+  return cfg, tuple(layers)

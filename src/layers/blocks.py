@@ -1,0 +1,219 @@
+"""Decoder layers: what stands between two points of the residual stream, in Gemma 3/4 and in DeepSeek V3/V3.2.
+
+A layer maps (parameters, carry, context, per-layer input) to (carry, aux). The carry holds the residual stream and, in
+models that share them across layers, keys and values; aux holds statistics as values.
+
+B batch, T position, D model, P per-layer width.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.attention import Attention, AttentionConfig
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.mla import MLA, MLAConfig
+from maxtext_like.layers.mlp import MLP, MLPConfig, activate, float16_gated_product
+from maxtext_like.layers.moe import MoE, MoEConfig
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant
+from maxtext_like.layers.precision import Precision
+
+Carry = dict[str, Any]  # {"x": [B, T, D]} and {"kv": {slot: (k, v)}} where layers share keys and values
+Aux = dict[str, jax.Array]
+
+CAPTURES = ("hidden", "router", "indexer", "ple")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+  """What every layer of a forward pass sees.
+
+  Attributes:
+    positions: int32 [B, T], in tokens.
+    tokens: segments and image blocks.
+    capture: names of ``CAPTURES`` to hand out in aux.
+  """
+
+  positions: jax.Array
+  tokens: Tokens
+  capture: frozenset[str] = field(default=frozenset(), metadata={"static": True})
+
+  @property
+  def live(self) -> jax.Array | None:
+    """bool [B, T]: real tokens; None: all of them."""
+    return None if self.tokens.segments is None else self.tokens.segments > 0
+
+
+def _moe_aux(aux: Aux, ctx: Context) -> Aux:
+  kept = {"moe_load": aux["load"], "load_balance_loss": aux["load_balance_loss"], "rescued": aux["rescued"]}
+  if "router" in ctx.capture:
+    kept |= {f"router.{new}": aux[old] for new, old in [("scores", "scores"), ("topk_weights", "weights"), ("topk_idx", "experts")]}
+  return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaLayerConfig:
+  """One layer of Gemma 3 or 4.
+
+  Attributes:
+    attention, mlp: configurations of the parts.
+    moe: experts beside the MLP (Gemma 4 26B); None: none.
+    per_layer_dim: P, width of the per-layer input (E2B, E4B); 0: none.
+    layer_scalar: the residual stream is multiplied by a stored number after the layer (Gemma 4).
+    kv_slot: the carry's entry that keys and values are read from or written to; None: nothing is shared.
+    epsilon, norm_plus_one: of the norms.
+  """
+
+  attention: AttentionConfig
+  mlp: MLPConfig
+  moe: MoEConfig | None = None
+  per_layer_dim: int = 0
+  layer_scalar: bool = False
+  kv_slot: str | None = None
+  epsilon: float = 1e-6
+  norm_plus_one: bool = False
+
+
+@dataclass(frozen=True)
+class GemmaLayer:
+  """Norm, attention, norm, add; norm, MLP (and experts), norm, add; then the per-layer input and the layer scalar."""
+
+  cfg: GemmaLayerConfig
+  precision: Precision
+
+  def _norm(self) -> RMSNorm:
+    c = self.cfg
+    norm = NormConfig(dim=c.attention.emb_dim, epsilon=c.epsilon, scale_plus_one=c.norm_plus_one)
+    return RMSNorm(norm, self.precision)
+
+  def params(self) -> dict:
+    c, dtype, norm = self.cfg, self.precision.weight_dtype, self._norm().params()
+    D, P = c.attention.emb_dim, c.per_layer_dim
+    spec = {
+      "pre_attention_norm": norm,
+      "attention": Attention(c.attention, self.precision).params(),
+      "post_attention_norm": norm,
+      "pre_mlp_norm": norm,
+      "mlp": MLP(c.mlp, self.precision).params(),
+      "post_mlp_norm": norm,
+    }
+    if c.moe:
+      spec |= {"post_dense_norm": norm, "pre_moe_norm": norm, "post_moe_norm": norm}
+      spec["moe"] = MoE(c.moe, self.precision).params()
+    if P:
+      spec["ple"] = {
+        "gate": Param((D, P), ("embed", "per_layer"), dtype),
+        "projection": Param((P, D), ("per_layer", "embed"), dtype),
+        "norm": norm,
+      }
+    if c.layer_scalar:
+      spec["layer_scalar"] = Param((), (), dtype, constant(1.0), trainable=False)
+    return spec
+
+  def __call__(self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None) -> tuple[Carry, Aux]:
+    """carry["x"]: [B, T, D] in the residual dtype; per_layer_input: [B, T, P] or None."""
+    c, norm, residual = self.cfg, self._norm(), self.precision.residual
+    x = carry["x"]
+    kv = carry["kv"][c.kv_slot] if c.attention.shared_kv else None
+    out, kv = Attention(c.attention, self.precision)(
+      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv
+    )
+    x = x + norm(p["post_attention_norm"], out, residual)
+    out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], norm(p["pre_mlp_norm"], x))
+    aux: Aux = {"rescued": rescued}
+    if c.moe:
+      # Both branches hang on the same residual; the router reads it with its own norm.
+      moe = MoE(c.moe, self.precision)
+      sparse, moe_aux = moe(p["moe"], norm(p["pre_moe_norm"], x), x, ctx.live)
+      out = norm(p["post_dense_norm"], out, residual) + norm(p["post_moe_norm"], sparse, residual)
+      aux |= _moe_aux(moe_aux, ctx) | {"rescued": rescued + moe_aux["rescued"]}
+    x = x + norm(p["post_mlp_norm"], out, residual)
+    if c.per_layer_dim:
+      x = x + norm(p["ple"]["norm"], self._per_layer(p["ple"], x, per_layer_input), residual)
+    if c.layer_scalar:
+      x = x * p["layer_scalar"].astype(residual)
+    new_carry = carry | {"x": x}
+    if c.kv_slot and not c.attention.shared_kv:
+      new_carry["kv"] = carry["kv"] | {c.kv_slot: kv}
+    if "hidden" in ctx.capture:
+      aux["hidden"] = x
+    if "ple" in ctx.capture and per_layer_input is not None:
+      aux["ple"] = per_layer_input
+    return new_carry, aux
+
+  def _per_layer(self, p, x, per_layer_input):
+    """projection(gelu(gate(x)) * input), float32: a norm follows, and amplifies what rounding leaves of a small product."""
+    gate = self.precision.einsum("BTD,DP->BTP", x, p["gate"], float32=True, unbounded=True)
+    per_layer_input = per_layer_input.astype(jnp.float32)
+    if self.precision.dtype == "float16":
+      # Scaling the operand scales the output, which the norm that follows takes out again.
+      hidden, unit, _ = float16_gated_product(gate, per_layer_input, self.cfg.mlp.activation, self.precision)
+      return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True) * unit
+    hidden = activate(gate, self.cfg.mlp.activation) * per_layer_input
+    return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekLayerConfig:
+  """One layer of DeepSeek V3 or V3.2: latent attention and either an MLP or experts."""
+
+  attention: MLAConfig
+  mlp: MLPConfig | None = None
+  moe: MoEConfig | None = None
+  epsilon: float = 1e-6
+
+  def __post_init__(self):
+    if (self.mlp is None) == (self.moe is None):
+      raise ValueError("a layer has either an MLP or experts")
+
+
+@dataclass(frozen=True)
+class DeepSeekLayer:
+  """Norm, latent attention, add; norm, MLP or experts, add."""
+
+  cfg: DeepSeekLayerConfig
+  precision: Precision
+
+  def _norm(self) -> RMSNorm:
+    c = self.cfg
+    norm = NormConfig(dim=c.attention.emb_dim, epsilon=c.epsilon, round_before_scale=True)
+    return RMSNorm(norm, self.precision)
+
+  def params(self) -> dict:
+    c = self.cfg
+    spec = {
+      "pre_attention_norm": self._norm().params(),
+      "attention": MLA(c.attention, self.precision).params(),
+      "pre_mlp_norm": self._norm().params(),
+    }
+    if c.moe:
+      return spec | {"moe": MoE(c.moe, self.precision).params()}
+    return spec | {"mlp": MLP(c.mlp, self.precision).params()}
+
+  def __call__(self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None) -> tuple[Carry, Aux]:
+    """carry["x"]: [B, T, D] in the residual dtype."""
+    c, norm, residual = self.cfg, self._norm(), self.precision.residual
+    x = carry["x"]
+    out, attention_aux = MLA(c.attention, self.precision)(
+      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens
+    )
+    x = x + out.astype(residual)
+    y = norm(p["pre_mlp_norm"], x)
+    if c.moe:
+      out, moe_aux = MoE(c.moe, self.precision)(p["moe"], y, live=ctx.live)
+      aux = _moe_aux(moe_aux, ctx)
+    else:
+      out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], y)
+      aux = {"rescued": rescued}
+    x = x + out.astype(residual)
+    if "indexer_loss" in attention_aux:
+      aux["indexer_loss"] = attention_aux["indexer_loss"]
+    if "indexer" in ctx.capture and "topk_idx" in attention_aux:
+      aux["indexer.topk_idx"] = attention_aux["topk_idx"]
+    if "hidden" in ctx.capture:
+      aux["hidden"] = x
+    return carry | {"x": x}, aux

@@ -1,0 +1,249 @@
+"""The whole decoder: an embedding, stacks of equal blocks run by ``lax.scan``, a final norm and a head.
+
+B batch, T position, D model, V vocabulary, L layers, P per-layer width.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.blocks import CAPTURES, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
+from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, PerLayerInput, PerLayerInputConfig, soft_cap
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import stack
+from maxtext_like.layers.partition import constrain_batch
+from maxtext_like.layers.precision import Precision
+
+Layer = GemmaLayer | DeepSeekLayer
+RematPolicy = Literal["none", "minimal", "full", "save_attention"]
+
+
+@dataclass(frozen=True)
+class Stack:
+  """``repeats`` copies of a block of layers, the first of which is the model's layer ``first``."""
+
+  name: str
+  first: int
+  block: tuple[Layer, ...]
+  repeats: int
+
+  def params(self) -> dict:
+    return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.block)}, self.repeats)
+
+
+def find_stacks(layers: Sequence[Layer]) -> tuple[Stack, ...]:
+  """Cuts a list of layers into stacks of a repeating block.
+
+  From the left, each cut takes the block whose repetition covers most layers, and of those the shortest: Gemma's 5 local
+  and 1 global layer are one block of 6, DeepSeek's dense layers and its MoE layers are two stacks of single layers.
+  """
+  stacks, at = [], 0
+  while at < len(layers):
+    best, repeats = 1, 1
+    for period in range(1, (len(layers) - at) // 2 + 1):
+      block, n = layers[at : at + period], 1
+      while layers[at + n * period : at + (n + 1) * period] == block:
+        n += 1
+      if n > 1 and n * period > best * repeats:
+        best, repeats = period, n
+    stacks.append(Stack(f"stack_{len(stacks)}", at, tuple(layers[at : at + best]), repeats))
+    at += best * repeats
+  return tuple(stacks)
+
+
+def remat(function, policy: RematPolicy, *, in_scan: bool):
+  """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass.
+
+  Inside a scan nothing can merge the recomputation with the forward pass; outside, XLA must be kept from it.
+  """
+  if policy == "none":
+    return function
+  saved = {
+    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
+  }[policy]
+  return jax.checkpoint(function, policy=saved, prevent_cse=not in_scan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+  """What the decoder needs to know beyond its layers.
+
+  Attributes:
+    embedding: sizes of the table.
+    tied: the head is the embedding's table.
+    final_soft_cap: of the logits; None: none.
+    norm: the final norm.
+    per_layer_input: the extra embedding of E2B and E4B; None: none.
+    kv_slots: (name, key-value heads, head dimension) of keys and values that travel between layers.
+    pad_token_id: the token that stands for an image in the per-layer table.
+    scan_layers: run a stack by ``lax.scan``; False unrolls the same blocks over the same stacked parameters.
+    remat_policy: what a layer keeps for the backward pass.
+  """
+
+  embedding: EmbeddingConfig
+  norm: NormConfig
+  tied: bool = True
+  final_soft_cap: float | None = None
+  per_layer_input: PerLayerInputConfig | None = None
+  kv_slots: tuple[tuple[str, int, int], ...] = ()
+  pad_token_id: int = 0
+  scan_layers: bool = True
+  remat_policy: RematPolicy = "none"
+
+
+@dataclass(frozen=True)
+class Decoder:
+  """A decoder-only language model (Vaswani et al. 2017) as one layer: parameters and a pure call."""
+
+  cfg: DecoderConfig
+  precision: Precision
+  layers: tuple[Layer, ...]
+
+  @functools.cached_property
+  def stacks(self) -> tuple[Stack, ...]:
+    return find_stacks(self.layers)
+
+  def locate(self, layer: int) -> tuple[str, int, str]:
+    """Where layer i's parameters are: params[stack][layer_name][...][row]. Returns (stack, row, layer_name)."""
+    for s in self.stacks:
+      row, j = divmod(layer - s.first, len(s.block))
+      if 0 <= row < s.repeats:
+        return s.name, row, f"layer_{j}"
+    raise ValueError(f"layer {layer} of a model with layers 0 to {len(self.layers) - 1}")
+
+  @property
+  def _embedding(self) -> Embedding:
+    return Embedding(self.cfg.embedding, self.precision)
+
+  @property
+  def _head(self) -> Head:
+    return Head(self.cfg.embedding, self.precision)
+
+  def params(self) -> dict:
+    c = self.cfg
+    spec: dict[str, Any] = {"embedding": self._embedding.params()}
+    if c.per_layer_input:
+      spec["ple"] = PerLayerInput(c.per_layer_input, self.precision).params()
+    spec |= {s.name: s.params() for s in self.stacks}
+    spec["final_norm"] = RMSNorm(c.norm, self.precision).params()
+    if not c.tied:
+      spec["head"] = self._head.params()
+    return spec
+
+  def __call__(self, p: dict, batch: dict, capture: frozenset[str] = frozenset()) -> tuple[jax.Array, dict]:
+    """Logits of a batch.
+
+    Args:
+      p: parameters.
+      batch: int32 [B, T] arrays: "tokens"; "positions" (default: 0, 1, 2, ...); "segments" (0 is padding; default: every
+        row is one document); "blocks" (0 is text, images count from 1; default: none).
+      capture: names of ``blocks.CAPTURES`` to hand out.
+
+    Returns:
+      Logits [B, T, V] and aux (see ``hidden``).
+    """
+    x_BTD, aux = self.hidden(p, batch, capture)
+    return self.head(p, x_BTD), aux
+
+  def head(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of normed hidden states, float32 with ``cast_logits_to_fp32``."""
+    logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
+    return soft_cap(logits, self.cfg.final_soft_cap)
+
+  def hidden(self, p: dict, batch: dict, capture: frozenset[str] = frozenset()) -> tuple[jax.Array, dict]:
+    """Normed hidden states [B, T, D] in ``dtype``, and aux.
+
+    aux always: "rescued" int32; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an indexer
+    "indexer_loss", the mean over layers. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm",
+    "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx", "ple.layerNN".
+    """
+    if unknown := set(capture) - set(CAPTURES):
+      raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
+    tokens = batch["tokens"]
+    B, T = tokens.shape
+    positions = batch.get("positions")
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    ctx = Context(positions, Tokens(batch.get("segments"), batch.get("blocks")), frozenset(capture))
+    x = constrain_batch(self._embedding(p["embedding"], tokens))
+    embedded = x
+    per_layer = None
+    if self.cfg.per_layer_input:
+      inputs = PerLayerInput(self.cfg.per_layer_input, self.precision)(p["ple"], tokens, x)
+      per_layer = inputs.transpose(2, 0, 1, 3)  # [L, B, T, P]
+    carry: Carry = {"x": x}
+    if self.cfg.kv_slots:
+      empty = {name: jnp.zeros((B, T, K, H), self.precision.dtype) for name, K, H in self.cfg.kv_slots}
+      carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
+    collected = []
+    for s in self.stacks:
+      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer)
+      collected.append((s, aux))
+    x = RMSNorm(self.cfg.norm, self.precision)(p["final_norm"], carry["x"])
+    aux = _totals(collected) | _captured(collected)
+    if "hidden" in capture:
+      aux |= {"hidden.embed": embedded, "hidden.final_norm": x}
+    return x, aux
+
+  def _run(self, s: Stack, p: dict, carry: Carry, ctx: Context, per_layer: jax.Array | None) -> tuple[Carry, dict[str, Aux]]:
+    """Runs one stack. Every leaf of aux has a leading axis of ``repeats``."""
+    period, in_scan = len(s.block), self.cfg.scan_layers and s.repeats > 1
+    if per_layer is not None:
+      per_layer = per_layer[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *per_layer.shape[1:])
+
+    def block(carry, row):
+      p_row, inputs = row
+      aux = {}
+      for j, layer in enumerate(s.block):
+        call = remat(layer, self.cfg.remat_policy, in_scan=in_scan)
+        x_in = None if inputs is None else inputs[j]
+        carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in)
+        carry = carry | {"x": constrain_batch(carry["x"])}
+      return carry, aux
+
+    if in_scan:
+      return jax.lax.scan(block, carry, (p, per_layer))
+    # unstack's transpose is one concatenation; indexing each row would transpose to a sum of padded copies.
+    leaves, tree = jax.tree.flatten((p, per_layer))
+    rows = [jax.tree.unflatten(tree, row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
+    outs = []
+    for row in rows:
+      carry, aux = block(carry, row)
+      outs.append(aux)
+    return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+
+def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
+  """Statistics over the whole model: sums, means, and the loads in the order of the layers."""
+  found: dict[str, list[jax.Array]] = {}
+  for _, aux in collected:
+    layers = list(aux.values())
+    for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load"):
+      values = [a[key] for a in layers if key in a]
+      if values:
+        together = jnp.stack(values, axis=1)  # [repeats, layers of the block that have it, ...]
+        found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
+  joined = {key: jnp.concatenate(values) for key, values in found.items()}
+  reduce = {"rescued": jnp.sum, "load_balance_loss": jnp.sum, "indexer_loss": jnp.mean}
+  return {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
+
+
+def _captured(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
+  """Captured arrays of single layers: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
+  out = {}
+  for s, aux in collected:
+    for row in range(s.repeats):
+      for j in range(len(s.block)):
+        number = f"layer{s.first + row * len(s.block) + j:02d}"
+        for key, value in aux[f"layer_{j}"].items():
+          kind, _, rest = key.partition(".")
+          if kind in CAPTURES:
+            out[f"{kind}.{number}" + (f".{rest}" if rest else "")] = value[row]
+  return out

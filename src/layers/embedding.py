@@ -1,0 +1,116 @@
+"""Token embedding, per-layer embeddings (Gemma 4 E2B/E4B) and the output head.
+
+B batch, T position, D model, V vocabulary, L layers, P per-layer width.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, normal
+from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+  """Sizes V and D, and whether rows are multiplied by sqrt(D) (Gemma)."""
+
+  vocab_size: int
+  emb_dim: int
+  scale_by_sqrt_dim: bool = False
+
+
+@dataclass(frozen=True)
+class Embedding:
+  """Rows of a table, and the tied output head that multiplies by the same table."""
+
+  cfg: EmbeddingConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c = self.cfg
+    shape = (c.vocab_size, c.emb_dim)
+    return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, normal(c.emb_dim**-0.5))}
+
+  def __call__(self, p: dict, tokens_BT: jax.Array) -> jax.Array:
+    """tokens: int32 [B, T], each below V (JAX clamps silently: check on the host). Returns [B, T, D], residual dtype."""
+    rows = self.precision.cast(p["table"][tokens_BT]).astype(self.precision.residual)
+    if self.cfg.scale_by_sqrt_dim:
+      # Gemma was trained with sqrt(D) rounded to the dtype of activations: 73.5 in bfloat16 for D = 5376.
+      rows = rows * jnp.asarray(self.cfg.emb_dim**0.5, self.precision.dtype).astype(rows.dtype)
+    return rows
+
+  def attend(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] against the table."""
+    return output_product(self.precision, "BTD,VD->BTV", x_BTD, p["table"])
+
+
+@dataclass(frozen=True)
+class Head:
+  """The output head of a model whose embedding is not tied."""
+
+  cfg: EmbeddingConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c = self.cfg
+    return {"kernel": Param((c.emb_dim, c.vocab_size), ("embed", "vocab"), self.precision.weight_dtype)}
+
+  def __call__(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V]."""
+    return output_product(self.precision, "BTD,DV->BTV", x_BTD, p["kernel"])
+
+
+def output_product(precision: Precision, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  """The last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
+  if precision.logits_dot_in_fp32:
+    logits = jnp.einsum(spec, x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+    return logits if precision.cast_logits_to_fp32 else precision.cast(logits)
+  return precision.einsum(spec, x, w, float32=precision.cast_logits_to_fp32)
+
+
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+  """cap * tanh(logits / cap) (Gemma 2), in the dtype of the logits."""
+  return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerInputConfig:
+  """Sizes: rows of the table V, layers L, width P, model D; epsilon of the norm."""
+
+  vocab_size: int
+  num_layers: int
+  width: int
+  emb_dim: int
+  epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+  """A small input for every layer, from the token and from the first hidden state (Gemma 3n, Gemma 4 E2B/E4B)."""
+
+  cfg: PerLayerInputConfig
+  precision: Precision
+
+  @property
+  def _norm(self) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=self.cfg.width, epsilon=self.cfg.epsilon), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
+    return {
+      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5)),
+      "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
+      "norm": self._norm.params(),
+    }
+
+  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """tokens: int32 [B, T]; x: embedded input [B, T, D]. Returns [B, T, L, P] in ``dtype``."""
+    c, precision = self.cfg, self.precision
+    identity = precision.cast(p["table"][tokens_BT]) * jnp.asarray(c.width**0.5, precision.dtype)
+    context = precision.einsum("BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
+    context = self._norm(p["norm"], context, "float32")
+    return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)

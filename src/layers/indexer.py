@@ -1,0 +1,150 @@
+"""The lightning indexer of DeepSeek V3.2: which keys each query attends to, and the loss that trains the choice.
+
+B batch, T query, S key, D model, R query latent, X index heads, H index head dimension.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.masks import masked_fill, masked_softmax
+from maxtext_like.layers.norms import LayerNorm, NormConfig
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+  """What the indexer needs to know.
+
+  Attributes:
+    emb_dim, q_lora_rank: D and R.
+    num_heads, head_dim: X and H.
+    topk: keys a query keeps.
+    rope: the main attention's table; it rotates the first ``rope.dim`` of H, in half-split pairs.
+    epsilon: of the key norm.
+  """
+
+  emb_dim: int
+  q_lora_rank: int
+  num_heads: int
+  head_dim: int
+  topk: int
+  rope: RopeConfig
+  epsilon: float = 1e-6
+
+  def __post_init__(self):
+    if self.topk < 1:
+      raise ValueError(f"the indexer keeps at least 1 key, got {self.topk}")
+    if self.rope.dim > self.head_dim:
+      raise ValueError(f"rotary dimension {self.rope.dim} exceeds the index head dimension {self.head_dim}")
+    if self.q_lora_rank < 1:
+      raise ValueError("the indexer reads the query latent: q_lora_rank must be at least 1")
+
+
+@dataclass(frozen=True)
+class Indexer:
+  """I[t, s] = sum over heads of w[t, h] * relu(q[t, h] . k[s]) (DeepSeek-V3.2-Exp report, equation 1)."""
+
+  cfg: IndexerConfig
+  precision: Precision
+
+  @property
+  def _k_norm(self) -> LayerNorm:
+    return LayerNorm(NormConfig(dim=self.cfg.head_dim, epsilon=self.cfg.epsilon), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    return {
+      "q": Param((c.q_lora_rank, c.num_heads, c.head_dim), ("q_lora", "heads", "head_dim"), dtype),
+      "k": Param((c.emb_dim, c.head_dim), ("embed", "head_dim"), dtype),
+      "k_norm": self._k_norm.params(),
+      "weights": Param((c.emb_dim, c.num_heads), ("embed", "heads"), dtype),
+    }
+
+  def __call__(self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array) -> jax.Array:
+    """Index scores of every pair, unmasked.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input of the layer.
+      latent_BTR: normed query latent of the main attention.
+      positions: int32 [B, T], in tokens.
+
+    Returns:
+      [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. No gradient leaves through the inputs: the
+      language-model loss and the indexer's loss train disjoint parameters.
+    """
+    c, einsum = self.cfg, self.precision.einsum
+    float32 = self.precision.indexer_float32_logits
+    x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
+    table = rope_table(c.rope, positions)
+    q_BTXH = self._rotate(einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
+    k_BSH = self._rotate(self._k_norm(p["k_norm"], einsum("BTD,DH->BTH", x_BTD, p["k"])), table)
+    products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
+    if float32:
+      weights = jnp.einsum("BTD,DX->BTX", x_BTD.astype(jnp.float32), p["weights"].astype(jnp.float32), precision="highest")
+    else:
+      weights = einsum("BTD,DX->BTX", x_BTD, p["weights"])
+    relu = jax.nn.relu(products * jnp.asarray(c.head_dim**-0.5, products.dtype))
+    weights = weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
+    # A sum of signed terms over heads: rounding the terms would decide which keys stand at the cut.
+    return jnp.einsum("BXTS,BTX->BTS", relu, weights, precision="highest" if float32 else None)
+
+  def _rotate(self, x, table):
+    rotated, rest = jnp.split(x, [self.cfg.rope.dim], axis=-1)
+    return jnp.concatenate([rotate(rotated, table), rest], axis=-1)
+
+  def select(self, scores_BTS: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The ``topk`` best visible keys of each query; of equal scores the earlier key.
+
+    Args:
+      scores_BTS: index scores.
+      mask: bool [B or 1, T, S], what the query may see at all.
+
+    Returns:
+      bool [B, T, S]: visible and selected; and the indices [B, T, min(topk, S)] int32, which name masked keys too where
+      fewer than ``topk`` are visible.
+    """
+    S = scores_BTS.shape[-1]
+    scores = masked_fill(jax.lax.stop_gradient(scores_BTS), mask)
+    indices = jax.lax.top_k(scores, min(self.cfg.topk, S))[1]
+    if self.cfg.topk >= S:
+      return jnp.broadcast_to(mask, scores.shape), indices
+    rows, queries = jnp.ogrid[: scores.shape[0], : scores.shape[1]]
+    chosen = jnp.zeros(scores.shape, bool).at[rows[..., None], queries[..., None], indices].set(True)
+    return chosen & mask, indices
+
+
+def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, live: jax.Array | None = None) -> jax.Array:
+  """Mean over tokens of KL(p || softmax(I)), the loss that trains the indexer.
+
+  Args:
+    scores_BTS: index scores; the gradient goes here alone.
+    probs_BTS: the main attention's probabilities summed over heads, any positive scale; detached.
+    mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected ones in sparse training.
+    live: bool [B, T], real tokens; a mean over no token is 0.
+
+  Returns:
+    float32 scalar, in nats a token.
+  """
+  target = jax.lax.stop_gradient(probs_BTS).astype(jnp.float32)
+  target = jnp.where(mask, target, 0)
+  total = jnp.sum(target, axis=-1, keepdims=True)
+  target = target / jnp.where(total == 0, 1, total)
+  scores = scores_BTS.astype(jnp.float32)
+  top = jax.lax.stop_gradient(jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True))
+  shifted = jnp.where(mask, scores - top, 0)
+  total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1, keepdims=True)
+  log_index = shifted - jnp.log(jnp.where(total == 0, 1, total))
+  log_target = jnp.log(jnp.where(target > 0, target, 1))
+  divergence = jnp.sum(jnp.where(target > 0, target * (log_target - log_index), 0), axis=-1)
+  counts = jnp.ones(divergence.shape, jnp.float32) if live is None else live.astype(jnp.float32)
+  return jnp.sum(divergence * counts) / jnp.maximum(jnp.sum(counts), 1.0)
+
+
+def index_distribution(scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
+  """softmax over visible keys of the index scores, float32 [B, T, S]: what the KL loss compares."""
+  return masked_softmax(scores_BTS.astype(jnp.float32), mask)

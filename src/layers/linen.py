@@ -1,0 +1,77 @@
+"""The Flax Linen face of every layer: ``linen.MLP(cfg, precision).init(key, x)``.
+
+One generic module for all layers. Parameters are boxed with their logical axes (``nn.LogicallyPartitioned``), as Linen's own
+partitioning tools expect, and live in the collection "params", trainable or not, so that the tree equals the NNX face's.
+"""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
+from maxtext_like.layers.param import Param, init
+
+PARTITION_NAME = "layers"  # the logical axis of nn.scan's metadata_params for stacked layers
+
+
+class Linen(nn.Module):
+  """A layer as a ``flax.linen.Module``.
+
+  Attributes:
+    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``.
+  """
+
+  layer: Any
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    """The layer's own call, without its parameters."""
+    params = {}
+    for name, spec in self.layer.params().items():
+      if self.has_variable("params", name):
+        # Not self.param: with a value at hand it would trace the initialiser again in every apply.
+        params[name] = _checked(spec, nn.meta.unbox(self.get_variable("params", name)), name)
+      else:
+        params[name] = self.param(name, lambda key, spec=spec: init(spec, key, _box))
+    return self.layer(params, *args, **kwargs)
+
+
+def _box(p: Param, x: jax.Array):
+  return nn.LogicallyPartitioned(x, p.axes)
+
+
+def _checked(spec, value, name: str):
+  """value, if it has the names and shapes of the spec."""
+  want = {jax.tree_util.keystr(path): p.shape for path, p in jax.tree_util.tree_leaves_with_path(spec)}
+  have = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(value)}
+  wrong = [f"{name}{k}: expected {want.get(k)}, got {have.get(k)}" for k in want | have if want.get(k) != have.get(k)]
+  if wrong:
+    raise ValueError("parameters do not fit the layer: " + "; ".join(wrong))
+  return value
+
+
+def _face(layer_class):
+  def make(*args, name: str | None = None, parent: Any = nn.module._unspecified_parent, **kwargs) -> Linen:
+    return Linen(layer_class(*args, **kwargs), name=name, parent=parent)
+
+  make.__name__ = make.__qualname__ = layer_class.__name__
+  make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.linen.Module`` of this layer; arguments are the layer's own."
+  return make
+
+
+RMSNorm = _face(norms.RMSNorm)
+LayerNorm = _face(norms.LayerNorm)
+Embedding = _face(embedding.Embedding)
+PerLayerInput = _face(embedding.PerLayerInput)
+Head = _face(embedding.Head)
+Attention = _face(attention.Attention)
+MLA = _face(mla.MLA)
+Indexer = _face(indexer.Indexer)
+MLP = _face(mlp.MLP)
+Router = _face(moe.Router)
+Experts = _face(moe.Experts)
+MoE = _face(moe.MoE)
+GemmaLayer = _face(blocks.GemmaLayer)
+DeepSeekLayer = _face(blocks.DeepSeekLayer)
+Decoder = _face(decoder.Decoder)

@@ -1,0 +1,66 @@
+"""Attention masks: boolean, combined once, never added to anything.
+
+B batch, T query, S key. Indices count along the row of the batch; documents packed into a row are told apart by segment,
+so that a window of W keys is the same in the row and in the document.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+  """Where the tokens of a batch stand.
+
+  Attributes:
+    segments: int32 [B, T], 0 is padding, documents count from 1; None: every row is one document without padding.
+    blocks: int32 [B, T], 0 is text, images count from 1: tokens of one image see each other; None: no images.
+  """
+
+  segments: jax.Array | None = None
+  blocks: jax.Array | None = None
+
+
+def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | None, bidirectional_blocks: bool) -> jax.Array:
+  """Which keys each query sees.
+
+  Args:
+    tokens: segments and image blocks.
+    batch: B, rows.
+    length: T = S, positions in a row.
+    window: W, the query itself and the W - 1 keys before it; None: all keys before it.
+    bidirectional_blocks: tokens of one image also see later tokens of that image (the window still cuts the past).
+
+  Returns:
+    bool [B or 1, T, S].
+  """
+  query, key = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+  mask = (key <= query)[None]
+  if bidirectional_blocks and tokens.blocks is not None:
+    same_block = (tokens.blocks[:, :, None] == tokens.blocks[:, None, :]) & (tokens.blocks[:, :, None] > 0)
+    mask = mask | same_block
+  if window is not None:
+    mask = mask & (key > query - window)[None]
+  if tokens.segments is not None:
+    mask = mask & (tokens.segments[:, :, None] == tokens.segments[:, None, :]) & (tokens.segments[:, None, :] > 0)
+  return mask
+
+
+def masked_fill(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """x where the mask is true, else a large negative number that is finite in x's dtype (-0.7 of its maximum)."""
+  return jnp.where(mask, x, jnp.asarray(-0.7 * float(jnp.finfo(x.dtype).max), x.dtype))
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+  """Softmax over the last dimension among the unmasked entries, in the dtype of the scores.
+
+  A row without any visible entry gives zeros, and zero gradients, instead of NaN.
+  """
+  top = jax.lax.stop_gradient(jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True))
+  # The inner where keeps masked entries' exponent from overflowing, which would put inf * 0 = NaN into the gradient.
+  weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  return weights / jnp.where(total == 0, 1, total)

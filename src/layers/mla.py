@@ -1,0 +1,169 @@
+"""Multi-head latent attention of DeepSeek V3, and its sparse form in V3.2.
+
+B batch, T query, S key, D model, N heads, R query latent, C key-value latent, P rotary part of a head, Q unrotated part,
+V value head.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_like.layers.attention_kernels import Kernel, choose_kernel, dot_product_attention
+from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
+from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
+
+# DeepSeek fixes the epsilon of the latent norms; the configuration's is for the others.
+LATENT_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+  """What latent attention needs to know.
+
+  Attributes:
+    emb_dim, num_heads: D and N.
+    q_lora_rank: R; 0 projects queries in one step.
+    kv_lora_rank: C.
+    nope_dim, rope_dim, value_dim: Q, P and V.
+    rope: the table of the rotary part.
+    bias: biases on q_a, kv_a and o.
+    indexer: sparse attention; None: dense.
+    indexer_sparse: attend to the selected keys; False is the dense warm-up, where the indexer is trained to predict
+      attention and does not act on it.
+    indexer_loss_weight: of the KL loss; 0 computes none.
+    kernel, platform: as in ``AttentionConfig``.
+  """
+
+  emb_dim: int
+  num_heads: int
+  q_lora_rank: int
+  kv_lora_rank: int
+  nope_dim: int
+  rope_dim: int
+  value_dim: int
+  rope: RopeConfig
+  bias: bool = False
+  indexer: IndexerConfig | None = None
+  indexer_sparse: bool = True
+  indexer_loss_weight: float = 0.0
+  kernel: Kernel = "auto"
+  platform: str = "cpu"
+
+  def __post_init__(self):
+    if self.rope.dim != self.rope_dim:
+      raise ValueError(f"rotary table of {self.rope.dim} dimensions for a rotary part of {self.rope_dim}")
+
+  @property
+  def scale(self) -> float:
+    """(Q + P) ** -0.5, times YaRN's temperature squared."""
+    m = 1.0
+    if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
+      m = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
+    return (self.nope_dim + self.rope_dim) ** -0.5 * m * m
+
+
+@dataclass(frozen=True)
+class MLA:
+  """Attention whose keys and values are expanded from one latent of C numbers a token (DeepSeek-V2, section 2.1)."""
+
+  cfg: MLAConfig
+  precision: Precision
+
+  def _latent_norm(self, dim: int) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=dim, epsilon=LATENT_EPSILON, round_before_scale=True), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, N, R, C, Q, P, V = c.emb_dim, c.num_heads, c.q_lora_rank, c.kv_lora_rank, c.nope_dim, c.rope_dim, c.value_dim
+    spec = {
+      "kv_a": Param((D, C + P), ("embed", "kv_lora"), dtype),
+      "kv_a_norm": self._latent_norm(C).params(),
+      "kv_b": Param((C, N, Q + V), ("kv_lora", "heads", "head_dim"), dtype),
+      "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)),
+    }
+    if R:
+      spec["q_a"] = Param((D, R), ("embed", "q_lora"), dtype)
+      spec["q_a_norm"] = self._latent_norm(R).params()
+      spec["q_b"] = Param((R, N, Q + P), ("q_lora", "heads", "head_dim"), dtype)
+    else:
+      spec["q"] = Param((D, N, Q + P), ("embed", "heads", "head_dim"), dtype)
+    if c.bias:
+      biases = {"kv_a_bias": C + P, "o_bias": D} | ({"q_a_bias": R} if R else {})
+      spec |= {name: Param((size,), (None,), dtype, constant(0.0)) for name, size in biases.items()}
+    if c.indexer:
+      spec["indexer"] = Indexer(c.indexer, self.precision).params()
+    return spec
+
+  def _project(self, p, name, x_BTD):
+    y = self.precision.einsum("BTD,DR->BTR", x_BTD, p[name])
+    return y + self.precision.cast(p[f"{name}_bias"]) if self.cfg.bias else y
+
+  def _queries(self, p, x_BTD, table):
+    """Queries [B, T, N, Q + P], rotated, and the normed latent [B, T, R] (None without q_lora_rank)."""
+    c = self.cfg
+    latent = None
+    if c.q_lora_rank:
+      latent = self._latent_norm(c.q_lora_rank)(p["q_a_norm"], self._project(p, "q_a", x_BTD))
+      q = self.precision.einsum("BTR,RNH->BTNH", latent, p["q_b"])
+    else:
+      q = self.precision.einsum("BTD,DNH->BTNH", x_BTD, p["q"])
+    nope, rope = jnp.split(q, [c.nope_dim], axis=-1)
+    return jnp.concatenate([nope, rotate(rope, table, interleave=c.rope.interleave)], axis=-1), latent
+
+  def latents(self, p: dict, x_BTD: jax.Array, table) -> tuple[jax.Array, jax.Array]:
+    """What a cache holds: the normed latent [B, T, C] and the rotated key part all heads share [B, T, P]."""
+    c = self.cfg
+    latent, k_rope = jnp.split(self._project(p, "kv_a", x_BTD), [c.kv_lora_rank], axis=-1)
+    return self._latent_norm(c.kv_lora_rank)(p["kv_a_norm"], latent), rotate(k_rope, table, interleave=c.rope.interleave)
+
+  def expand(self, p: dict, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
+    kv = self.precision.einsum("BSC,CNH->BSNH", latent_BSC, p["kv_b"])
+    k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
+    k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
+    return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+  def __call__(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, dict]:
+    """Attends.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input.
+      positions: int32 [B, T], in tokens; the rotary angle.
+      tokens: segments.
+
+    Returns:
+      [B, T, D] in ``dtype`` and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and "indexer_loss", else empty.
+    """
+    c = self.cfg
+    B, T, _ = x_BTD.shape
+    table = rope_table(c.rope, positions)
+    q, q_latent = self._queries(p, x_BTD, table)
+    k, v = self.expand(p, *self.latents(p, x_BTD, table))
+    # The heads of q.k and of v differ in size, which no kernel but the reference takes; an explicit one is refused here.
+    choose_kernel(
+      c.kernel, platform=c.platform, head_dim=q.shape[-1], value_dim=c.value_dim, dtype=self.precision.dtype, blocks=False
+    )
+    visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
+    mask, aux, scores = visible, {}, None
+    if c.indexer:
+      indexer = Indexer(c.indexer, self.precision)
+      scores = indexer(p["indexer"], x_BTD, q_latent, positions)
+      selected, aux["topk_idx"] = indexer.select(scores, visible)
+      mask = selected if c.indexer_sparse else visible
+    out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
+    if scores is not None:
+      aux["indexer_loss"] = jnp.zeros((), jnp.float32)
+      if c.indexer_loss_weight:
+        live = None if tokens.segments is None else tokens.segments > 0
+        heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
+        aux["indexer_loss"] = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, live)
+    out_BTNV = checkpoint_name(out_BTNV, "attention")
+    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"])
+    return (out + self.precision.cast(p["o_bias"]) if c.bias else out), aux

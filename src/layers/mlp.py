@@ -1,0 +1,124 @@
+"""The gated MLP, and the gated product in a form that float16 survives.
+
+B batch, T position, D model, F hidden.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.precision import Precision
+
+Activation = Literal["gelu", "silu"]
+
+# The largest number that both float16 and bfloat16 hold exactly.
+FLOAT16_SAFE_MAX = 65280.0
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+  """GELU in its tanh approximation (Hendrycks & Gimpel 2016) or SiLU, in x's dtype."""
+  return jax.nn.gelu(x, approximate=True) if activation == "gelu" else jax.nn.silu(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+  """Sizes D and F, and the activation of the gate."""
+
+  emb_dim: int
+  mlp_dim: int
+  activation: Activation = "gelu"
+
+
+@dataclass(frozen=True)
+class MLP:
+  """Gated MLP: down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+  cfg: MLPConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    D, F, dtype = self.cfg.emb_dim, self.cfg.mlp_dim, self.precision.weight_dtype
+    return {
+      "gate": Param((D, F), ("embed", "mlp"), dtype),
+      "up": Param((D, F), ("embed", "mlp"), dtype),
+      "down": Param((F, D), ("mlp", "embed"), dtype),
+    }
+
+  def __call__(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """x: [B, T, D]. Returns [B, T, D] in ``dtype``; float32 when ``dtype`` is float16 (see ``forward``)."""
+    return self.forward(p, x_BTD)[0]
+
+  def forward(self, p: dict, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output and the number of values that had to be rescued.
+
+    With float16 operands the sum of the last product is handed on in float32: the norm or residual that takes it is
+    float32 there too, and a float16 output would overflow at 65504.
+    """
+    float32 = keep_float32(self.precision)
+    gate = self.precision.einsum("BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
+    up = self.precision.einsum("BTD,DF->BTF", x_BTD, p["up"], float32=float32)
+    if self.precision.dtype != "float16":
+      hidden_BTF = activate(gate, self.cfg.activation) * up
+      return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"]), jnp.zeros((), jnp.int32)
+    hidden_BTF, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
+    out_BTD = self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=True) * unit
+    return rescue_output(out_BTD, rescued, self.precision)
+
+
+def keep_float32(precision: Precision) -> bool:
+  """Whether gate, up and their product stay in float32 (``float32_gate_product``)."""
+  if precision.float32_gate_product == "auto":
+    return precision.dtype == "float16"
+  return precision.float32_gate_product and precision.dtype != "float32"
+
+
+def float16_gated_product(gate, up, activation: Activation, precision: Precision):
+  """act(gate) * up as float16 operands of the next product.
+
+  In float32 the product is divided, row by row, by the power of two that brings it into float16's range: exact, because
+  the row's factor is multiplied back after the float32-accumulated product. Without ``float32_gate_product`` the product
+  is a plain float16 one and can only be clipped. A non-finite gate or up is neutralised *before* the activation: rescued
+  behind it, it would still put NaN into the gradient.
+
+  Args:
+    gate, up: [..., F], float32 or float16.
+    activation: of the gate.
+    precision: ``float16_rescue`` says whether non-finite values are replaced.
+
+  Returns:
+    The product in float16 [..., F], the factor of each row [..., 1] float32, and the number of replaced values, int32.
+  """
+  rescued = jnp.zeros((), jnp.int32)
+  if precision.float16_rescue:
+    good = jnp.isfinite(gate) & jnp.isfinite(up)
+    rescued = jnp.sum(~good, dtype=jnp.int32)
+    gate, up = jnp.where(good, gate, 0), jnp.where(good, up, 0)
+  hidden = activate(gate, activation) * up
+  unit = jnp.ones((*hidden.shape[:-1], 1), jnp.float32)
+  if hidden.dtype == jnp.float32:
+    if precision.float16_rescue:
+      bound = 0.7 * float(jnp.finfo(jnp.float32).max)
+      rescued += jnp.sum(~(jnp.abs(hidden) <= bound), dtype=jnp.int32)
+      hidden = jnp.where(jnp.abs(hidden) <= bound, hidden, 0)
+    peak = jax.lax.stop_gradient(jnp.max(jnp.abs(hidden), axis=-1, keepdims=True))
+    excess = jnp.ceil(jnp.log2(jnp.maximum(peak, FLOAT16_SAFE_MAX) / FLOAT16_SAFE_MAX))
+    # exp2 of an integer is exact on every backend only through ldexp.
+    unit = jnp.ldexp(unit, excess.astype(jnp.int32))
+    hidden = hidden / unit
+  elif precision.float16_rescue:
+    over = ~(jnp.abs(hidden) <= FLOAT16_SAFE_MAX)
+    rescued += jnp.sum(over, dtype=jnp.int32)
+    hidden = jnp.where(over, jnp.sign(hidden) * jnp.asarray(FLOAT16_SAFE_MAX, hidden.dtype), hidden)
+    hidden = jnp.where(jnp.isnan(hidden), 0, hidden)
+  return hidden.astype(jnp.float16), unit, rescued
+
+
+def rescue_output(out: jax.Array, rescued: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
+  """Zeroes what is still not finite and counts it, when ``float16_rescue`` is on."""
+  if not precision.float16_rescue:
+    return out, rescued
+  good = jnp.isfinite(out)
+  return jnp.where(good, out, 0), rescued + jnp.sum(~good, dtype=jnp.int32)

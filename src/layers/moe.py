@@ -1,0 +1,282 @@
+"""Mixture of experts: the two routers (Gemma 4's softmax, DeepSeek's grouped sigmoid), the experts, nothing dropped.
+
+B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, activate, float16_gated_product, keep_float32, rescue_output
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.partition import batch_axes
+from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+  """What routing and experts need to know.
+
+  Attributes:
+    emb_dim, mlp_dim: D and F.
+    num_experts, num_experts_per_tok: E and k.
+    activation: of every expert.
+    router: "softmax" (Gemma 4) or "sigmoid" (DeepSeek "noaux_tc").
+    epsilon: of the softmax router's own norm.
+    norm_topk_prob: the chosen weights are divided by their sum.
+    routed_scaling_factor: multiplies the sigmoid router's weights.
+    n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
+    shared_experts: experts that see every token, as one MLP of this many times F.
+    load_balance_loss_weight: of the auxiliary loss E * sum(load * mean probability) (Fedus et al. 2021); 0 is off.
+  """
+
+  emb_dim: int
+  mlp_dim: int
+  num_experts: int
+  num_experts_per_tok: int
+  activation: Activation = "gelu"
+  router: Literal["softmax", "sigmoid"] = "softmax"
+  epsilon: float = 1e-6
+  norm_topk_prob: bool = True
+  routed_scaling_factor: float = 1.0
+  n_groups: int = 1
+  topk_groups: int = 1
+  shared_experts: int = 0
+  load_balance_loss_weight: float = 0.0
+
+  def __post_init__(self):
+    if not 1 <= self.num_experts_per_tok <= self.num_experts:
+      raise ValueError(f"cannot choose {self.num_experts_per_tok} of {self.num_experts} experts")
+    if self.num_experts % self.n_groups or not 1 <= self.topk_groups <= self.n_groups:
+      raise ValueError(f"{self.num_experts} experts in {self.n_groups} groups, best {self.topk_groups}: not possible")
+    if self.num_experts_per_tok > self.topk_groups * self.num_experts // self.n_groups:
+      raise ValueError(f"{self.topk_groups} groups hold fewer than {self.num_experts_per_tok} experts")
+
+
+@dataclass(frozen=True)
+class Router:
+  """Which experts a token goes to, and with which weights.
+
+  "softmax": probabilities over all experts of a norm of the input, the k largest, renormalised, times a learned scale of
+  each expert. "sigmoid": scores in (0, 1); a bias that no gradient changes takes part in the choice and not in the weight
+  (Wang et al. 2024), and experts come from the groups whose two best biased scores sum highest (DeepSeek-V3, 2.1.2).
+  """
+
+  cfg: MoEConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    spec = {"kernel": Param((c.emb_dim, c.num_experts), ("embed", "expert"), dtype)}
+    if c.router == "softmax":
+      spec["scale"] = Param((c.emb_dim,), (None,), dtype, constant(1.0))
+      spec["per_expert_scale"] = Param((c.num_experts,), (None,), dtype, constant(1.0))
+    else:
+      # float32 always: the update of 0.001 a step is below bfloat16's spacing.
+      spec["bias"] = Param((c.num_experts,), (None,), "float32", constant(0.0), trainable=False)
+    return spec
+
+  def _logits(self, p: dict, x: jax.Array) -> jax.Array:
+    if self.precision.float32_gate_logits:
+      return jnp.einsum("...D,DE->...E", x.astype(jnp.float32), p["kernel"].astype(jnp.float32), precision="highest")
+    return self.precision.einsum("...D,DE->...E", x, p["kernel"])
+
+  def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
+    """Routes.
+
+    Args:
+      p: parameters.
+      x: [B, T, D]; the residual for "softmax" (it has its own norm), the normed input for "sigmoid".
+
+    Returns:
+      weights [B, T, k] float32, experts [B, T, k] int32, and aux: "scores" [B, T, E] (softmax probabilities, or raw
+      logits) and "probs" [B, T, E], which sum to one over experts.
+    """
+    c = self.cfg
+    if c.router == "softmax":
+      dtype = "float32" if self.precision.float32_gate_logits else None
+      norm = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), self.precision)
+      u = norm({}, x, dtype)
+      u = u * p["scale"].astype(u.dtype) * jnp.asarray(c.emb_dim**-0.5, u.dtype)
+      probs = jax.nn.softmax(self._logits(p, u).astype(jnp.float32), axis=-1)
+      weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
+      if c.norm_topk_prob:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      weights = weights * p["per_expert_scale"].astype(jnp.float32)[experts]
+      return weights, experts, {"scores": probs, "probs": probs}
+    logits = self._logits(p, x)
+    scores = jax.nn.sigmoid(logits)
+    experts = self._choose(scores + p["bias"].astype(scores.dtype))
+    scores = scores.astype(jnp.float32)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if c.norm_topk_prob:
+      weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    probs = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs}
+
+  def _choose(self, biased: jax.Array) -> jax.Array:
+    """The k best of the biased scores [B, T, E] within the best groups; ties go to the lower index."""
+    c = self.cfg
+    biased = jax.lax.stop_gradient(biased)
+    if c.n_groups > 1:
+      grouped = biased.reshape(*biased.shape[:-1], c.n_groups, -1)
+      best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+      groups = jax.lax.top_k(best_two, c.topk_groups)[1]
+      kept = jnp.any(groups[..., None] == jnp.arange(c.n_groups), axis=-2)
+      lowest = jnp.asarray(jnp.finfo(biased.dtype).min, biased.dtype)
+      biased = jnp.where(kept[..., None], grouped, lowest).reshape(biased.shape)
+    return jax.lax.top_k(biased, c.num_experts_per_tok)[1]
+
+
+@dataclass(frozen=True)
+class Experts:
+  """E gated MLPs; every token goes through its k, in one grouped product over tokens sorted by expert."""
+
+  cfg: MoEConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, E, F = c.emb_dim, c.num_experts, c.mlp_dim
+    return {
+      "gate": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
+      "up": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
+      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1)),
+    }
+
+  def __call__(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the chosen experts' outputs.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input.
+      weights, experts: [B, T, k] of the router.
+
+    Returns:
+      [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
+    """
+    p = {name: self.precision.cast(w) for name, w in p.items()}
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else batch_axes(mesh)
+    ways = math.prod(mesh.shape[a] for a in axes)
+    if not axes or x_BTD.shape[0] % ways:
+      return self._local(p, x_BTD, weights, experts)
+    # Each device sorts its own tokens: sorted globally, every token would cross the network.
+    batch, whole = PartitionSpec(axes), PartitionSpec()
+
+    def local(p, x, w, e):
+      out, rescued = self._local(p, x, w, e)
+      return out, jax.lax.psum(rescued, axes)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(whole, batch, batch, batch), out_specs=(batch, whole))(
+      p, x_BTD, weights, experts
+    )
+
+  def _local(self, p, x_BTD, weights, experts):
+    c = self.cfg
+    B, T, D = x_BTD.shape
+    k = c.num_experts_per_tok
+    order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] slots, grouped by expert
+    sizes = jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32)
+    rows = self.precision.cast(x_BTD).reshape(B * T, D)[order // k]
+    out, rescued = self._gated(p, rows, lambda x, w: self._grouped(x, w, sizes))
+    # Back to the order of slots; each has its own place, so this is a permutation and not a scatter that adds.
+    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, k, D)
+    return self._combine(out, weights), rescued
+
+  def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    """The same sum with every expert run on every token: E / k times the work, and nothing to get wrong."""
+    B, T, D = x_BTD.shape
+    p = {name: self.precision.cast(w) for name, w in p.items()}
+    x = self.precision.cast(x_BTD).reshape(1, B * T, D)
+    product = "EXD,EDF->EXF"
+    out_EXD, _ = self._gated(p, x, lambda x, w: self._dense_product(product, x, w))
+    chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
+    return self._combine(chosen.reshape(B, T, -1, D), weights)
+
+  def _gated(self, p, rows, product):
+    """down(act(gate(rows)) * up(rows)) with ``product`` for the three products."""
+    gate, up = product(rows, p["gate"]), product(rows, p["up"])
+    if not keep_float32(self.precision):
+      gate, up = self.precision.cast(gate), self.precision.cast(up)
+    if self.precision.dtype != "float16":
+      hidden = activate(gate, self.cfg.activation) * up
+      return product(self.precision.cast(hidden), p["down"]), jnp.zeros((), jnp.int32)
+    hidden, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
+    return rescue_output(product(hidden, p["down"]) * unit, rescued, self.precision)
+
+  def _product_operands(self, x, w):
+    # No grouped float16 product on TPU (Mosaic refuses it); float32 operands hold float16 numbers exactly.
+    if self.precision.dtype == "float16" or keep_float32(self.precision):
+      return x.astype(jnp.float32), w.astype(jnp.float32)
+    return x, w
+
+  def _grouped(self, x, w, sizes):
+    x, w = self._product_operands(x, w)
+    return jax.lax.ragged_dot(x, w, sizes, precision=self.precision.matmul_precision)
+
+  def _dense_product(self, spec, x, w):
+    x, w = self._product_operands(x, w)
+    x = jnp.broadcast_to(x, (w.shape[0], *x.shape[1:]))
+    return jnp.einsum(spec, x, w, precision=self.precision.matmul_precision)
+
+  def _combine(self, out_BTkD, weights):
+    if self.precision.float32_weight_sum or self.precision.dtype == "float16":
+      return jnp.einsum("BTkD,BTk->BTD", out_BTkD.astype(jnp.float32), weights, precision="highest")
+    return self.precision.einsum("BTkD,BTk->BTD", out_BTkD, weights)
+
+
+@dataclass(frozen=True)
+class MoE:
+  """Router, experts and, in DeepSeek, the shared experts that every token passes."""
+
+  cfg: MoEConfig
+  precision: Precision
+
+  @property
+  def _shared(self) -> MLP:
+    c = self.cfg
+    width = c.mlp_dim * c.shared_experts
+    return MLP(MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation), self.precision)
+
+  def params(self) -> dict:
+    spec = {
+      "router": Router(self.cfg, self.precision).params(),
+      "experts": Experts(self.cfg, self.precision).params(),
+    }
+    if self.cfg.shared_experts:
+      spec["shared"] = self._shared.params()
+    return spec
+
+  def __call__(self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, live: jax.Array | None = None):
+    """Routes and sums.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input of the experts.
+      router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
+      live: bool [B, T], real tokens: padding is computed and does not count in loads and losses.
+
+    Returns:
+      [B, T, D] and aux: "load" [E] share of choices, "load_balance_loss" scalar, "rescued" int32, and the router's
+      "scores", "weights", "experts".
+    """
+    c = self.cfg
+    weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
+    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts)
+    if c.shared_experts:
+      shared, shared_rescued = self._shared.forward(p["shared"], x_BTD)
+      out, rescued = out + shared.astype(out.dtype), rescued + shared_rescued
+    counts = jnp.ones(experts.shape[:2], jnp.float32) if live is None else live.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(counts), 1.0)
+    chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
+    load = jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok)
+    mean_probs = jnp.einsum("BTE,BT->E", routing["probs"].astype(jnp.float32), counts) / total
+    balance = c.load_balance_loss_weight * c.num_experts * jnp.sum(load * mean_probs)
+    aux = {"load": load, "load_balance_loss": balance, "rescued": rescued}
+    return out, aux | {"scores": routing["scores"], "weights": weights, "experts": experts}

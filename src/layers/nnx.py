@@ -1,0 +1,73 @@
+"""The Flax NNX face of every layer: ``nnx.MLP(cfg, precision, rngs=flax.nnx.Rngs(0))(x)``.
+
+One generic module for all layers. Every array is an ``nnx.Param`` (trainable) or a ``Frozen`` variable, reachable by its
+attribute path: ``decoder.stack_0.layer_1.mlp.down``. ``nnx.to_pure_dict(nnx.state(module))`` is the Linen face's "params".
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
+from maxtext_like.layers.param import Param, init
+
+
+class Frozen(nnx.Variable):
+  """An array that no gradient changes: ``nnx.grad`` and optimizers, which select ``nnx.Param``, pass it by."""
+
+
+class Branch(nnx.Module):
+  """A node of the parameter tree: arrays and further nodes as attributes."""
+
+  def __init__(self, tree: dict):
+    for name, value in tree.items():
+      setattr(self, name, Branch(value) if isinstance(value, dict) else value)
+
+
+class NNX(nnx.Module):
+  """A layer as a ``flax.nnx.Module``.
+
+  Args:
+    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``.
+    rngs: the stream "params" seeds the arrays.
+  """
+
+  def __init__(self, layer: Any, *, rngs: nnx.Rngs):
+    self.layer = layer
+    for name, value in init(layer.params(), rngs.params(), _box).items():
+      setattr(self, name, Branch(value) if isinstance(value, dict) else value)
+
+  def __call__(self, *args, **kwargs):
+    """The layer's own call, without its parameters."""
+    return self.layer(nnx.to_pure_dict(nnx.state(self)), *args, **kwargs)
+
+
+def _box(p: Param, x: jax.Array):
+  return (nnx.Param if p.trainable else Frozen)(x, out_sharding=p.axes, eager_sharding=False)
+
+
+def _face(layer_class):
+  def make(*args, rngs: nnx.Rngs, **kwargs) -> NNX:
+    return NNX(layer_class(*args, **kwargs), rngs=rngs)
+
+  make.__name__ = make.__qualname__ = layer_class.__name__
+  make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.nnx.Module`` of this layer; arguments are the layer's own and ``rngs``."
+  return make
+
+
+RMSNorm = _face(norms.RMSNorm)
+LayerNorm = _face(norms.LayerNorm)
+Embedding = _face(embedding.Embedding)
+PerLayerInput = _face(embedding.PerLayerInput)
+Head = _face(embedding.Head)
+Attention = _face(attention.Attention)
+MLA = _face(mla.MLA)
+Indexer = _face(indexer.Indexer)
+MLP = _face(mlp.MLP)
+Router = _face(moe.Router)
+Experts = _face(moe.Experts)
+MoE = _face(moe.MoE)
+GemmaLayer = _face(blocks.GemmaLayer)
+DeepSeekLayer = _face(blocks.DeepSeekLayer)
+Decoder = _face(decoder.Decoder)

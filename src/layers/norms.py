@@ -1,0 +1,78 @@
+"""Normalisation: RMSNorm in the order of Gemma or of DeepSeek, and LayerNorm for DeepSeek's index keys.
+
+B batch, T position, D normalised dimension (the last one of any array).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.param import Param, constant
+from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+  """What a norm needs to know.
+
+  Attributes:
+    dim: size of the last dimension.
+    epsilon: added to the mean square.
+    with_scale: multiply by a parameter.
+    scale_plus_one: the parameter is the scale minus one (Gemma 3).
+    round_before_scale: round to ``dtype`` before multiplying by the scale, as Llama and DeepSeek do; else after, as Gemma.
+  """
+
+  dim: int
+  epsilon: float = 1e-6
+  with_scale: bool = True
+  scale_plus_one: bool = False
+  round_before_scale: bool = False
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+  """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019)."""
+
+  cfg: NormConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    if not self.cfg.with_scale:
+      return {}
+    start = 0.0 if self.cfg.scale_plus_one else 1.0
+    return {"scale": Param((self.cfg.dim,), (None,), self.precision.weight_dtype, constant(start))}
+
+  def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
+    """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
+    dtype = dtype or self.precision.dtype
+    x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.cfg.epsilon)
+    if not self.cfg.with_scale:
+      return y.astype(dtype)
+    scale = p["scale"].astype(jnp.float32)
+    if self.cfg.scale_plus_one:
+      scale = 1.0 + scale
+    if self.cfg.round_before_scale:
+      return y.astype(dtype) * scale.astype(dtype)
+    return (y * scale).astype(dtype)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+  """(x - mean) / sqrt(var + epsilon) * scale + bias, in float32 (Ba et al. 2016)."""
+
+  cfg: NormConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    shape, dtype = (self.cfg.dim,), self.precision.weight_dtype
+    return {"scale": Param(shape, (None,), dtype, constant(1.0)), "bias": Param(shape, (None,), dtype, constant(0.0))}
+
+  def __call__(self, p: dict, x: jax.Array) -> jax.Array:
+    """Normalises the last dimension of x, any leading shape. Returns the dtype of activations."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.cfg.epsilon)
+    return (y * p["scale"].astype(jnp.float32) + p["bias"].astype(jnp.float32)).astype(self.precision.dtype)

@@ -1,0 +1,48 @@
+"""Logical axes to mesh axes, in one table, and the constraint that layers put on activations.
+
+The mesh has the axes ``data`` (batch) and ``fsdp`` (batch and parameters). Tensor, expert and context axes go into this
+same table: ``"heads": "tensor"``, ``"expert": "expert"``, ``"sequence": "context"``.
+"""
+
+import jax
+from jax.sharding import PartitionSpec
+
+MESH_AXES = ("data", "fsdp")
+
+RULES: dict[str, str | tuple[str, ...] | None] = {
+  # Activations.
+  "batch": ("data", "fsdp"),
+  "sequence": None,
+  # Parameters: the first axis of a parameter that maps to a mesh axis takes it.
+  "embed": "fsdp",
+  "q_lora": "fsdp",
+  "kv_lora": "fsdp",
+  "per_layer": "fsdp",
+  "vocab": None,
+  "heads": None,
+  "kv_heads": None,
+  "head_dim": None,
+  "mlp": None,
+  "expert": None,
+  "layers": None,
+}
+
+
+def batch_axes(mesh) -> tuple[str, ...]:
+  """The mesh axes with more than one device over which the batch is split."""
+  axes = RULES["batch"]
+  return tuple(a for a in (axes or ()) if mesh.shape.get(a, 1) > 1)
+
+
+def constrain_batch(x: jax.Array) -> jax.Array:
+  """x with its leading (batch) dimension split over the mesh in use; x itself when no mesh is set or it does not divide."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  axes = batch_axes(mesh)
+  ways = 1
+  for a in axes:
+    ways *= mesh.shape[a]
+  if not axes or x.shape[0] % ways:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(axes))

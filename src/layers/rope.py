@@ -1,0 +1,108 @@
+"""Rotary position embedding (Su et al. 2021): frequency tables (default, linear, proportional, YaRN) and the rotation.
+
+B batch, T position, N heads, H head dimension. Angles are float32: bfloat16 cannot tell position 1001 from 1000.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """A rotary table.
+
+  Attributes:
+    dim: number of dimensions that are rotated in pairs, even.
+    theta: base wavelength.
+    kind: "default"; "linear" divides every frequency by ``factor``; "proportional" rotates the first ``proportion`` of the
+      pairs and leaves the rest unrotated (Gemma 4); "yarn" interpolates low frequencies (Peng et al. 2023).
+    factor: context extension of "linear" and "yarn".
+    proportion: share of the pairs that rotate, of "proportional".
+    beta_fast, beta_slow: rotations at which YaRN's ramp begins and ends.
+    original_max_position_embeddings: context before extension, in tokens.
+    mscale, mscale_all_dim: YaRN's attention temperature.
+    interleave: pairs are (2m, 2m + 1) instead of (m, m + dim / 2).
+  """
+
+  dim: int
+  theta: float
+  kind: Literal["default", "linear", "proportional", "yarn"] = "default"
+  factor: float = 1.0
+  proportion: float = 1.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  original_max_position_embeddings: int = 4096
+  mscale: float = 0.0
+  mscale_all_dim: float = 0.0
+  interleave: bool = False
+
+  def __post_init__(self):
+    if self.dim % 2 or self.dim <= 0:
+      raise ValueError(f"rotary dimension must be even and positive, got {self.dim}")
+
+  @property
+  def attention_factor(self) -> float:
+    """What cos and sin are multiplied by: YaRN's temperature on the rotated part of q and k."""
+    if self.kind != "yarn":
+      return 1.0
+    if self.mscale and self.mscale_all_dim:
+      return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+    return yarn_mscale(self.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+  """0.1 * mscale * ln(factor) + 1, and 1 without extension (YaRN, section 3.4)."""
+  return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
+  """float32 [dim / 2], in radians a token, by the formulas and in the float32 arithmetic of Hugging Face's tables."""
+  pairs = np.arange(0, cfg.dim, 2, dtype=np.float32)
+  wavelength = np.float32(cfg.theta) ** (pairs / np.float32(cfg.dim))
+  inv_freq = np.float32(1.0) / wavelength
+  if cfg.kind == "linear":
+    return inv_freq / np.float32(cfg.factor)
+  if cfg.kind == "proportional":
+    rotated = int(cfg.proportion * cfg.dim // 2)
+    return np.where(np.arange(cfg.dim // 2) < rotated, inv_freq / np.float32(cfg.factor), np.float32(0.0))
+  if cfg.kind == "yarn":
+
+    def pair_with(rotations: float) -> float:
+      """The pair that makes this many rotations over the original context."""
+      return cfg.dim * math.log(cfg.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.theta))
+
+    low, high = max(math.floor(pair_with(cfg.beta_fast)), 0), min(math.ceil(pair_with(cfg.beta_slow)), cfg.dim - 1)
+    width = (high - low) or 0.001
+    ramp = np.clip((np.arange(cfg.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    extrapolated = np.float32(1) - ramp
+    interpolated = np.float32(1.0) / (np.float32(cfg.factor) * wavelength)
+    return (interpolated * (np.float32(1) - extrapolated) + inv_freq * extrapolated).astype(np.float32)
+  return inv_freq
+
+
+def rope_table(cfg: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """cos and sin, float32 [B, T, dim / 2], of integer positions [B, T] in tokens."""
+  angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(cfg)
+  return jnp.cos(angles) * cfg.attention_factor, jnp.sin(angles) * cfg.attention_factor
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, interleave: bool = False) -> jax.Array:
+  """Rotates every pair of the last dimension.
+
+  Args:
+    x: [B, T, N, H] or [B, T, H].
+    table: cos and sin, [B, T, H / 2].
+    interleave: pairs are (2m, 2m + 1); the result is in half-split order either way, which q.k does not see.
+
+  Returns:
+    The same shape and dtype. The rotation is done in float32: it costs nothing there and rounds once.
+  """
+  cos, sin = (t[:, :, None, :] if x.ndim == 4 else t for t in table)
+  x32 = x.astype(jnp.float32)
+  first, second = (x32[..., 0::2], x32[..., 1::2]) if interleave else jnp.split(x32, 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
