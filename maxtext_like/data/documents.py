@@ -1,0 +1,62 @@
+"""What every source of text promises to the rest of the input pipeline (text.py, jsonl.py, parquet.py implement it)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_RECORD_BYTES = 16 * 2**20  # one record (a JSON line, a parquet value) above this is bad: a lost newline, not a text
+
+
+@dataclass(frozen=True)
+class Record:
+  """One document, or one piece of a long file. A chat format would add `messages` here, beside `text`.
+
+  `begins` and `ends` say whether the document's start and end are inside: only there do bos and eos belong.
+  """
+
+  text: str
+  begins: bool = True
+  ends: bool = True
+
+
+class BadRecordError(Exception):
+  """One record cannot be used: `place` (file:line), `reason`. The data.on_bad_record policy decides what follows."""
+
+  def __init__(self, place: str, reason: str):
+    super().__init__(f"{place}: {reason}")
+    self.place, self.reason = place, reason
+
+
+class Documents(Protocol):
+  """Random access to documents in a fixed order that depends on the files alone."""
+
+  groups: Sequence[int] | None
+  """First document of each block that is cheap to read together (parquet row groups); None: any order is fine."""
+
+  def __len__(self) -> int: ...
+
+  def read(self, index: int) -> Record:
+    """Document `index`. Raises BadRecordError, UserError (file gone, damaged) or RetryableError (storage)."""
+    ...
+
+  def place(self, index: int) -> str:
+    """Where document `index` is, for messages: file:line."""
+    ...
+
+  def fingerprint(self) -> dict[str, str]:
+    """What the documents were made of, file by file: differs when the data differ."""
+    ...
+
+
+def check_text(text: object, place: str, field: str) -> str:
+  """`text` if it is a string that UTF-8 can carry; BadRecordError otherwise (json accepts lone surrogates)."""
+  if not isinstance(text, str):
+    raise BadRecordError(place, f"field '{field}' is {type(text).__name__}, expected a string")
+  if not text.isascii():
+    try:
+      text.encode("utf-8")
+    except UnicodeEncodeError as error:
+      raise BadRecordError(
+        place, f"field '{field}' has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start}"
+      ) from None
+  return text

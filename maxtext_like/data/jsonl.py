@@ -1,0 +1,146 @@
+"""JSON-lines files as documents: an index of line offsets, so that any record is one read away."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxtext_like.data import files as data_files
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.errors import RetryableError, UserError
+
+BLOCK_BYTES = 2**24
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+class LineIndex(NamedTuple):
+  """Where the lines of one file are. Empty lines have no entry."""
+
+  starts: np.ndarray  # [N] int64, bytes
+  ends: np.ndarray  # [N] int64, bytes, without the newline
+  numbers: np.ndarray  # [N] int64, line number from 1
+  digest: str  # of the contents
+  terminated: bool  # the file ends with a newline
+
+
+def index_lines(path: str) -> LineIndex:
+  """One pass over the file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
+  import xxhash
+
+  digest = xxhash.xxh3_128()
+  newlines, size, head = [], 0, b""
+  try:
+    with open(path, "rb", buffering=0) as file:
+      while block := file.read(BLOCK_BYTES):
+        head = head or block[:8]
+        digest.update(block)
+        newlines.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A) + size)
+        size += len(block)
+  except PermissionError as error:
+    raise UserError(f"{path}: no permission to read it (data.dataset_path)") from error
+  except OSError as error:
+    raise RetryableError(f"{path}: reading failed: {error}") from error
+  for magic, name in COMPRESSED.items():
+    if head.startswith(magic):
+      raise UserError(f"{path} is {name} compressed; decompress it first (random access needs plain lines)")
+  breaks = np.concatenate([np.empty(0, np.int64), *newlines])
+  starts = np.concatenate([[3 if head.startswith(b"\xef\xbb\xbf") else 0], breaks + 1])
+  ends = np.concatenate([breaks, [size]])
+  numbers = np.arange(1, len(starts) + 1)
+  kept = ends > starts
+  return LineIndex(
+    starts[kept], ends[kept], numbers[kept], f"xxh3 {digest.hexdigest()}", bool(size) and breaks[-1:] == size - 1
+  )
+
+
+class JsonLines:
+  """One JSON object a line with a string field. Lines may end in CRLF, be blank, and the file may begin with a BOM.
+
+  Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, no such field, a
+  field that is not a string, NaN or Infinity, a key twice in one object, a line above MAX_RECORD_BYTES.
+  """
+
+  groups = None
+
+  def __init__(self, files: Sequence[str], text_field: str):
+    """`files`: paths. Raises UserError when they hold no line at all."""
+    self._files = list(files)
+    self._field = text_field
+    self._index = [index_lines(file) for file in self._files]
+    self._stops = list(accumulate(len(index.starts) for index in self._index))
+    if not self._stops[-1]:
+      size = sum(data_files.sizes(self._files))
+      raise UserError(
+        f"data.dataset_path: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text "
+        f"(first: {self._files[0]})"
+      )
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    file = bisect_right(self._stops, index)
+    return file, index - (self._stops[file - 1] if file else 0)
+
+  def place(self, index: int) -> str:
+    file, row = self._locate(index)
+    return f"{self._files[file]}:{self._index[file].numbers[row]}"
+
+  def read(self, index: int) -> Record:
+    file, row = self._locate(index)
+    lines = self._index[file]
+    start, length = int(lines.starts[row]), int(lines.ends[row] - lines.starts[row])
+    place = self.place(index)
+    if length > MAX_RECORD_BYTES:
+      raise BadRecordError(place, f"the line has {length} bytes, more than the limit of {MAX_RECORD_BYTES}")
+    data = data_files.read_bytes(self._files[file], start, length)
+    if not data.strip():
+      return Record("")
+    try:
+      record = parse(data)
+    except (ValueError, RecursionError) as error:
+      reason = _reason(error)
+      if row == len(lines.starts) - 1 and not lines.terminated:
+        reason += " (the last line, and it has no newline: was the file cut off?)"
+      raise BadRecordError(place, reason) from None
+    if not isinstance(record, dict):
+      raise BadRecordError(place, f"the line is {type(record).__name__}, expected an object with the field "
+                                  f"'{self._field}'")  # fmt: skip
+    if self._field not in record:
+      keys = ", ".join(f"'{key}'" for key in list(record)[:8]) or "none"
+      raise BadRecordError(place, f"no field '{self._field}' (data.text_field); fields: {keys}")
+    return Record(check_text(record[self._field], place, self._field))
+
+  def fingerprint(self) -> dict[str, str]:
+    return data_files.fingerprint(self._files, [index.digest for index in self._index])
+
+
+def parse(data: bytes) -> Any:
+  """Strict JSON: UTF-8, no NaN, no key twice. ValueError otherwise."""
+  return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  record = dict(pairs)
+  if len(record) != len(pairs):
+    seen: set[str] = set()
+    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+    raise ValueError(f"the key '{twice}' stands twice in one object")
+  return record
+
+
+def _refuse_constant(name: str) -> Any:
+  raise ValueError(f"{name} is not JSON")
+
+
+def _reason(error: Exception) -> str:
+  if isinstance(error, json.JSONDecodeError):
+    return f"not JSON: {error.msg} at character {error.pos}"
+  if isinstance(error, UnicodeDecodeError):
+    return f"not UTF-8 at byte {error.start} of the line (0x{error.object[error.start]:02x})"
+  if isinstance(error, RecursionError):
+    return "JSON nested too deeply"
+  return str(error)

@@ -1,0 +1,349 @@
+"""From the configuration to an iterator of batches with exact, checkpointable state: make_data.
+
+  files -> documents (text, jsonl, parquet) -> order (held-out split, shuffle, process share) -> tokens [grain]
+        -> packed rows -> rows shuffled in blocks -> batches                                            [pack.py]
+        -> a thread that works two batches ahead                                                        [prefetch.py]
+
+A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments. B is this process's part of the
+global batch. The stream of rows depends on the data, the data keys, the tokenizer, T and the number of processes; not
+on the batch size, the number of devices or threads.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxtext_like.data import files as data_files
+from maxtext_like.data.documents import BadRecordError, Documents
+from maxtext_like.data.jsonl import JsonLines
+from maxtext_like.data.order import Order, Split, seed_for, split_indices
+from maxtext_like.data.pack import KEYS, BlockShuffle, Document, Packer, Row, Rows
+from maxtext_like.data.parquet import Parquet
+from maxtext_like.data.prefetch import Prefetch
+from maxtext_like.data.synthetic import SyntheticRows
+from maxtext_like.data.text import TextFiles, stdlib
+from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.errors import RetryableError, UserError
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, np.ndarray]
+FORMAT = 1  # of the state; changes when the same settings give another stream of rows
+BLOCK_ROWS, BLOCK_TOKENS = 128, 2**18  # BlockShuffle: rows a block, within this many tokens
+SKIPS_LOGGED = 10
+STALL_WARN_SECONDS, STALL_LIMIT_SECONDS = 60.0, 600.0
+
+
+class DataConfig(Protocol):
+  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/schema.py has the real one)."""
+
+  @property
+  def dataset(self) -> str: ...
+  @property
+  def dataset_path(self) -> str | Sequence[str]: ...
+  @property
+  def tokenizer(self) -> str: ...
+  @property
+  def text_field(self) -> str: ...
+  @property
+  def on_bad_record(self) -> str: ...
+  @property
+  def packing(self) -> bool: ...
+  @property
+  def eval_fraction(self) -> float: ...
+  @property
+  def shuffle(self) -> bool: ...
+  @property
+  def data_shuffle_seed(self) -> int: ...
+  @property
+  def dataset_documents_max(self) -> int: ...
+
+
+def make_data(
+  data: DataConfig,
+  *,
+  vocab_size: int,
+  length: int,
+  global_batch: int,
+  process_index: int = 0,
+  process_count: int = 1,
+  split: Split = "train",
+) -> "DataSource":
+  """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
+
+  "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
+  target: they weigh nothing), so that every process can take the same number; DataSource.reset starts again.
+
+  The first batch is made before this returns, so that what is wrong with the data shows before anything is compiled.
+  Raises UserError: no such data, no permission, empty, less than one global batch, a bad record among the first,
+  a tokenizer that does not fit the vocabulary.
+  """
+  if split not in ("train", "eval"):
+    raise ValueError(f"split is {split!r}, expected 'train' or 'eval'")
+  if global_batch < 1 or global_batch % process_count:
+    raise UserError(
+      f"the global batch of {global_batch} rows cannot be divided over {process_count} processes "
+      "(per_device_batch_size times the number of devices)"
+    )
+  batch = global_batch // process_count
+  identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
+  identity["process"] = f"{process_index} of {process_count}"
+  if data.dataset == "synthetic":
+    _refuse_path(data)
+    identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
+    rows: Rows = SyntheticRows(
+      length, vocab_size, data.data_shuffle_seed, split=split, process_index=process_index, process_count=process_count
+    )
+    return DataSource(rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None)
+
+  tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+  documents = open_documents(data)
+  available = len(documents)
+  used = min(available, data.dataset_documents_max) if data.dataset_documents_max > 0 else available
+  indices = split_indices(used, data.eval_fraction, split)
+  if len(indices) < process_count:
+    raise UserError(
+      f"the {split} split has {len(indices)} of {used} documents (eval_fraction={data.eval_fraction}), "
+      f"expected at least {process_count}, one for each process"
+    )
+  shuffle = data.shuffle and split == "train"
+  order = Order(
+    indices,
+    shuffle_seed=data.data_shuffle_seed if shuffle else None,
+    repeat=split == "train",
+    process_index=process_index,
+    process_count=process_count,
+    groups=documents.groups,
+  )
+  pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
+  packer = Packer(
+    _token_iterator(order, documents, tokenizer, vocab_size),
+    length=length,
+    pad_id=pad_id,
+    packing=data.packing,
+    on_bad_record=data.on_bad_record,
+    bad_max=max(10, min(10_000, used // 100)),
+    epoch_length=order.epoch_length,
+    split_length=len(indices),
+  )
+  packer.on_skip = _SkipLog()
+  rows = packer
+  if shuffle and data.packing:
+    block = max(1, min(BLOCK_ROWS, BLOCK_TOKENS // length))
+    rows = BlockShuffle(packer, block=block, seed=seed_for(data.data_shuffle_seed, "rows"))
+  identity |= {
+    "files": documents.fingerprint(),
+    "documents": used,
+    "text_field": data.text_field if data.dataset in ("jsonl", "parquet") else None,
+    "tokenizer": tokenizer.fingerprint,
+    "packing": data.packing,
+    "on_bad_record": data.on_bad_record,
+    "eval_fraction": data.eval_fraction,
+    "shuffle": data.shuffle,
+    "data_shuffle_seed": data.data_shuffle_seed,
+  }
+  source = DataSource(rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer)
+  if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
+    source.close()
+    what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
+    raise UserError(
+      f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
+      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {batch} rows on each of "
+      f"{process_count} process(es); add data, or lower per_device_batch_size or max_target_length"
+    )
+  return source
+
+
+def open_documents(data: DataConfig) -> Documents:
+  """The documents that data.dataset and data.dataset_path name. Raises UserError."""
+  if data.dataset == "python-stdlib":
+    _refuse_path(data)
+    return stdlib()
+  if data.dataset == "text":
+    return TextFiles(data_files.find(data.dataset_path, (), "text"))
+  if data.dataset == "jsonl":
+    return JsonLines(data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl"), data.text_field)
+  if data.dataset == "parquet":
+    return Parquet(data_files.find(data.dataset_path, (".parquet",), "parquet"), data.text_field)
+  raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+
+
+def _refuse_path(data: DataConfig) -> None:
+  if data.dataset_path:
+    raise UserError(
+      f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
+      "set dataset to text, jsonl or parquet, or leave dataset_path empty"
+    )
+
+
+class _SkipLog:
+  """Logs the first skipped records; all are counted in DataSource.counts."""
+
+  def __init__(self) -> None:
+    self._logged = 0
+
+  def __call__(self, bad: BadRecordError) -> None:
+    if self._logged < SKIPS_LOGGED:
+      logger.warning("bad record skipped: %s", bad)
+    elif self._logged == SKIPS_LOGGED:
+      logger.warning("more bad records are skipped and counted, but not shown")
+    self._logged += 1
+
+
+def _token_iterator(order: Order, documents: Documents, tokenizer: Tokenizer, vocab_size: int) -> Any:
+  """A grain iterator of Document, in `order`. Read and tokenised when asked for, nothing ahead (Prefetch does that)."""
+  import grain
+
+  def tokenise(number: int) -> Document:
+    try:
+      record = documents.read(number)
+    except BadRecordError as bad:
+      return Document(number, bad=bad)
+    if not record.text.strip():
+      return Document(number)
+    ids = tokenizer.encode(record.text)
+    if record.begins and tokenizer.bos_id is not None:
+      ids = [tokenizer.bos_id, *ids]
+    if record.ends and tokenizer.eos_id is not None:
+      ids = [*ids, tokenizer.eos_id]
+    if len(ids) < 2:
+      return Document(number)
+    array = np.asarray(ids, np.int64)
+    wrong = (array < 0) | (array >= vocab_size)
+    if wrong.any():
+      at = int(wrong.argmax())
+      raise UserError(
+        f"{documents.place(number)}: token {at} has id {array[at]}, outside model.vocab_size={vocab_size} "
+        f"(tokenizer: {tokenizer.fingerprint})"
+      )
+    return Document(number, array.astype(np.int32))
+
+  options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  return iter(grain.MapDataset.source(order).map(tokenise).to_iter_dataset(options))  # pyright: ignore[reportArgumentType]
+
+
+class DataSource:
+  """An iterator of batches (dict of numpy int32 [B, T]) whose state is JSON-serialisable and exact.
+
+  `get_state` is the state after the last batch that __next__ gave, whatever has been prepared ahead. Not for use from
+  several threads at once.
+  """
+
+  def __init__(
+    self,
+    rows: Rows,
+    *,
+    batch: int,
+    length: int,
+    pad_id: int,
+    identity: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    stall_warn_seconds: float = STALL_WARN_SECONDS,
+    stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+  ):
+    """`rows`: where rows come from; `identity`: what must not change between save and resume."""
+    self.tokenizer = tokenizer
+    self.identity = identity
+    self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
+    self._stall = {"warn_seconds": stall_warn_seconds, "limit_seconds": stall_limit_seconds}
+    self._state = self._initial = {"rows": rows.get_state(), "ended": False}
+    self._counts = rows.counts()
+    self._ended = False
+    self._closed = False
+    self._prefetch: Prefetch | None = Prefetch(self._produce, **self._stall)
+    self._head: tuple[Any, Any] | None = None
+    try:
+      self._head = self._prefetch.get()
+    except BaseException:
+      self.close()
+      raise
+
+  def _produce(self) -> tuple[Any, Any]:
+    rows: list[Row] = []
+    while len(rows) < self._batch:
+      if not self._ended:
+        try:
+          rows.append(next(self._rows))
+          continue
+        except StopIteration:
+          self._ended = True
+      rows.append(Row.empty(self._length, self._pad_id))
+    batch = {key: np.stack([getattr(row, key) for row in rows]) for key in KEYS}
+    return (batch, self._rows.counts()), {"rows": self._rows.get_state(), "ended": self._ended}
+
+  def __iter__(self) -> "DataSource":
+    return self
+
+  def __next__(self) -> Batch:
+    """The next batch. Raises UserError (bad record, file gone) or RetryableError (storage, stalled source)."""
+    if self._closed:
+      raise ValueError("the data source is closed")
+    if self._prefetch is None:
+      self._prefetch = Prefetch(self._produce, **self._stall)
+    (batch, counts), state = self._head or self._prefetch.get()
+    self._head = None
+    self._state, self._counts = state, counts
+    return batch
+
+  def counts(self) -> dict[str, int]:
+    """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the block it is from)."""
+    return dict(self._counts)
+
+  def get_state(self) -> dict[str, Any]:
+    """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
+    return {"identity": self.identity, "state": self._state}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues where `state` was taken. Raises UserError naming every difference when the stream would be another one.
+
+    The batch size may differ: the stream of rows continues with the next row.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
+      raise UserError("the checkpoint's data state is damaged: it has no identity and state")
+    changed = differences(state["identity"], self.identity)
+    if changed:
+      raise UserError(
+        "cannot resume: the data are not those of the checkpoint, the order would change:\n  "
+        + "\n  ".join(changed)
+        + "\nRestore them, or start a new run (init_from takes the weights without the data position)"
+      )
+    self._restart(state["state"])
+
+  def reset(self) -> None:
+    """Starts again from the first batch."""
+    self._restart(self._initial)
+
+  def _restart(self, state: dict[str, Any]) -> None:
+    if self._closed:
+      raise ValueError("the data source is closed")
+    if self._prefetch is not None and not self._prefetch.stop():
+      raise RetryableError("the data source stalls: its thread does not stop")
+    self._prefetch = self._head = None
+    try:
+      self._rows.set_state(state["rows"])
+      self._ended = bool(state["ended"])
+    except (KeyError, TypeError, IndexError) as error:
+      raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
+    self._state, self._counts = state, self._rows.counts()
+
+  def close(self) -> None:
+    """Ends the thread. More than once is fine."""
+    self._closed = True
+    self._head = None
+    if self._prefetch is not None:
+      self._prefetch.stop()
+      self._prefetch = None
+
+
+def differences(saved: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
+  """One line for each key whose value differs: what it was, what it is."""
+  lines = []
+  for key in sorted(saved.keys() | present.keys()):
+    was, now = saved.get(key, "absent"), present.get(key, "absent")
+    if isinstance(was, dict) and isinstance(now, dict):
+      lines += differences(was, now, f"{prefix}{key} ")
+    elif was != now:
+      lines.append(f"{prefix}{key}: was {was}, is {now}")
+  return lines

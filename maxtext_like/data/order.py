@@ -1,0 +1,85 @@
+"""Which document comes when: the held-out split, the shuffle of each epoch, and each process's share."""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+Split = str  # "train" or "eval"
+
+
+def split_indices(documents: int, eval_fraction: float, split: Split) -> np.ndarray:
+  """The documents of one split, ascending, int64.
+
+  Document i is held out when floor((i + 1) f) > floor(i f): spread evenly, floor(documents * f) in all. The rule
+  depends on i alone, so documents appended later move none, and the two splits are disjoint by construction.
+  """
+  fraction = Fraction(eval_fraction).limit_denominator(10**6)
+  if not 0 <= fraction < 1:
+    raise ValueError(f"data.eval_fraction is {eval_fraction}, expected 0 or more and below 1")
+  edges = np.arange(documents + 1, dtype=np.int64) * fraction.numerator // fraction.denominator
+  held_out = np.diff(edges) > 0
+  return np.flatnonzero(held_out if split == "eval" else ~held_out)
+
+
+def seed_for(*parts: int | str) -> int:
+  """A 32-bit seed; nearby parts (seed 0 epoch 1, seed 1 epoch 0) give unrelated ones."""
+  text = "/".join(str(part) for part in parts)
+  return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Order:
+  """A sequence of document numbers for grain: position -> document, as one process sees it.
+
+  Process p of P takes positions p, p + P, ... of the order that all share. For training it does not end: epoch after
+  epoch, each with its own permutation when `shuffle_seed` is given. For evaluation it is the split, once, in order.
+  When the documents come in `groups` that are cheap to read together (parquet row groups), the groups are permuted and
+  the documents inside each, so that reading jumps between groups as rarely as possible.
+  """
+
+  def __init__(
+    self,
+    indices: np.ndarray,
+    *,
+    shuffle_seed: int | None,
+    repeat: bool,
+    process_index: int = 0,
+    process_count: int = 1,
+    groups: Sequence[int] | None = None,
+  ):
+    """`indices`: documents of the split. `groups`: first document of each group, ascending, beginning with 0."""
+    self._indices = indices
+    self._seed = shuffle_seed
+    self._process_index, self._process_count = process_index, process_count
+    self.epoch_length = max(0, -(-(len(indices) - process_index) // process_count))  # of this process, first epoch
+    self._length = sys.maxsize if repeat else self.epoch_length
+    edges = [0] if groups is None else np.unique(np.searchsorted(indices, np.asarray(groups)))
+    self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
+    self._edges = np.unique(self._edges)
+    self._epoch = lru_cache(maxsize=2)(self._shuffle_groups)
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, index: int) -> int:
+    epoch, position = divmod(int(index) * self._process_count + self._process_index, len(self._indices))
+    if self._seed is None:
+      return int(self._indices[position])
+    from grain.experimental import index_shuffle
+
+    permutation, stops = self._epoch(epoch)
+    slot = int(np.searchsorted(stops, position, side="right"))
+    group = int(permutation[slot])
+    start, end = int(self._edges[group]), int(self._edges[group + 1])
+    inside = position - (int(stops[slot]) - (end - start))
+    seed = seed_for(self._seed, epoch, group)
+    return int(self._indices[start + index_shuffle(inside, max_index=end - start - 1, seed=seed, rounds=4)])
+
+  def _shuffle_groups(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The order of the groups in one epoch, and where each ends in it."""
+    lengths = np.diff(self._edges)
+    permutation = np.random.default_rng(seed_for(self._seed or 0, epoch)).permutation(len(lengths))
+    return permutation, np.cumsum(lengths[permutation])

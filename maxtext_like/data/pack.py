@@ -1,0 +1,234 @@
+"""Documents of tokens to rows of fixed length: segments, positions and targets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxtext_like.data.documents import BadRecordError
+from maxtext_like.errors import UserError
+
+IGNORED = -100  # a target without loss
+KEYS = ("tokens", "targets", "positions", "segments")
+
+
+@dataclass
+class Row:
+  """One row: four int32 [T] arrays. segments: 0 padding, 1, 2, ... documents; targets: -100 has no loss."""
+
+  tokens: np.ndarray
+  targets: np.ndarray
+  positions: np.ndarray
+  segments: np.ndarray
+
+  @classmethod
+  def empty(cls, length: int, pad_id: int) -> "Row":
+    """A row of padding."""
+    return cls(
+      np.full(length, pad_id, np.int32),
+      np.full(length, IGNORED, np.int32),
+      np.zeros(length, np.int32),
+      np.zeros(length, np.int32),
+    )
+
+  def place(self, at: int, ids: np.ndarray, segment: int) -> None:
+    """Writes a segment: positions from 0; each token's target is the next one, the last token has none."""
+    end = at + len(ids)
+    self.tokens[at:end] = ids
+    self.targets[at : end - 1] = ids[1:]
+    self.positions[at:end] = np.arange(len(ids))
+    self.segments[at:end] = segment
+
+
+@dataclass(frozen=True)
+class Document:
+  """What the tokenising stage hands to the packer: document number, and its ids, or why it has none."""
+
+  number: int
+  ids: np.ndarray | None = None  # int32; None: empty (less than two tokens) or bad
+  bad: BadRecordError | None = None
+
+
+class Rows(Protocol):
+  """An iterator over rows with exact, JSON-serialisable state."""
+
+  def __next__(self) -> Row: ...
+
+  def get_state(self) -> dict[str, Any]: ...
+
+  def set_state(self, state: dict[str, Any]) -> None: ...
+
+  def counts(self) -> dict[str, int]: ...
+
+
+class Packer:
+  """Rows from a grain iterator over Documents.
+
+  `packing`: documents are laid end to end and cut every `length` tokens. What continues in the next row is a segment of
+  its own there, with positions from 0 (attention cannot reach across rows). Without: one document a row, the rest of a
+  longer one dropped (and counted), a shorter one padded.
+
+  State is the source's state before the document being cut, and how many of its tokens are used: resuming reads
+  that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the rows.
+  """
+
+  def __init__(
+    self,
+    documents: Any,
+    *,
+    length: int,
+    pad_id: int,
+    packing: bool,
+    on_bad_record: str,
+    bad_max: int,
+    epoch_length: int,
+    split_length: int,
+  ):
+    """`documents`: a grain DatasetIterator of Document.
+
+    `epoch_length`: documents of this process until they repeat; `split_length`: documents of all processes;
+    `bad_max`: bad records that on_bad_record "skip" accepts.
+    """
+    self._documents = documents
+    self._length, self._pad_id, self._packing = length, pad_id, packing
+    self._skip_bad = on_bad_record == "skip"
+    self._epoch_length, self._split_length, self._bad_max = epoch_length, split_length, bad_max
+    self._ids, self._used = np.empty(0, np.int32), 0
+    self._before = documents.get_state()
+    self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
+    self._bad: list[int] = []
+    self._bad_seen: set[int] = set()
+    self._fruitless = 0  # documents since the last one with tokens
+    self.first_epoch: dict[str, int] | None = None  # the counts when the first epoch had been used up
+    self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
+
+  def __next__(self) -> Row:
+    row = Row.empty(self._length, self._pad_id)
+    at, segment = 0, 0
+    while at < self._length:
+      if self._used == len(self._ids) and not self._pull():
+        break
+      count = min(self._length - at, len(self._ids) - self._used)
+      segment += 1
+      row.place(at, self._ids[self._used : self._used + count], segment)
+      self._used += count
+      at += count
+      if not self._packing:
+        self._tally["dropped_tokens"] += len(self._ids) - self._used
+        self._used = len(self._ids)
+        break
+    if not at:
+      raise StopIteration
+    self._tally["rows"] += 1
+    return row
+
+  def _pull(self) -> bool:
+    """Takes the next document with tokens; False at the end of the source."""
+    while True:
+      before = self._documents.get_state()
+      try:
+        document = next(self._documents)
+      except StopIteration:
+        return False
+      if self._tally["documents"] == self._epoch_length and self.first_epoch is None:
+        self.first_epoch = self.counts()
+      self._tally["documents"] += 1
+      if document.bad is not None:
+        self._count_bad(document.number, document.bad)
+      elif document.ids is None:
+        self._tally["empty"] += 1
+      else:
+        self._before, self._ids, self._used = before, document.ids, 0
+        self._tally["tokens"] += len(document.ids)
+        self._fruitless = 0
+        return True
+      self._fruitless += 1
+      if self._fruitless >= self._split_length:
+        raise UserError(
+          f"no tokens in any of the {self._split_length} documents: {len(self._bad)} bad, the others empty or shorter "
+          "than two tokens (data.dataset_path, data.text_field)"
+        )
+
+  def _count_bad(self, number: int, bad: BadRecordError) -> None:
+    if not self._skip_bad:
+      raise UserError(f"{bad}. Repair the record, or on_bad_record=skip leaves such records out and counts them")
+    if number in self._bad_seen:
+      return
+    self._bad_seen.add(number)
+    self._bad.append(number)
+    self.on_skip(bad)
+    if len(self._bad) > self._bad_max:
+      raise UserError(
+        f"{len(self._bad)} bad records, more than on_bad_record=skip accepts ({self._bad_max}: 1 % of the documents, "
+        f"at least 10); the last one: {bad}"
+      )
+
+  def counts(self) -> dict[str, int]:
+    return {**self._tally, "bad": len(self._bad)}
+
+  def get_state(self) -> dict[str, Any]:
+    unfinished = self._used < len(self._ids)
+    return {
+      "documents": self._before if unfinished else self._documents.get_state(),
+      "used": self._used if unfinished else 0,
+      "tally": dict(self._tally),
+      "bad": list(self._bad),
+      "fruitless": self._fruitless,
+    }
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._documents.set_state(state["documents"])
+    self._ids, self._used = np.empty(0, np.int32), 0
+    if state["used"]:
+      document = next(self._documents)
+      if document.ids is None or len(document.ids) < state["used"]:
+        raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
+      self._before, self._ids, self._used = state["documents"], document.ids, state["used"]
+    self._tally = dict(state["tally"])
+    self._bad = list(state["bad"])
+    self._bad_seen = set(self._bad)
+    self._fruitless = state["fruitless"]
+
+
+class BlockShuffle:
+  """Rows in random order inside consecutive blocks of `block` rows.
+
+  The rows of one long document follow each other; this spreads them over many batches. State is the inner state at
+  the start of the block and the place in it: resuming makes one block again.
+  """
+
+  def __init__(self, rows: Rows, *, block: int, seed: int):
+    self._rows, self._block_rows, self._seed = rows, block, seed
+    self._block, self._next = 0, 0
+    self._start = rows.get_state()
+    self._buffer: list[Row] = []
+
+  def __next__(self) -> Row:
+    if not self._buffer:
+      self._start = self._rows.get_state()
+      self._fill()
+    row = self._buffer[self._next]
+    self._next += 1
+    if self._next == self._block_rows:
+      self._buffer, self._next, self._block = [], 0, self._block + 1
+      self._start = self._rows.get_state()
+    return row
+
+  def _fill(self) -> None:
+    rows = [next(self._rows) for _ in range(self._block_rows)]
+    order = np.random.default_rng((self._seed, self._block)).permutation(self._block_rows)
+    self._buffer = [rows[index] for index in order]
+
+  def counts(self) -> dict[str, int]:
+    return self._rows.counts()
+
+  def get_state(self) -> dict[str, Any]:
+    return {"block": self._block, "next": self._next, "rows": self._start}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._rows.set_state(state["rows"])
+    self._start, self._block, self._next = state["rows"], state["block"], state["next"]
+    self._buffer = []
+    if self._next:
+      self._fill()

@@ -1,0 +1,47 @@
+"""Random tokens from the seed, full rows: the input of benchmarks, with no file and no tokenizer."""
+
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.data.pack import Row
+
+
+class SyntheticRows:
+  """Row r is [T] tokens drawn uniformly from [0, vocab_size) with (seed, split, r) as the key; one segment a row.
+
+  Process p of P makes rows p, p + P, ...
+  """
+
+  def __init__(
+    self,
+    length: int,
+    vocab_size: int,
+    seed: int,
+    *,
+    split: str = "train",
+    process_index: int = 0,
+    process_count: int = 1,
+  ):
+    self._length, self._vocab_size = length, vocab_size
+    self._key = (seed, int(split == "eval"))
+    self._process_index, self._process_count = process_index, process_count
+    self._row = 0
+
+  def __next__(self) -> Row:
+    number = self._row * self._process_count + self._process_index
+    generator = np.random.default_rng((*self._key, number))
+    tokens = generator.integers(0, self._vocab_size, self._length, dtype=np.int32)
+    self._row += 1
+    row = Row.empty(self._length, pad_id=0)
+    row.place(0, tokens, segment=1)
+    return row
+
+  def get_state(self) -> dict[str, Any]:
+    return {"row": self._row}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._row = int(state["row"])
+
+  def counts(self) -> dict[str, int]:
+    return {"rows": self._row}

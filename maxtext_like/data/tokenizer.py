@@ -1,0 +1,210 @@
+"""Text to token ids: raw bytes, a Hugging Face tokenizer.json, a sentencepiece model.
+
+A tokenizer maps plain text only: the string "<eos>" inside a document is text, never the end-of-document token
+(sentencepiece does so by itself; `encode_special_tokens` for tokenizers). bos and eos are added by the pipeline, at the
+start and the end of each document, wherever the tokenizer has them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from maxtext_like.errors import UserError
+
+MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
+
+# Special tokens by name, where no tokenizer_config.json names them: Gemma, DeepSeek, Llama, GPT-2.
+BOS_NAMES = ("<bos>", "<｜begin▁of▁sentence｜>", "<s>", "<|begin_of_text|>")
+EOS_NAMES = ("<eos>", "<｜end▁of▁sentence｜>", "</s>", "<|end_of_text|>", "<|endoftext|>")
+PAD_NAMES = ("<pad>", "<｜▁pad▁｜>", "[PAD]")
+
+
+class Tokenizer(Protocol):
+  """Text <-> token ids in [0, vocab_size)."""
+
+  vocab_size: int
+  bos_id: int | None
+  eos_id: int | None
+  pad_id: int | None
+  files: tuple[Path, ...]  # what a checkpoint must carry along to decode its tokens
+  fingerprint: str  # differs when the mapping differs
+
+  def encode(self, text: str) -> list[int]: ...
+
+  def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class BytesTokenizer:
+  """UTF-8 bytes: id = 3 + byte. 0 is padding, 1 end and 2 beginning of a document (Gemma's ids); 259 ids in all."""
+
+  vocab_size = 259
+  pad_id: int | None = 0
+  eos_id: int | None = 1
+  bos_id: int | None = 2
+  files: tuple[Path, ...] = ()
+  fingerprint = "bytes, id = 3 + byte"
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of the text's bytes. UnicodeEncodeError for lone surrogates (the sources refuse them before)."""
+    return [byte + 3 for byte in text.encode("utf-8")]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Special ids are left out; bytes that are not UTF-8 become U+FFFD. ValueError for an id outside the vocabulary."""
+    for token in ids:
+      if not 0 <= token < self.vocab_size:
+        raise ValueError(f"token id {token} outside the byte vocabulary [0, {self.vocab_size})")
+    return bytes(token - 3 for token in ids if token >= 3).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+  """A tokenizer.json, read by the library tokenizers; tokenizer_config.json beside it names the special tokens."""
+
+  def __init__(self, path: Path):
+    """`path`: the tokenizer.json. Raises UserError: too large, not UTF-8, damaged, names tokens it does not have."""
+    from tokenizers import Tokenizer as Library
+
+    data = _read(path)
+    try:
+      self._library = Library.from_str(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+      raise UserError(f"{path}: not UTF-8 at byte {error.start}: not a tokenizer.json, or damaged") from None
+    except Exception as error:  # the library raises bare Exception
+      raise UserError(f"{path}: not a tokenizer.json that the library tokenizers can read: {error}") from error
+    vocabulary = self._library.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+      raise UserError(f"{path}: the tokenizer has no tokens")
+    self._library.no_truncation()
+    self._library.no_padding()
+    self._library.encode_special_tokens = True
+    self.vocab_size = max(vocabulary.values()) + 1
+    self.files = (path,)
+    config_path = path.with_name("tokenizer_config.json")
+    config: dict[str, Any] = {}
+    if config_path.exists():
+      self.files = (path, config_path)
+      config = _read_config(config_path)
+    self.bos_id = _special(config, config_path, "bos_token", BOS_NAMES, vocabulary)
+    self.eos_id = _special(config, config_path, "eos_token", EOS_NAMES, vocabulary)
+    self.pad_id = _special(config, config_path, "pad_token", PAD_NAMES, vocabulary)
+    self.fingerprint = f"{path.name}, {_digest(data)}, bos {self.bos_id}, eos {self.eos_id}"
+
+  def encode(self, text: str) -> list[int]:
+    return self._library.encode(text, add_special_tokens=False).ids
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._library.decode(list(ids), skip_special_tokens=True)
+
+
+class SentencePieceTokenizer:
+  """A sentencepiece .model."""
+
+  def __init__(self, path: Path):
+    """Raises UserError: too large or damaged."""
+    from sentencepiece import SentencePieceProcessor
+
+    data = _read(path)
+    try:
+      self._library = SentencePieceProcessor(model_proto=data)  # pyright: ignore[reportCallIssue]
+    except (RuntimeError, OSError, ValueError) as error:
+      raise UserError(f"{path}: not a sentencepiece model, or damaged: {error}") from error
+    self.vocab_size = self._library.get_piece_size()
+    if not self.vocab_size:
+      raise UserError(f"{path}: the sentencepiece model has no pieces")
+    self.bos_id = _none_if_negative(self._library.bos_id())
+    self.eos_id = _none_if_negative(self._library.eos_id())
+    self.pad_id = _none_if_negative(self._library.pad_id())
+    self.files = (path,)
+    self.fingerprint = f"{path.name}, {_digest(data)}"
+
+  def encode(self, text: str) -> list[int]:
+    return self._library.encode(text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._library.decode(list(ids))
+
+
+def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
+  """The tokenizer that data.tokenizer names: "bytes", a tokenizer.json, a .model, or a folder that holds one of them.
+
+  `vocab_size`: the model's; a tokenizer that can give larger ids is refused. Raises UserError.
+  """
+  if name == "bytes":
+    tokenizer: Tokenizer = BytesTokenizer()
+  else:
+    path = _find(name)
+    tokenizer = SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+  if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    raise UserError(
+      f"data.tokenizer '{name}' has {tokenizer.vocab_size} token ids, more than model.vocab_size={vocab_size}; "
+      f"choose the model's own tokenizer, or vocab_size={tokenizer.vocab_size} or more"
+    )
+  return tokenizer
+
+
+def _find(name: str) -> Path:
+  path = Path(name).expanduser() if name else Path("")
+  if not name or not path.exists():
+    raise UserError(
+      f"data.tokenizer '{name}': no such file or folder; give 'bytes', a tokenizer.json, a sentencepiece .model, "
+      "or a folder that holds one of them"
+    )
+  if path.is_dir():
+    for candidate in ("tokenizer.json", "tokenizer.model"):
+      if (path / candidate).is_file():
+        return path / candidate
+    models = sorted(path.glob("*.model"))
+    if len(models) != 1:
+      listed = f"{len(models)} .model files" if models else "no .model file"
+      raise UserError(f"data.tokenizer '{name}': the folder has no tokenizer.json, no tokenizer.model and {listed}")
+    return models[0]
+  if not path.is_file():
+    raise UserError(f"data.tokenizer '{name}' is not a regular file")
+  if path.suffix not in (".json", ".model"):
+    raise UserError(f"data.tokenizer '{name}': expected a .json (tokenizers) or .model (sentencepiece) file")
+  return path
+
+
+def _read(path: Path) -> bytes:
+  try:
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+      raise UserError(f"{path}: {size} bytes, more than the limit of {MAX_TOKENIZER_BYTES} for a tokenizer file")
+    return path.read_bytes()
+  except OSError as error:
+    raise UserError(f"{path}: {error.strerror}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+  try:
+    config = json.loads(_read(path).decode("utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"{path}: not JSON: {error}") from error
+  if not isinstance(config, dict):
+    raise UserError(f"{path}: expected a JSON object, found {type(config).__name__}")
+  return config
+
+
+def _special(
+  config: dict[str, Any], path: Path, key: str, known: Sequence[str], vocabulary: dict[str, int]
+) -> int | None:
+  """The id of one special token: named by the config (a string or {"content": ...}; null: none), else by habit."""
+  if key not in config:
+    return next((vocabulary[name] for name in known if name in vocabulary), None)
+  value = config[key]
+  name = value.get("content") if isinstance(value, dict) else value
+  if name is None:
+    return None
+  if name not in vocabulary:
+    raise UserError(f"{path}: {key} is {name!r}, which the tokenizer.json beside it does not have")
+  return vocabulary[name]
+
+
+def _none_if_negative(token: int) -> int | None:
+  return token if token >= 0 else None
+
+
+def _digest(data: bytes) -> str:
+  import xxhash
+
+  return f"xxh3 {xxhash.xxh3_128_hexdigest(data)}"
