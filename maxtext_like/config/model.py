@@ -1,7 +1,10 @@
 """``model:``, the dimensions and the layer pattern of one model. Names are MaxText's wherever MaxText has the same thing."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 
 LayerType = Literal["sliding", "global"]
 
@@ -18,7 +21,7 @@ class ModelConfig:
   num_decoder_layers: int
   num_query_heads: int
   num_kv_heads: int
-  head_dim: int
+  head_dim: int  # 0 with DeepSeek, whose head sizes are qk_nope_head_dim, qk_rope_head_dim and v_head_dim
   mlp_activation: Literal["gelu", "silu"]  # gelu is the tanh approximation, as in every Gemma
   normalization_layer_epsilon: float
   logits_via_embedding: bool
@@ -82,6 +85,177 @@ class ModelConfig:
   indexer_loss_scaling_factor: float
 
   # Token ids with a meaning for the model.
-  pad_token_id: int
+  pad_token_id: int | None
   bos_token_id: int
   eos_token_id: int
+
+  def __post_init__(self):
+    if problems := list(self.problems()):
+      raise InvalidSectionError(problems)
+
+  def attention_types(self) -> tuple[LayerType, ...]:
+    """The type of every layer, spelt out."""
+    if self.layer_types is not None:
+      return self.layer_types
+    if self.decoder_block == "deepseek":
+      return ("global",) * self.num_decoder_layers
+    cycle = self.inhomogeneous_layer_cycle_interval
+    types: tuple[LayerType, ...] = tuple(
+      "sliding" if (i + 1) % cycle else "global" for i in range(self.num_decoder_layers)
+    )
+    return types
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values, each with the keys that take part."""
+    sizes = ["vocab_size", "emb_dim", "mlp_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads"]
+    sizes += ["max_position_embeddings", "inhomogeneous_layer_cycle_interval"]
+    sizes += ["original_max_position_embeddings", "n_routing_groups", "topk_routing_group"]
+    yield from at_least(self, 1, *sizes)
+    counts = ["head_dim", "num_kv_shared_layers", "hidden_size_per_layer_input", "num_experts", "num_experts_per_tok"]
+    counts += ["moe_mlp_dim", "shared_experts", "first_num_dense_layers", "q_lora_rank", "kv_lora_rank"]
+    counts += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "indexer_n_heads", "indexer_head_dim"]
+    counts += ["indexer_topk", "routed_bias_update_rate", "load_balance_loss_weight", "indexer_loss_scaling_factor"]
+    yield from at_least(self, 0, *counts, "mscale", "mscale_all_dim", "bos_token_id", "eos_token_id", "pad_token_id")
+    yield from at_least(self, 1, "global_head_dim", "global_num_kv_heads", "vocab_size_per_layer_input")
+    positive = ["normalization_layer_epsilon", "rope_max_timescale", "local_rope_max_timescale", "rope_factor"]
+    positive += ["rope_linear_scaling_factor", "routed_scaling_factor", "beta_fast", "beta_slow"]
+    yield from above_zero(self, *positive, "final_logits_soft_cap", "query_pre_attn_scalar")
+    yield from self._head_problems()
+    yield from self._expert_problems()
+    yield from self._deepseek_problems() if self.decoder_block == "deepseek" else self._gemma_problems()
+
+  def _head_problems(self) -> Iterator[Problem]:
+    for heads in ("num_kv_heads", "global_num_kv_heads"):
+      n = getattr(self, heads)
+      if n and self.num_query_heads % n:
+        yield Problem(
+          f"num_query_heads = {self.num_query_heads} is not divisible by {heads} = {n}",
+          ("num_query_heads", heads),
+          "each kv head serves an equal number of query heads",
+        )
+    for size in ("head_dim", "global_head_dim", "qk_rope_head_dim"):
+      if (getattr(self, size) or 0) % 2:
+        yield Problem(f"{size} = {getattr(self, size)} is odd", (size,), "rotary embedding turns pairs: make it even")
+
+  def _expert_problems(self) -> Iterator[Problem]:
+    E, k, groups = self.num_experts, self.num_experts_per_tok, self.n_routing_groups
+    if E == 0:
+      return
+    if k > E:
+      yield Problem(
+        f"num_experts_per_tok = {k} is more than num_experts = {E}", ("num_experts_per_tok", "num_experts"),
+        f"num_experts_per_tok may be 1 to {E}",
+      )  # fmt: skip
+    for name in ("num_experts_per_tok", "moe_mlp_dim"):
+      if getattr(self, name) == 0:
+        yield Problem(f"{name} = 0 with num_experts = {E}", (name, "num_experts"), f"set {name}")
+    if groups > 1 and E % groups:
+      yield Problem(
+        f"num_experts = {E} is not divisible by n_routing_groups = {groups}", ("num_experts", "n_routing_groups"),
+        "groups of experts have equal sizes",
+      )  # fmt: skip
+    elif groups > 1 and E // groups < 2:
+      yield Problem(
+        f"n_routing_groups = {groups} leaves groups of {E // groups} of num_experts = {E}",
+        ("n_routing_groups", "num_experts"),
+        "a group is scored by its two best experts: make groups of at least 2",
+      )
+    if self.topk_routing_group > groups:
+      yield Problem(
+        f"topk_routing_group = {self.topk_routing_group} is more than n_routing_groups = {groups}",
+        ("topk_routing_group", "n_routing_groups"),
+      )
+    elif groups > 0 and k > E // groups * self.topk_routing_group and k <= E:
+      yield Problem(
+        f"num_experts_per_tok = {k} is more than the {E // groups * self.topk_routing_group} experts of "
+        f"topk_routing_group = {self.topk_routing_group} groups",
+        ("num_experts_per_tok", "topk_routing_group", "n_routing_groups", "num_experts"),
+        "keep more groups",
+      )
+
+  def _gemma_problems(self) -> Iterator[Problem]:
+    L = self.num_decoder_layers
+    if self.head_dim == 0:
+      yield Problem("head_dim is not set", ("head_dim",), "set the size of a head")
+    if self.sliding_window_size is None:
+      yield Problem(
+        "sliding_window_size is not set", ("sliding_window_size",), "set it to the number of keys a token sees"
+      )
+    elif self.sliding_window_size < 1:
+      yield Problem(
+        f"sliding_window_size = {self.sliding_window_size}", ("sliding_window_size",),
+        "the window counts the token itself, so it is at least 1",
+      )  # fmt: skip
+    if self.layer_types is not None and len(self.layer_types) != L:
+      yield Problem(
+        f"layer_types has {len(self.layer_types)} entries, num_decoder_layers is {L}",
+        ("layer_types", "num_decoder_layers"),
+      )
+    elif L >= 1 and self.inhomogeneous_layer_cycle_interval >= 1:
+      yield from self._sharing_problems()
+    if not 0 < self.global_rope_proportion <= 1:
+      yield Problem(
+        f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]", ("global_rope_proportion",)
+      )
+
+  def _sharing_problems(self) -> Iterator[Problem]:
+    L, types, shared = self.num_decoder_layers, self.attention_types(), self.num_kv_shared_layers
+    if shared >= L:
+      yield Problem(
+        f"num_kv_shared_layers = {shared} of num_decoder_layers = {L}", ("num_kv_shared_layers", "num_decoder_layers"),
+        "the first layers own the keys and values that the rest share, so at least one must be left",
+      )  # fmt: skip
+    elif shared > 0:
+      owners, sharers = types[: L - shared], types[L - shared :]
+      for kind in sorted(set(sharers) - set(owners)):
+        yield Problem(
+          f"a {kind} layer among the last {shared} shares keys and values, but none of the first {L - shared} is {kind}",
+          ("num_kv_shared_layers", "num_decoder_layers", "inhomogeneous_layer_cycle_interval", "layer_types"),
+          "share fewer layers",
+        )
+
+  def _deepseek_problems(self) -> Iterator[Problem]:
+    L, dense = self.num_decoder_layers, self.first_num_dense_layers
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+      if getattr(self, name) == 0:
+        yield Problem(f"{name} is not set", (name,), "latent attention needs it")
+    if dense > L:
+      yield Problem(
+        f"first_num_dense_layers = {dense} of num_decoder_layers = {L}",
+        ("first_num_dense_layers", "num_decoder_layers"),
+      )
+    elif self.num_experts == 0 and dense < L:
+      yield Problem(
+        f"num_experts = 0, but {L - dense} layers after the first_num_dense_layers = {dense} have experts",
+        ("num_experts", "first_num_dense_layers", "num_decoder_layers"),
+        f"set num_experts, or first_num_dense_layers: {L}",
+      )
+    if self.routed_bias_update_rate > 0 and not self.routed_bias:
+      yield Problem(
+        f"routed_bias_update_rate = {self.routed_bias_update_rate:g} with routed_bias: false",
+        ("routed_bias_update_rate", "routed_bias"),
+        "set routed_bias: true, or the rate to 0",
+      )
+    if self.use_indexer:
+      yield from self._indexer_problems()
+
+  def _indexer_problems(self) -> Iterator[Problem]:
+    for name in ("indexer_n_heads", "indexer_head_dim", "indexer_topk"):
+      if getattr(self, name) == 0:
+        yield Problem(f"{name} is not set", (name, "use_indexer"), "the indexer needs it")
+    if self.q_lora_rank == 0:
+      yield Problem(
+        "use_indexer with q_lora_rank = 0", ("use_indexer", "q_lora_rank"), "the indexer reads the query latent"
+      )
+    if 0 < self.indexer_head_dim < self.qk_rope_head_dim:
+      yield Problem(
+        f"indexer_head_dim = {self.indexer_head_dim} is less than qk_rope_head_dim = {self.qk_rope_head_dim}",
+        ("indexer_head_dim", "qk_rope_head_dim"),
+        "the first qk_rope_head_dim entries of an indexer head are rotated",
+      )
+    if not self.indexer_sparse_training and self.indexer_loss_scaling_factor == 0:
+      yield Problem(
+        "nothing would be trained: the dense warm-up trains the indexer alone, and the factor of its loss is 0",
+        ("indexer_sparse_training", "indexer_loss_scaling_factor"),
+        "set indexer_loss_scaling_factor above 0, or indexer_sparse_training: true",
+      )

@@ -1,0 +1,144 @@
+"""Turns the text of a value into the type of its field. Fields: bool, int, float, str, Literal, tuples of these, ``X | None``."""
+
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Callable
+
+from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
+class CoercionError(ValueError):
+  """A value that its field cannot take; the message says what was written and what to write."""
+
+
+def coerce(node: Node, kind: object) -> object:
+  """The value of a node as a field of type ``kind``.
+
+  Numbers in quotes, whole numbers with a point (``5.0``), leading zeros, ``yes``/``no`` and numbers that are not finite
+  are refused: each means different things to different readers.
+
+  Raises:
+    CoercionError: the node is not such a value.
+  """
+  origin = typing.get_origin(kind)
+  if origin in (typing.Union, types.UnionType):
+    return _union(node, typing.get_args(kind))
+  if origin is typing.Literal:
+    return _literal(node, typing.get_args(kind))
+  if origin is tuple:
+    return _tuple(node, typing.get_args(kind)[0])
+  if is_null(node):
+    raise CoercionError(f"null where {describe(kind)} is needed")
+  if not isinstance(node, Scalar):
+    raise CoercionError(f"{_shown(node)} where {describe(kind)} is needed")
+  return _SCALARS[kind](node)
+
+
+def describe(kind: object) -> str:
+  """A field's type in the words of the documentation."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin in (typing.Union, types.UnionType):
+    return " or ".join(describe(a) for a in args)
+  if origin is typing.Literal:
+    return " | ".join(_literal_text(a) for a in args)
+  if origin is tuple:
+    return f"list of ({describe(args[0])})" if typing.get_origin(args[0]) else f"list of {describe(args[0])}"
+  return {types.NoneType: "null"}.get(kind) or kind.__name__  # pyright: ignore
+
+
+def _union(node: Node, kinds: tuple) -> object:
+  optional = types.NoneType in kinds
+  if is_null(node):
+    if optional:
+      return None
+    raise CoercionError(f"null where {' or '.join(describe(k) for k in kinds)} is needed")
+  errors = []
+  for kind in (k for k in kinds if k is not types.NoneType):
+    if typing.get_origin(kind) is tuple and not isinstance(node, Sequence):
+      continue
+    if typing.get_origin(kind) is not tuple and isinstance(node, Sequence) and len(kinds) - optional > 1:
+      continue
+    try:
+      return coerce(node, kind)
+    except CoercionError as error:
+      errors.append(str(error))
+  raise CoercionError("; ".join(errors) or f"{_shown(node)} where {' or '.join(describe(k) for k in kinds)} is needed")
+
+
+def _literal(node: Node, choices: tuple) -> object:
+  if isinstance(node, Scalar):
+    for choice in choices:
+      if isinstance(choice, bool):
+        if node.plain and _BOOLS.get(node.text) is choice:
+          return choice
+      elif node.text == str(choice):
+        return choice
+  raise CoercionError(f"{_shown(node)} is not one of {', '.join(_literal_text(c) for c in choices)}")
+
+
+def _literal_text(choice: object) -> str:
+  return ("true" if choice else "false") if isinstance(choice, bool) else str(choice)
+
+
+def _tuple(node: Node, kind: object) -> tuple:
+  if not isinstance(node, Sequence):
+    raise CoercionError(f"{_shown(node)} where a list is needed: write [a, b]")
+  return tuple(coerce(item, kind) for item in node.items)
+
+
+def _plain(node: Scalar, kind: str) -> str:
+  if not node.plain:
+    raise CoercionError(f"quoted text {json.dumps(node.text)} where {kind} is needed: write it without quotes")
+  return node.text
+
+
+def _int(node: Scalar) -> int:
+  text = _plain(node, "int")
+  if _INT.fullmatch(text):
+    return int(text)
+  remedy = ""
+  if _FLOAT.fullmatch(text) and text.lstrip("+-")[:2] not in ("00",):
+    number = float(text)
+    if math.isfinite(number) and number.is_integer() and abs(number) < 2**63:
+      remedy = f": write {int(number)}"
+  raise CoercionError(f"{text!r} is not an int{remedy}")
+
+
+def _float(node: Scalar) -> float:
+  text = _plain(node, "float")
+  if not _FLOAT.fullmatch(text) or re.match(r"[-+]?0[0-9_]", text):
+    raise CoercionError(f"{text!r} is not a float")
+  number = float(text.replace("_", ""))
+  if not math.isfinite(number):
+    raise CoercionError(f"{text!r} is beyond the range of a float")
+  return number
+
+
+def _bool(node: Scalar) -> bool:
+  text = _plain(node, "bool")
+  if text not in _BOOLS:
+    raise CoercionError(f"{text!r} is not a bool: write true or false")
+  return _BOOLS[text]
+
+
+def _str(node: Scalar) -> str:
+  for c in node.text:
+    if ord(c) < 0x20 or ord(c) == 0x7F or 0xD800 <= ord(c) <= 0xDFFF:
+      raise CoercionError(f"{json.dumps(node.text)} holds a character that text may not have (U+{ord(c):04X})")
+  return node.text
+
+
+_SCALARS: dict[object, Callable[[Scalar], object]] = {int: _int, float: _float, bool: _bool, str: _str}
+
+
+def _shown(node: Node) -> str:
+  if isinstance(node, Scalar):
+    return repr(node.text)
+  return "a list" if isinstance(node, Sequence) else "a mapping" if isinstance(node, Mapping) else repr(node)

@@ -1,0 +1,235 @@
+"""Merges ``configs/base.yml`` <- model file <- hardware files <- command line into one checked ``Config`` with its origins."""
+
+import dataclasses
+from collections.abc import Sequence as Words
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.config import maxtext
+from maxtext_like.config.coerce import CoercionError, coerce, describe
+from maxtext_like.config.files import configs_folder, find_config, label_of
+from maxtext_like.config.overrides import leaf_of, parse_overrides
+from maxtext_like.config.problems import Problem, did_you_mean, error_of
+from maxtext_like.config.rules import cross_problems, inactive_precision_keys
+from maxtext_like.config.schema import LEAVES, SECTIONS, Config
+from maxtext_like.config.yaml_file import Entry, Mapping, Scalar, read_yaml, to_text
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
+
+
+@dataclass(frozen=True)
+class Loaded:
+  """A configuration and how it came about.
+
+  Attributes:
+    config: the typed, checked sections.
+    origins: ``section.key`` to the place of its value, as ``configs/base.yml:31`` or ``command line "steps=5"``.
+    values: the same values as a locked ``ConfigDict``, by section.
+    notes: keys that were accepted and have no effect, each with its place and why.
+    path: the model file.
+  """
+
+  config: Config
+  origins: dict[str, str]
+  values: "ConfigDict"
+  notes: tuple[str, ...]
+  path: Path
+
+  def to_yaml(self) -> str:
+    """The resolved configuration with the origin of each value; ``load_config`` reads it back as the same ``config``.
+
+    Precision keys that the model has no use for stand there as comments, since giving them is an error.
+    """
+    inactive = inactive_precision_keys(self.config.model)
+    lines = ["# Resolved configuration; the comment of a value is where it came from."]
+    for section in SECTIONS:
+      lines += ["", f"{section}:"]
+      for field in dataclasses.fields(getattr(self.config, section)):
+        text = f"{field.name}: {to_text(getattr(getattr(self.config, section), field.name))}"
+        if field.name in inactive:
+          lines.append(f"  # {text}  (no effect: this model has not got {inactive[field.name]})")
+        else:
+          lines.append(f"  {text}  # {self.origins[f'{section}.{field.name}']}")
+    return "\n".join(lines) + "\n"
+
+
+def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
+  """Loads, merges and checks a configuration.
+
+  Args:
+    path: a model's name (``gemma4-tiny``) or the path of a model file: sectioned, flat, or MaxText's.
+    overrides: what follows on the command line: ``key=value``, ``section.key=value``, hardware files.
+
+  Returns:
+    The configuration with origins.
+
+  Raises:
+    UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
+  """
+  hardware, words = parse_overrides(list(overrides))
+  file = find_config(str(path))
+  merged = dict(_base_entries())
+  defaults = {leaf: entry.origin for leaf, entry in merged.items()}
+  notes: list[str] = []
+  problems: list[Problem] = []
+
+  def lay_over(entries: list[Entry], *, whole_file: bool) -> None:
+    if whole_file and maxtext.is_maxtext_file(entries):
+      done, said, wrong = maxtext.translate_file(entries, file.stem)
+    else:
+      family = merged["decoder_block"].node
+      done, said, wrong = maxtext.translate_keys(entries, family.text if isinstance(family, Scalar) else "")
+    merged.update((e.key, e) for e in done)
+    notes.extend(said)
+    problems.extend(wrong)
+
+  if file.resolve() == (configs_folder() / "base.yml").resolve():
+    raise UserError(
+      "configs/base.yml: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny"
+    )
+  lay_over(_file_entries(file), whole_file=True)
+  for name in hardware:
+    lay_over(_file_entries(_hardware_file(name)), whole_file=False)
+  lay_over(words, whole_file=False)
+
+  if merged["model_name"].origin == defaults["model_name"]:
+    merged["model_name"] = Entry("model_name", Scalar(file.stem, plain=True, line=1), f"name of {label_of(file)}")
+  values = _coerced(merged, problems)
+  if problems:
+    raise error_of(problems)
+  explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
+  if not values["enable_checkpointing"] and "resume" not in explicit:
+    values["resume"] = False
+    merged["resume"] = Entry("resume", merged["resume"].node, "follows from enable_checkpointing: false")
+  _check(values, merged, explicit)
+  config = Config(**{section: cls(**_of_section(values, section)) for section, cls in SECTIONS.items()})
+  origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
+  return Loaded(config, origins, _config_dict(values), tuple(notes), file)
+
+
+def base_values() -> dict[str, object]:
+  """The defaults of ``configs/base.yml`` by leaf name; keys that a model file has to set are None."""
+  problems: list[Problem] = []
+  values = _coerced(_base_entries(), problems, allow_unset=True)
+  if problems:
+    raise error_of(problems)
+  return values
+
+
+def _hardware_file(name: str) -> Path:
+  path = Path(name).expanduser()
+  if not path.is_file():
+    kind = "is a directory, not a file" if path.is_dir() else "no such hardware file"
+    raise UserError(
+      f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files"
+    )
+  return path
+
+
+def _base_entries() -> dict[str, Entry]:
+  path = configs_folder() / "base.yml"
+  entries = {e.key: e for e in _file_entries(path)}
+  if missing := [leaf for leaf in LEAVES if leaf not in entries]:
+    raise UserError(f"{label_of(path)}: no default for {', '.join(missing)}")
+  return entries
+
+
+def _file_entries(path: Path) -> list[Entry]:
+  """Every leaf of a file, whether in sections, dotted or flat."""
+  label = label_of(path)
+  top = read_yaml(path, label)
+  entries: list[Entry] = []
+  problems: list[Problem] = []
+  seen: dict[str, str] = {}
+
+  def add(key: str, node, line: int, section: str | None) -> None:
+    origin = f"{label}:{line}"
+    try:
+      leaf = leaf_of(f"{section}.{key}" if section and key not in maxtext.KNOWN else key)
+    except KeyError as error:
+      problems.append(Problem(f"{origin}: {_unknown(key, section, error.args[0])}"))
+      return
+    if leaf in seen:
+      problems.append(Problem(f"{origin}: duplicate key {leaf!r}, first at {seen[leaf]}"))
+      return
+    seen[leaf] = origin
+    entries.append(Entry(leaf, node, origin))
+
+  for key, node in top.items.items():
+    line = top.key_lines[key]
+    if key in SECTIONS:
+      if isinstance(node, Mapping):
+        for name, value in node.items.items():
+          add(name, value, node.key_lines[name], key)
+      elif not (isinstance(node, Scalar) and node.plain and node.text == ""):
+        problems.append(Problem(f"{label}:{line}: {key} is a section: put its keys below it, indented"))
+    elif isinstance(node, Mapping) and key not in LEAVES and key not in maxtext.KNOWN:
+      problems.append(Problem(f"{label}:{line}: unknown section {key!r}{did_you_mean(key, SECTIONS)}"))
+    else:
+      add(key, node, line, None)
+  if problems:
+    raise error_of(problems)
+  return entries
+
+
+def _unknown(key: str, section: str | None, reason: str) -> str:
+  if section is None:
+    return reason
+  if key in LEAVES:
+    return f"{key!r} is a key of {LEAVES[key][0]}, not of {section}"
+  here = [leaf for leaf, (s, _) in LEAVES.items() if s == section]
+  return f"unknown key {section + '.' + key!r}{did_you_mean(key, here) or did_you_mean(key, LEAVES)}"
+
+
+def _coerced(entries: dict[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:
+  values: dict[str, object] = {}
+  unset: list[str] = []
+  for leaf, (_, kind) in LEAVES.items():
+    entry = entries[leaf]
+    try:
+      values[leaf] = coerce(entry.node, kind)
+    except CoercionError as error:
+      if isinstance(entry.node, Scalar) and entry.node.text == "null" and entry.origin.startswith("configs/base.yml:"):
+        values[leaf] = None
+        unset.append(leaf)
+      else:
+        problems.append(Problem(f"{entry.origin}: {leaf}: {error}"))
+  if unset and not allow_unset:
+    needed = ", ".join(f"{leaf} ({describe(LEAVES[leaf][1])})" for leaf in unset)
+    problems.append(Problem(f"the model file does not set {needed}", fix="add them under model:"))
+  return values
+
+
+def _of_section(values: dict[str, Any], section: str) -> dict[str, Any]:
+  return {leaf: values[leaf] for leaf, (s, _) in LEAVES.items() if s == section}
+
+
+def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset[str]) -> None:
+  """Raises one error with every problem of every section and among them, each with the places of its values."""
+  sections = {name: _unchecked(cls, _of_section(values, name)) for name, cls in SECTIONS.items()}
+  config = _unchecked(Config, sections)
+  problems = [problem for section in sections.values() for problem in section.problems()]
+  problems += cross_problems(config, base_values(), explicit)
+  if problems:
+    raise error_of([dataclasses.replace(p, where=_places(p.keys, merged)) for p in problems])
+
+
+def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
+  """A dataclass without its ``__post_init__``, so that all sections can be judged before one of them raises."""
+  made = object.__new__(cls)
+  for name, value in values.items():
+    object.__setattr__(made, name, value)
+  return made
+
+
+def _places(keys: tuple[str, ...], merged: dict[str, Entry]) -> str:
+  return "; ".join(dict.fromkeys(f"{merged[key].origin} ({key})" for key in keys))
+
+
+def _config_dict(values: dict[str, Any]) -> "ConfigDict":
+  from ml_collections import ConfigDict
+
+  return ConfigDict({section: _of_section(values, section) for section in SECTIONS}).lock()

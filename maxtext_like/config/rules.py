@@ -1,0 +1,201 @@
+"""Rules among the sections of a configuration, and keys that would do nothing in the family they are given to.
+
+``model.py`` and ``schema.py`` refuse what cannot be built. This module judges what a person wrote: a key that is accepted
+and then ignored is worse than an error.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.problems import Problem
+from maxtext_like.config.schema import Config, PrecisionConfig
+
+GEMMA, DEEPSEEK = ("gemma3", "gemma4"), ("deepseek",)
+
+FAMILIES_OF_KEY: dict[str, tuple[str, ...]] = {
+  "head_dim": GEMMA,
+  "attention_bias": DEEPSEEK,
+  "query_pre_attn_scalar": ("gemma3",),
+  "layer_types": GEMMA,
+  "inhomogeneous_layer_cycle_interval": GEMMA,
+  "sliding_window_size": GEMMA,
+  "global_head_dim": ("gemma4",),
+  "global_num_kv_heads": ("gemma4",),
+  "share_kv_projections": ("gemma4",),
+  "num_kv_shared_layers": ("gemma4",),
+  "use_double_wide_mlp": ("gemma4",),
+  "hidden_size_per_layer_input": ("gemma4",),
+  "vocab_size_per_layer_input": ("gemma4",),
+  "use_bidirectional_image_attn": GEMMA,
+  "local_rope_max_timescale": GEMMA,
+  "rope_linear_scaling_factor": ("gemma3",),
+  "global_rope_proportion": ("gemma4",),
+  "rope_factor": DEEPSEEK,
+  "beta_fast": DEEPSEEK,
+  "beta_slow": DEEPSEEK,
+  "mscale": DEEPSEEK,
+  "mscale_all_dim": DEEPSEEK,
+  "original_max_position_embeddings": DEEPSEEK,
+  "rope_interleave": DEEPSEEK,
+  "num_experts": ("gemma4", "deepseek"),
+  "num_experts_per_tok": ("gemma4", "deepseek"),
+  "moe_mlp_dim": ("gemma4", "deepseek"),
+  "shared_experts": DEEPSEEK,
+  "first_num_dense_layers": DEEPSEEK,
+  "norm_topk_prob": ("gemma4", "deepseek"),
+  "routed_scaling_factor": DEEPSEEK,
+  "routed_bias": DEEPSEEK,
+  "routed_bias_update_rate": DEEPSEEK,
+  "n_routing_groups": DEEPSEEK,
+  "topk_routing_group": DEEPSEEK,
+  "load_balance_loss_weight": ("gemma4", "deepseek"),
+  "q_lora_rank": DEEPSEEK,
+  "kv_lora_rank": DEEPSEEK,
+  "qk_nope_head_dim": DEEPSEEK,
+  "qk_rope_head_dim": DEEPSEEK,
+  "v_head_dim": DEEPSEEK,
+  "use_indexer": DEEPSEEK,
+  "indexer_n_heads": DEEPSEEK,
+  "indexer_head_dim": DEEPSEEK,
+  "indexer_topk": DEEPSEEK,
+  "indexer_sparse_training": DEEPSEEK,
+  "indexer_loss_scaling_factor": DEEPSEEK,
+}
+"""Model keys that some families do not have; a key that is not here belongs to all."""
+
+ROPE_FAMILIES = {"default": (*GEMMA, *DEEPSEEK), "linear": ("gemma3",), "yarn": DEEPSEEK}
+
+
+def inactive_precision_keys(model: ModelConfig) -> dict[str, str]:
+  """Precision keys that act nowhere in a model, each with what the model lacks.
+
+  ``indexer_float32_logits`` is part of every DeepSeek configuration, where it acts once ``use_indexer`` is on.
+  """
+  lacking = {}
+  if model.decoder_block not in DEEPSEEK:
+    lacking["indexer_float32_logits"] = "a sparse indexer"
+  if model.decoder_block != "gemma4":
+    lacking["float32_vision_pool"] = "the vision pooler of Gemma 4"
+  if model.num_experts == 0:
+    lacking["float32_gate_logits"] = "a router"
+    lacking["float32_weight_sum"] = "experts"
+  return lacking
+
+
+def cross_problems(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:
+  """Every conflict that no section can see alone.
+
+  Args:
+    config: the sections; they may hold problems of their own.
+    defaults: the values of ``configs/base.yml`` by leaf name.
+    explicit: leaf names that a file or the command line sets.
+  """
+  model = config.model
+  yield from _foreign_keys(model, config.precision, defaults, explicit)
+  yield from _pointless_model_values(model)
+  for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    value = getattr(model, name)
+    if value is not None and value >= model.vocab_size >= 1:
+      yield Problem(f"{name} = {value} is outside the vocabulary of {model.vocab_size}", (name, "vocab_size"))
+  length, longest = config.training.max_target_length, model.max_position_embeddings
+  if length > longest >= 1:
+    yield Problem(
+      f"max_target_length = {length} is more than max_position_embeddings = {longest}",
+      ("max_target_length", "max_position_embeddings"),
+      f"the model knows {longest} positions: shorten the rows",
+    )
+  yield from _kernel_problems(config)
+
+
+def _foreign_keys(
+  model: ModelConfig, precision: PrecisionConfig, defaults: Mapping[str, object], explicit: frozenset[str]
+) -> Iterator[Problem]:
+  for key, families in FAMILIES_OF_KEY.items():
+    if model.decoder_block not in families and getattr(model, key) != defaults[key]:
+      yield Problem(
+        f"{key} = {_shown(getattr(model, key))} does nothing in decoder_block {model.decoder_block}",
+        (key, "decoder_block"),
+        f"leave it out; it is a key of {' and '.join(families)}",
+      )
+  for key, lacks in inactive_precision_keys(model).items():
+    if key in explicit:
+      yield Problem(
+        f"{key} = {_shown(getattr(precision, key))} does nothing: the model has not got {lacks}",
+        (key, "num_experts" if model.decoder_block in FAMILIES_OF_KEY["num_experts"] else "decoder_block"),
+        "leave it out",
+      )
+
+
+def _pointless_model_values(model: ModelConfig) -> Iterator[Problem]:
+  family = model.decoder_block
+  if family not in ROPE_FAMILIES[model.rope_type]:
+    yield Problem(
+      f"rope_type: {model.rope_type} in decoder_block {family}", ("rope_type", "decoder_block"),
+      f"{family} has rope_type {' or '.join(t for t, known in ROPE_FAMILIES.items() if family in known)}",
+    )  # fmt: skip
+  if family == "gemma3" and (model.rope_linear_scaling_factor != 1) != (model.rope_type == "linear"):
+    yield Problem(
+      f"rope_type: {model.rope_type} with rope_linear_scaling_factor = {model.rope_linear_scaling_factor:g}",
+      ("rope_type", "rope_linear_scaling_factor"),
+      "rope_type: linear goes with a factor other than 1, rope_type: default with 1",
+    )
+  if model.rope_type == "yarn" and model.beta_fast <= model.beta_slow:
+    yield Problem(
+      f"beta_fast = {model.beta_fast:g} is not above beta_slow = {model.beta_slow:g}", ("beta_fast", "beta_slow")
+    )
+  if family == "deepseek" and model.num_kv_heads != model.num_query_heads:
+    yield Problem(
+      f"num_kv_heads = {model.num_kv_heads} differs from num_query_heads = {model.num_query_heads}",
+      ("num_kv_heads", "num_query_heads"),
+      "latent attention expands keys and values to every head: make them equal",
+    )
+  if family == "gemma4":
+    yield from _pointless_gemma4_values(model)
+
+
+def _pointless_gemma4_values(model: ModelConfig) -> Iterator[Problem]:
+  cycle, L = model.inhomogeneous_layer_cycle_interval, model.num_decoder_layers
+  last_is_sliding = model.layer_types[-1] == "sliding" if model.layer_types else cycle >= 1 and L % cycle != 0
+  if last_is_sliding:
+    keys = ("layer_types",) if model.layer_types else ("num_decoder_layers", "inhomogeneous_layer_cycle_interval")
+    yield Problem(
+      f"the last of {L} layers would be sliding; the last layer of Gemma 4 is global", keys,
+      "make num_decoder_layers a multiple of inhomogeneous_layer_cycle_interval, or end layer_types with global",
+    )  # fmt: skip
+  if model.use_double_wide_mlp and model.num_kv_shared_layers == 0:
+    yield Problem(
+      "use_double_wide_mlp widens the layers that reuse keys and values, and there are none",
+      ("use_double_wide_mlp", "num_kv_shared_layers"),
+      "set num_kv_shared_layers, or a larger mlp_dim",
+    )
+  if model.global_num_kv_heads is not None and not model.share_kv_projections:
+    yield Problem(
+      f"global_num_kv_heads = {model.global_num_kv_heads} without share_kv_projections",
+      ("global_num_kv_heads", "share_kv_projections"),
+      "global layers have their own kv heads only together with share_kv_projections: true",
+    )
+  if model.vocab_size_per_layer_input is not None and model.hidden_size_per_layer_input == 0:
+    yield Problem(
+      f"vocab_size_per_layer_input = {model.vocab_size_per_layer_input} without a per-layer embedding",
+      ("vocab_size_per_layer_input", "hidden_size_per_layer_input"),
+      "set hidden_size_per_layer_input",
+    )
+
+
+def _kernel_problems(config: Config) -> Iterator[Problem]:
+  if config.training.attention != "cudnn_flash":
+    return
+  if config.precision.dtype == "float32":
+    yield Problem(
+      "attention: cudnn_flash with dtype: float32", ("attention", "dtype"),
+      "the kernel takes bfloat16 and float16: set attention to auto or dot_product",
+    )  # fmt: skip
+  if config.model.decoder_block in DEEPSEEK:
+    yield Problem(
+      "attention: cudnn_flash with latent attention", ("attention", "decoder_block"),
+      "the kernel needs value heads as large as query heads: set attention to auto or dot_product",
+    )  # fmt: skip
+
+
+def _shown(value: object) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(value)

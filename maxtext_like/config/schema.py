@@ -1,0 +1,270 @@
+"""The typed configuration: one frozen dataclass per section of ``configs/base.yml``, which holds every default and meaning.
+
+``maxtext_like.config.load.load_config`` builds a ``Config``; everything else takes the section it needs. Rules among the
+values of one section are here, rules across sections in ``rules.py``.
+"""
+
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class _Checked:
+  """A section that refuses contradictions when it is built."""
+
+  def __post_init__(self):
+    if problems := list(self.problems()):
+      raise InvalidSectionError(problems)
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(_Checked):
+  """``precision:``, field by field what ``maxtext_like.layers.precision.Precision`` holds, importable without JAX."""
+
+  dtype: Dtype
+  weight_dtype: Dtype
+  grad_dtype: Dtype
+  residual_dtype: Dtype | None
+  float32_qk_product: bool
+  float32_logits: bool
+  indexer_float32_logits: bool
+  float32_gate_product: Literal["auto", True, False]
+  float16_rescue: bool
+  float32_vision_pool: bool
+  float32_gate_logits: bool
+  float32_weight_sum: bool
+  cast_logits_to_fp32: bool
+  logits_dot_in_fp32: bool
+  matmul_precision: Literal["default", "high", "highest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(_Checked):
+  """``training:``, the step, the optimizer and its schedule. Lengths and batches are tokens and rows."""
+
+  steps: int
+  seed: int
+  module_api: Literal["nnx", "linen"]
+  scan_layers: bool
+  remat_policy: Literal["none", "minimal", "full", "save_attention"]
+  attention: Literal["auto", "dot_product", "cudnn_flash"]
+  per_device_batch_size: int
+  max_target_length: int
+  gradient_accumulation_steps: int
+  opt_type: Literal["adamw", "adafactor", "lion", "sgd"]
+  learning_rate: float
+  lr_schedule_type: Literal["cosine", "linear", "constant", "wsd"]
+  warmup_steps_fraction: float
+  learning_rate_final_fraction: float
+  wsd_decay_steps_fraction: float
+  adam_b1: float
+  adam_b2: float
+  adam_eps: float
+  adam_weight_decay: float
+  mu_dtype: Literal["float32", "bfloat16"] | None
+  sgd_momentum: float
+  gradient_clipping_threshold: float
+  z_loss_multiplier: float
+  num_vocab_tiling: int
+  trainable_parameters_mask: tuple[str, ...]
+  finite_check_steps: int
+  max_skipped_steps: int
+  loss_scale_init: float
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 1, "steps", "per_device_batch_size", "gradient_accumulation_steps", "loss_scale_init")
+    yield from at_least(self, 2, "max_target_length")
+    yield from at_least(self, 0, "seed", "num_vocab_tiling", "max_skipped_steps", "z_loss_multiplier")
+    yield from at_least(self, 0, "adam_weight_decay", "gradient_clipping_threshold")
+    yield from at_least(self, -1, "finite_check_steps")
+    yield from above_zero(self, "learning_rate", "adam_eps")
+    for name in ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"):
+      if not 0 <= getattr(self, name) <= 1:
+        yield Problem(f"{name} = {getattr(self, name)} is outside 0 to 1", (name,))
+    for name in ("adam_b1", "adam_b2", "sgd_momentum"):
+      if not 0 <= getattr(self, name) < 1:
+        yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
+    if self.lr_schedule_type == "wsd" and self.warmup_steps_fraction + self.wsd_decay_steps_fraction > 1:
+      yield Problem(
+        f"warmup_steps_fraction = {self.warmup_steps_fraction} and wsd_decay_steps_fraction = "
+        f"{self.wsd_decay_steps_fraction} are more than the whole run",
+        ("warmup_steps_fraction", "wsd_decay_steps_fraction"),
+      )
+    batch, pieces = self.per_device_batch_size, self.gradient_accumulation_steps
+    if pieces >= 1 and batch % pieces:
+      yield Problem(
+        f"per_device_batch_size = {batch} is not divisible by gradient_accumulation_steps = {pieces}",
+        ("per_device_batch_size", "gradient_accumulation_steps"),
+        f"the batch is split into {pieces} equal parts: make per_device_batch_size a multiple of {pieces}",
+      )
+    for pattern in self.trainable_parameters_mask:
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        yield Problem(
+          f"trainable_parameters_mask: {pattern!r} is not a regular expression: {error}",
+          ("trainable_parameters_mask",),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Checked):
+  """``data:``, where the text comes from and how it becomes rows of tokens."""
+
+  dataset: Literal["python-stdlib", "text", "jsonl", "parquet", "synthetic"]
+  dataset_path: str | tuple[str, ...] | None
+  tokenizer: str
+  text_field: str
+  on_bad_record: Literal["error", "skip"]
+  packing: bool
+  eval_fraction: float
+  eval_interval: int
+  eval_steps: int
+  shuffle: bool
+  data_shuffle_seed: int
+  dataset_documents_max: int | None
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 0, "eval_interval", "data_shuffle_seed")
+    yield from at_least(self, 1, "eval_steps", "dataset_documents_max")
+    if not 0 <= self.eval_fraction < 1:
+      yield Problem(f"eval_fraction = {self.eval_fraction} is outside [0, 1)", ("eval_fraction",))
+    if self.eval_interval > 0 and self.eval_fraction == 0:
+      yield Problem(
+        f"eval_interval = {self.eval_interval} with eval_fraction = 0", ("eval_interval", "eval_fraction"),
+        "hold a part of the documents out, as in eval_fraction=0.05, or set eval_interval to 0",
+      )  # fmt: skip
+    reads_files = self.dataset in ("text", "jsonl", "parquet")
+    if reads_files and not self.dataset_path:
+      yield Problem(
+        f"dataset: {self.dataset} without dataset_path", ("dataset", "dataset_path"),
+        "name the files, as in dataset_path=/data/*.txt",
+      )  # fmt: skip
+    if not reads_files and self.dataset_path:
+      yield Problem(
+        f"dataset: {self.dataset} reads no files, but dataset_path is set", ("dataset", "dataset_path"),
+        "set dataset to text, jsonl or parquet, or leave dataset_path out",
+      )  # fmt: skip
+    for name in ("tokenizer", "text_field"):
+      if not getattr(self, name):
+        yield Problem(f"{name} is empty", (name,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Checked):
+  """``checkpoint:``, what is saved, how often, and what a run starts from."""
+
+  enable_checkpointing: bool
+  checkpoint_interval: int
+  max_to_keep: int
+  async_checkpointing: bool
+  resume: bool
+  init_from: str | None
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 1, "checkpoint_interval", "max_to_keep")
+    if self.resume and not self.enable_checkpointing:
+      yield Problem(
+        "resume: true with enable_checkpointing: false", ("resume", "enable_checkpointing"),
+        "turn one of them around: a run without checkpoints cannot be resumed",
+      )  # fmt: skip
+    if self.init_from == "":
+      yield Problem("init_from is empty", ("init_from",), "name a directory, or null for fresh weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(_Checked):
+  """``mesh:``, how many devices each axis of the mesh has. -1: all that the others leave."""
+
+  ici_data_parallelism: int
+  ici_fsdp_parallelism: int
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    axes = [f.name for f in fields(self)]
+    for name in axes:
+      if getattr(self, name) < 1 and getattr(self, name) != -1:
+        yield Problem(f"{name} = {getattr(self, name)}", (name,), "an axis has 1 device or more, or -1 for the rest")
+    rest = [name for name in axes if getattr(self, name) == -1]
+    if len(rest) > 1:
+      yield Problem(f"{' and '.join(rest)} are both -1", tuple(rest), "only one axis can take all that is left")
+
+  def axis_sizes(self, devices: int) -> dict[str, int]:
+    """Devices along each axis (``data``, ``fsdp``), with -1 worked out.
+
+    Raises:
+      ValueError: the axes do not multiply to ``devices``.
+    """
+    sizes = {f.name: getattr(self, f.name) for f in fields(self)}
+    fixed = 1
+    for size in sizes.values():
+      fixed *= 1 if size == -1 else size
+    if devices % fixed or (fixed != devices and -1 not in sizes.values()):
+      written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+      raise ValueError(
+        f"mesh: {written} do not multiply to the {devices} devices of this run; set one axis to -1 for the rest"
+      )
+    return {
+      name.removeprefix("ici_").removesuffix("_parallelism"): devices // fixed if size == -1 else size
+      for name, size in sizes.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(_Checked):
+  """``logging:``, where a run writes and what it shows."""
+
+  output_dir: str
+  run_name: str | None
+  enable_tensorboard: bool
+  log_interval: int
+  compilation_cache_dir: str | None
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 1, "log_interval")
+    if not self.output_dir:
+      yield Problem("output_dir is empty", ("output_dir",), "name a directory, '.' for the current one")
+    if self.run_name is not None and (self.run_name in ("", ".", "..") or "/" in self.run_name):
+      yield Problem(
+        f"run_name = {self.run_name!r} is not the name of a directory", ("run_name",),
+        "one name without '/'; output_dir says where it lies",
+      )  # fmt: skip
+    if self.compilation_cache_dir == "":
+      yield Problem("compilation_cache_dir is empty", ("compilation_cache_dir",), "name a directory, or null for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """Everything a run is told, checked. ``dataclasses.replace`` on a section checks that section again."""
+
+  model: ModelConfig
+  precision: PrecisionConfig
+  training: TrainingConfig
+  data: DataConfig
+  checkpoint: CheckpointConfig
+  mesh: MeshConfig
+  logging: LoggingConfig
+
+
+SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+"""Section name to its dataclass, in the order of the files."""
+
+LEAVES: dict[str, tuple[str, object]] = {
+  leaf: (section, kind) for section, cls in SECTIONS.items() for leaf, kind in typing.get_type_hints(cls).items()
+}
+"""Leaf name to its section and type. A leaf's name is unique over all sections."""

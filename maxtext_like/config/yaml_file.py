@@ -1,0 +1,213 @@
+"""Reads the YAML of a configuration file into nodes that know their line; the strict end of ``maxtext_like.config``.
+
+A configuration is plain data: mappings, lists, scalars. What YAML has beyond that (tags, anchors, merge keys, several
+documents) either builds objects or hides what a file says, so it is refused with ``file:line: reason``. Reading goes by
+parser events, so that deep nesting stops at the limit instead of in the parser's recursion, and nothing is resolved:
+a scalar stays text until the type of its field is known. So ``1e-4`` is a float where a float is asked for, and ``no``,
+``010``, ``1:30`` and ``2026-11-21`` never turn into something else.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from maxtext_like.errors import UserError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class Scalar:
+  """A value as it is written. ``plain`` is false when it was quoted."""
+
+  text: str
+  plain: bool
+  line: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+  """A list of nodes."""
+
+  items: "tuple[Node, ...]"
+  line: int
+
+
+@dataclass(frozen=True)
+class Mapping:
+  """Keys (with the line of each) to nodes, in the order of the file."""
+
+  items: "dict[str, Node]"
+  key_lines: dict[str, int]
+  line: int
+
+
+Node = Scalar | Sequence | Mapping
+
+
+def read_yaml(path: Path, label: str) -> Mapping:
+  """The top-level mapping of a file.
+
+  Args:
+    path: the file.
+    label: how errors call it.
+
+  Raises:
+    UserError: ``label:line: reason`` for anything that is not plain, bounded, UTF-8 data under a top-level mapping.
+  """
+  try:
+    with path.open("rb") as file:
+      data = file.read(MAX_BYTES + 1)
+  except OSError as error:
+    raise UserError(f"{label}: cannot be read: {error.strerror}") from error
+  if len(data) > MAX_BYTES:
+    raise UserError(f"{label}:1: larger than {MAX_BYTES >> 20} MiB, which no configuration is")
+  return parse_yaml(data, label)
+
+
+def parse_yaml(data: bytes, label: str) -> Mapping:
+  """The top-level mapping of a YAML text; see ``read_yaml``."""
+  if b"\0" in data:
+    raise UserError(f"{label}:{_line_of(data, data.index(bytes(1)))}: NUL byte in the file")
+  try:
+    text = data.decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    raise UserError(f"{label}:{_line_of(data, error.start)}: not valid UTF-8") from error
+  node = _Reader(text, label).document()
+  if node is None:
+    return Mapping({}, {}, 1)
+  if not isinstance(node, Mapping):
+    kind = "a list" if isinstance(node, Sequence) else "a single value"
+    raise UserError(f"{label}:{node.line}: {kind} at the top; a configuration is 'key: value' lines")
+  return node
+
+
+def parse_value(text: str, label: str) -> Node:
+  """The node of a value on the command line: a YAML list or quoted text, anything else is kept to the letter."""
+  if text[:1] in "[{\"'" and text:
+    node = _Reader(text, label).document()
+    if node is not None:
+      return node
+  return Scalar(text, plain=True, line=1)
+
+
+def _line_of(data: bytes, offset: int) -> int:
+  return data.count(b"\n", 0, offset) + 1
+
+
+class _Reader:
+  """Builds nodes from PyYAML's parser events, with the limits of a configuration."""
+
+  def __init__(self, text: str, label: str):
+    self.label = label
+    self.events = self._events(text)
+
+  def _events(self, text: str):
+    try:
+      yield from yaml.parse(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as error:
+      line = text.count("\n", 0, error.position) + 1
+      raise self.error(line, f"character U+{ord(str(error.character)):04X} is not allowed in YAML") from error
+    except yaml.MarkedYAMLError as error:
+      mark = error.problem_mark or error.context_mark
+      reason = " ".join(part for part in (error.problem, error.context) if part)
+      raise self.error(mark.line + 1 if mark else 1, f"not valid YAML: {reason}") from error
+    except RecursionError as error:
+      raise self.error(1, "nested too deeply") from error
+
+  def error(self, line: int, reason: str) -> UserError:
+    return UserError(f"{self.label}:{line}: {reason}")
+
+  def document(self) -> Node | None:
+    node, documents = None, 0
+    for event in self.events:
+      if isinstance(event, yaml.DocumentStartEvent):
+        documents += 1
+        line = event.start_mark.line + 1
+        if documents > 1:
+          raise self.error(line, "a second document ('---'); a configuration is one document")
+        if event.tags:
+          raise self.error(line, "a %TAG directive; tags are not allowed in a configuration")
+      elif isinstance(event, yaml.NodeEvent):
+        node = self.node(event, depth=1)
+    return node
+
+  def node(self, event: yaml.NodeEvent, depth: int) -> Node:
+    line = event.start_mark.line + 1
+    if isinstance(event, yaml.AliasEvent):
+      raise self.error(
+        line, f"alias '*{event.anchor}'; write the value out, aliases are not allowed in a configuration"
+      )
+    if event.anchor is not None:
+      raise self.error(line, f"anchor '&{event.anchor}'; anchors are not allowed in a configuration")
+    if getattr(event, "tag", None) is not None:
+      raise self.error(line, f"tag '{event.tag}'; tags can build objects and are not allowed in a configuration")
+    if isinstance(event, yaml.ScalarEvent):
+      return Scalar(event.value, plain=event.style is None, line=line)
+    if depth > MAX_DEPTH:
+      raise self.error(line, f"nested more than {MAX_DEPTH} deep")
+    if isinstance(event, yaml.SequenceStartEvent):
+      items = []
+      while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+        items.append(self.node(event, depth + 1))
+      return Sequence(tuple(items), line)
+    return self.mapping(line, depth)
+
+  def mapping(self, line: int, depth: int) -> Mapping:
+    items: dict[str, Node] = {}
+    key_lines: dict[str, int] = {}
+    while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+      key = self.node(event, depth + 1)
+      if not isinstance(key, Scalar):
+        raise self.error(key.line, "a list or mapping as a key; keys are names")
+      if key.text == "<<" and key.plain:
+        raise self.error(key.line, "merge key '<<'; write the values out, merging is not allowed in a configuration")
+      if key.text in items:
+        raise self.error(key.line, f"duplicate key {key.text!r}, first on line {key_lines[key.text]}")
+      items[key.text] = self.node(next(self.events), depth + 1)
+      key_lines[key.text] = key.line
+    return Mapping(items, key_lines, line)
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+def is_null(node: Node) -> bool:
+  """Whether a node is YAML's null."""
+  return isinstance(node, Scalar) and node.plain and node.text in _NULLS
+
+
+def to_text(value: object) -> str:
+  """A value as YAML that ``parse_yaml`` and the field's type read back as the same value."""
+  if value is None:
+    return "null"
+  if isinstance(value, bool):
+    return "true" if value else "false"
+  if isinstance(value, tuple | list):
+    return "[" + ", ".join(to_text(v) for v in value) + "]"
+  if isinstance(value, str):
+    if _PLAIN.fullmatch(value) and value not in _NULLS and value.lower() not in ("true", "false"):
+      return value
+    return '"' + "".join(_escaped(c) for c in value) + '"'
+  return repr(value)
+
+
+def _escaped(c: str) -> str:
+  if c in '"\\':
+    return "\\" + c
+  if c.isprintable():
+    return c
+  return f"\\U{ord(c):08x}" if ord(c) > 0xFFFF else f"\\u{ord(c):04x}"
+
+
+@dataclass(frozen=True)
+class Entry:
+  """One key with its value, and where it was written (``configs/base.yml:31``, ``command line "steps=5"``)."""
+
+  key: str
+  node: Node
+  origin: str
