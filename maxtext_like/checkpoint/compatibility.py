@@ -1,0 +1,175 @@
+"""Whether a run may go on from a stored step: configuration and leaves are compared before a single array is read.
+
+Orbax refuses other shapes but casts dtypes silently (float32 to int8 included) and cannot see that the number of heads
+or the rope base changed when all shapes agree. So the configuration is stored with each step and compared key by key.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from maxtext_like.errors import UserError
+
+# A label, not a dimension: a renamed model file is the same model.
+_MODEL_LABELS = frozenset({"model_name"})
+# What decides which token comes next. Batch sizes are not here: the position in the data survives them.
+DATA_KEYS = (
+  "data.dataset",
+  "data.dataset_path",
+  "data.tokenizer",
+  "data.text_field",
+  "data.packing",
+  "data.shuffle",
+  "data.data_shuffle_seed",
+  "data.eval_fraction",
+  "data.on_bad_record",
+  "data.dataset_documents_max",
+  "training.max_target_length",
+)
+# What decides which arrays a state has, beside the model.
+_STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype"})
+_SHOWN = 12
+
+
+def record(config: Any) -> dict[str, Any]:
+  """Returns a configuration (dataclass or mapping) or other data as the JSON values that a manifest stores.
+
+  Raises:
+    ValueError: a value that JSON has no form for.
+  """
+  values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
+  try:
+    return json.loads(json.dumps(values, allow_nan=False))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"cannot be stored in a checkpoint, which keeps JSON values: {error}") from error
+
+
+def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns nested sections as ``section.key`` -> value."""
+  flat: dict[str, Any] = {}
+  for key, value in values.items():
+    if isinstance(value, dict) and value:
+      flat.update(flat_keys(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = value
+  return flat
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+  """Returns ``(section.key, saved value, current value)`` of every key that both have with different values.
+
+  A key that only one of them has was added or dropped by another version of the program; it is no change of the user's.
+  """
+  old, new = flat_keys(saved), flat_keys(current)
+  return [(key, old[key], new[key]) for key in old if key in new and old[key] != new[key]]
+
+
+def _table(changes: Iterable[tuple[str, Any, Any]]) -> str:
+  return "\n".join(f"  {key}: checkpoint {json.dumps(old)}, this run {json.dumps(new)}" for key, old, new in changes)
+
+
+def check_state(
+  where: str,
+  saved: dict[str, Any],
+  current: dict[str, Any] | None,
+  saved_leaves: dict[str, dict[str, Any]],
+  wanted_leaves: dict[str, dict[str, Any]],
+  *,
+  allow_dtype_change: bool,
+  subset: bool = False,
+) -> None:
+  """Refuses a checkpoint of another model, even when every shape agrees, and one with other arrays.
+
+  Args:
+    where: the step's directory, for the message.
+    saved: configuration of the checkpoint, by section.
+    current: configuration of this run, by section; None leaves the configurations uncompared.
+    saved_leaves: shape and dtype of every stored leaf by name.
+    wanted_leaves: the same of this run's state.
+    allow_dtype_change: the key of that name; a float may then become another float.
+    subset: the checkpoint may hold more leaves than are wanted.
+
+  Raises:
+    UserError: lists the configuration keys and the leaves that differ.
+  """
+  current = current or {}
+  models = [
+    change
+    for change in differences({"model": saved.get("model", {})}, {"model": current.get("model", {})})
+    if change[0].removeprefix("model.") not in _MODEL_LABELS
+  ]
+  leaves = _leaf_complaints(saved_leaves, wanted_leaves, subset=subset)
+  if models:
+    names = [sections.get("model", {}).get("model_name", "unnamed") for sections in (saved, current)]
+    whose = f" ({names[0]}; this run trains {names[1]})" if names[0] != names[1] else ""
+    problem = [f"checkpoint of another model configuration{whose}:\n{_table(models)}", *leaves]
+  elif leaves:
+    causes = [change for change in differences(saved, current) if change[0] in _STATE_KEYS]
+    because = [f"  configuration keys that differ:\n{_table(causes)}"] if causes else []
+    problem = ["the checkpoint's arrays are not this run's:", *leaves, *because]
+  else:
+    _check_dtypes(where, saved_leaves, wanted_leaves, allow=allow_dtype_change)
+    return
+  text = "\n".join(problem)
+  raise UserError(f"{where}: {text}\n  use the checkpoint's values, or start a new run with another run_name")
+
+
+def check_data(where: str, saved: dict[str, Any], current: dict[str, Any], *, allow: bool) -> bool:
+  """Says whether the stored position in the data means the same in this run.
+
+  Returns:
+    True to go on from the stored position; False when the data changed and ``allow`` (key ``allow_data_change``) says
+    to train on from the start of the new data.
+
+  Raises:
+    UserError: the data changed and it is not allowed.
+  """
+  changes = [change for change in differences(saved, current) if change[0] in DATA_KEYS]
+  if changes and not allow:
+    raise UserError(
+      f"{where}: this run would read other data, or the same in another order, than the checkpoint did:\n"
+      f"{_table(changes)}\n  use the checkpoint's values, or allow_data_change=true to go on with its weights from the "
+      "start of the new data"
+    )
+  return not changes
+
+
+def _listed(names: list[str]) -> str:
+  shown = "\n".join(f"    {name}" for name in names[:_SHOWN])
+  return shown + (f"\n    ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool) -> list[str]:
+  complaints = []
+  if absent := [name for name in wanted if name not in saved]:
+    complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")
+  if not subset and (unknown := [name for name in saved if name not in wanted]):
+    complaints.append(f"  arrays that are only in the checkpoint:\n{_listed(unknown)}")
+  shapes = [
+    f"{name}: checkpoint {tuple(saved[name]['shape'])}, this run {tuple(leaf['shape'])}"
+    for name, leaf in wanted.items()
+    if name in saved and list(saved[name]["shape"]) != list(leaf["shape"])
+  ]
+  if shapes:
+    complaints.append(f"  arrays of other shapes:\n{_listed(shapes)}")
+  return complaints
+
+
+def _check_dtypes(
+  where: str, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, allow: bool
+) -> None:
+  changed = [(name, saved[name]["dtype"], leaf["dtype"]) for name, leaf in wanted.items()]
+  changed = [change for change in changed if change[1] != change[2]]
+  fixed = [change for change in changed if not (_is_float(change[1]) and _is_float(change[2]))]
+  if changed and (fixed or not allow):
+    lines = [f"{name}: checkpoint {old}, this run {new}" for name, old, new in fixed or changed]
+    if fixed:
+      remedy = "integers and floats are never cast into each other"
+    else:
+      remedy = "use the checkpoint's weight_dtype and mu_dtype, or allow_dtype_change=true to cast, checking the range"
+    raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}\n  {remedy}")
+
+
+def _is_float(dtype: str) -> bool:
+  return dtype.startswith(("float", "bfloat"))

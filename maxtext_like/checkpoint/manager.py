@@ -1,0 +1,425 @@
+"""Checkpoints of a run: asynchronous saves that count only when proved whole, and the way back to the newest one.
+
+Orbax writes the arrays; everything that decides whether a step exists is ours, because orbax hides the errors of
+asynchronous saves, lists steps that are not there and has no checksums. Layout of a checkpoint directory::
+
+  120/state/          what orbax writes
+  120/COMPLETE.json   our manifest, written last; a step without it is not a checkpoint
+  110.corrupt/        a step that failed its hashes, set aside
+
+One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest and drops old steps. The
+training loop calls ``poll`` every step; a failed save surfaces there.
+"""
+
+import atexit
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint import atomic, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.errors import RetryableError, UserError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Statistics:
+  """What the saves of a run cost and how they ended. Seconds are wall clock, bytes those of the arrays."""
+
+  saved: int = 0
+  skipped_busy: int = 0
+  refused_nonfinite: int = 0
+  failures: int = 0
+  blocked_seconds: float = 0.0
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class _Pending:
+  """One save under way; the thread fills in how it ended."""
+
+  step: int
+  needed_bytes: int
+  error: BaseException | None = None
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
+  thread: threading.Thread = dataclasses.field(init=False)
+
+
+def megabytes(count: float) -> str:
+  """Formats bytes for people, as decimal MB or GB."""
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+class CheckpointManager:
+  """Saves and restores the steps of one run. Use it as a context manager: leaving it waits for the save under way.
+
+  Args:
+    directory: where the steps lie; made if missing. The caller holds the run's lock.
+    config: this run's configuration (dataclass or mapping of sections), stored and compared on restore.
+    interval: steps between two saves, for ``due``.
+    max_to_keep: complete steps that are kept; None keeps all.
+    asynchronous: write behind the training; False waits for every save.
+    attempts: consecutive failed saves after which the run ends with a RetryableError.
+    backoff_seconds: wait after the first failure; doubles with each.
+
+  Raises:
+    UserError: the directory cannot be made or read.
+    ValueError: an argument out of range.
+  """
+
+  def __init__(
+    self,
+    directory: Path | str,
+    *,
+    config: Any = None,
+    interval: int = 1,
+    max_to_keep: int | None = 3,
+    asynchronous: bool = True,
+    attempts: int = 3,
+    backoff_seconds: float = 1.0,
+  ):
+    if max_to_keep is not None and max_to_keep < 1:
+      raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
+    if interval < 1 or attempts < 1:
+      raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
+    self.directory = Path(os.path.abspath(directory))
+    self._steps = StepDirectories(self.directory)
+    self.config = compatibility.record({} if config is None else config)
+    self.statistics = Statistics()
+    self._interval = interval
+    self._max_to_keep = max_to_keep
+    self._asynchronous = asynchronous
+    self._attempts = attempts
+    self._backoff_seconds = backoff_seconds
+    self._consecutive_failures = 0
+    self._retry_at: float | None = None
+    self._pending: _Pending | None = None
+    self._checkpointer: Any = None
+    try:
+      self._steps.make()
+    except OSError as error:
+      raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
+    atexit.register(self._at_exit)
+
+  def __enter__(self) -> "CheckpointManager":
+    return self
+
+  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    if error is None:
+      self.close()
+      return
+    # The error that ends the run must stay the one that is seen, so a failed save is only told.
+    self._join()
+    self._settle()
+    self._shut()
+
+  def complete_steps(self) -> list[int]:
+    """Returns the steps whose manifest is whole and whose files have the right sizes, oldest first. Reads no array."""
+    return self._steps.complete()
+
+  def latest_complete(self) -> int | None:
+    """Returns the newest step that counts, or None. ``restore`` checks the hashes too."""
+    return max(self._steps.complete(), default=None)
+
+  def preflight(self, state: Any) -> None:
+    """Compares the bytes of a state (arrays or shapes) with the free space, before anything is compiled.
+
+    ``max_to_keep`` + 1 checkpoints exist for a moment in every save. Less room than that is a warning, less than one a
+    refusal.
+
+    Raises:
+      UserError: not even one more checkpoint fits.
+    """
+    size = tree.total_bytes(tree.flatten(state))
+    free = shutil.disk_usage(self.directory).free
+    existing = len(self.complete_steps())
+    wanted = size * max(1, (self._max_to_keep or 1) + 1 - existing)
+    if free < size:
+      raise UserError(
+        f"{self.directory}: a checkpoint needs {megabytes(size)}, {megabytes(free)} are free; free some space, choose "
+        "another output_dir, or enable_checkpointing=false"
+      )
+    if free < wanted:
+      _log.warning(
+        "%s: keeping %s checkpoints of %s needs %s more, %s are free; free some space or lower max_to_keep",
+        self.directory,
+        self._max_to_keep or "all",
+        megabytes(size),
+        megabytes(wanted),
+        megabytes(free),
+      )
+
+  # Saving.
+
+  def due(self, step: int) -> bool:
+    """Says whether to save after ``step``: at every interval, and as soon as a failed save may be tried again."""
+    if self._retry_at is not None:
+      return time.monotonic() >= self._retry_at
+    return step % self._interval == 0
+
+  @property
+  def busy(self) -> bool:
+    """A save is still being written."""
+    return self._pending is not None and self._pending.thread.is_alive()
+
+  def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, finite: Any = True) -> bool:
+    """Starts to save ``state`` after ``step`` finished steps; returns as soon as the arrays may be changed or donated.
+
+    Args:
+      step: finished training steps.
+      state: nested dicts, optax states and None over arrays.
+      extra: JSON values stored with the step (position in the data, versions of the tokenizer, ...).
+      finite: bool or boolean scalar array from the compiled step: every array of the state is finite.
+
+    Returns:
+      Whether a save was started (or the step is already there). False when the state is not finite, when the save
+      before is still being written, or when this one failed at once; each is logged and counted in ``statistics``.
+
+    Raises:
+      RetryableError: the last ``attempts`` saves failed.
+      ValueError: ``extra`` is not JSON or a leaf is not an array.
+    """
+    self.poll()
+    if not bool(finite):
+      self.statistics.refused_nonfinite += 1
+      _log.error(
+        "checkpoint of step %d refused: the state is not finite; step %s is kept", step, self.latest_complete()
+      )
+      return False
+    if self._pending is not None:
+      self.statistics.skipped_busy += 1
+      _log.warning(
+        "checkpoint of step %d skipped: step %d is still being written (%d skipped so far); raise checkpoint_interval",
+        step,
+        self._pending.step,
+        self.statistics.skipped_busy,
+      )
+      return False
+    if step in self.complete_steps():
+      return True
+    flat = tree.flatten(state)
+    record = manifest.Manifest(
+      step=step,
+      finite=True,
+      config=self.config,
+      extra=compatibility.record(extra or {}),
+      leaves=tree.describe(flat),
+      files={},
+      versions=manifest.versions(),
+    )
+    begin = time.monotonic()
+    pending = _Pending(step, tree.total_bytes(flat))
+    pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
+    self._pending = pending
+    try:
+      path = self._steps.path(step)
+      if path.exists():  # a damaged or foreign directory in the way; a complete step was met above
+        self._steps.set_aside(step)
+      path.mkdir()
+      self._start_orbax(path / manifest.STATE_NAME, flat)
+    except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
+      pending.error = error
+    else:
+      pending.thread.start()
+    self.statistics.blocked_seconds += time.monotonic() - begin
+    if not self._asynchronous:
+      self._join()
+    if pending.error is not None:
+      self.poll()
+      return False
+    return True
+
+  def _start_orbax(self, path: Path, flat: dict[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    if self._checkpointer is None:
+      # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
+      self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False))
+      logging.getLogger("absl").addFilter(_told_by_us)
+    self._checkpointer.save(path, args=ocp.args.PyTreeSave(flat))
+
+  def _finish(self, pending: _Pending, record: manifest.Manifest, begin: float) -> None:
+    """Body of a save's thread: after it either the manifest is on the disk or ``pending.error`` says why not."""
+    try:
+      self._checkpointer.wait_until_finished()
+      written = time.monotonic()
+      path = self._steps.path(pending.step)
+      # With several processes, process 0 alone gets here after orbax's commit barrier and hashes for all.
+      files = manifest.hash_files(path)
+      manifest.write(path, dataclasses.replace(record, files=files))
+      pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
+    except BaseException as error:
+      pending.error = error
+      return
+    try:
+      atomic.sync_directory(self.directory)
+      self._steps.drop_old(self._max_to_keep)
+    except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
+      _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
+
+  def poll(self) -> None:
+    """Looks, without waiting, how the save under way is doing. Call it every step.
+
+    Raises:
+      RetryableError: the last ``attempts`` saves failed; the message names path, free and needed bytes.
+    """
+    if self.busy:
+      return
+    message = self._settle()
+    if message is not None and self._consecutive_failures >= self._attempts:
+      self._retry_at = None
+      raise RetryableError(message)
+
+  def _settle(self) -> str | None:
+    """Takes note of how a finished save ended; returns the message of a failed one."""
+    pending, self._pending = self._pending, None
+    if pending is None:
+      return None
+    if pending.error is None:
+      self.statistics.saved += 1
+      self.statistics.write_seconds += pending.write_seconds
+      self.statistics.hash_seconds += pending.hash_seconds
+      self._consecutive_failures, self._retry_at = 0, None
+      return None
+    if not isinstance(pending.error, Exception):
+      raise pending.error
+    self.statistics.failures += 1
+    self._consecutive_failures += 1
+    delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
+    self._retry_at = time.monotonic() + delay
+    path = self._steps.path(pending.step)
+    free = shutil.disk_usage(self.directory).free  # before the half-written step goes
+    shutil.rmtree(path, ignore_errors=True)  # writers that still run may put files back; the next start cleans again
+    self._checkpointer = None
+    last = self._consecutive_failures >= self._attempts
+    kept = self.latest_complete()
+    reason = " ".join(str(pending.error).split())[:300] or type(pending.error).__name__
+    message = (
+      f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): {path}: "
+      f"needs {megabytes(pending.needed_bytes)}, {megabytes(free)} were free: {reason}; "
+      + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
+      + ("" if last else f"; trying again in {delay:.0f} s")
+    )
+    _log.error("%s", message)
+    return message
+
+  def _join(self) -> None:
+    if self._pending is not None and self._pending.thread.ident is not None:
+      self._pending.thread.join()
+
+  def wait(self) -> bool:
+    """Waits for the save under way; returns whether there was none or it is complete.
+
+    Raises:
+      RetryableError: as ``poll``.
+    """
+    failures = self.statistics.failures
+    self._join()
+    self.poll()
+    return self.statistics.failures == failures
+
+  def save_and_wait(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, finite: Any = True) -> bool:
+    """The save at the end of a run: waits, tries again with back-off, and returns only with the step on the disk.
+
+    Returns:
+      False when the state is not finite and so was refused.
+
+    Raises:
+      RetryableError: it failed ``attempts`` times.
+    """
+    self._join()
+    self._settle()
+    self._consecutive_failures = 0
+    while True:
+      if not bool(finite):
+        return self.save(step, state, extra, finite=False)
+      if self.save(step, state, extra) and self.wait():
+        return True
+      if self._retry_at is not None:
+        time.sleep(max(0.0, self._retry_at - time.monotonic()))
+
+  def close(self) -> None:
+    """Waits for the save under way and ends the use of the manager.
+
+    Raises:
+      RetryableError: the last save failed, so the newest step that was asked for is missing.
+    """
+    self._join()
+    message = self._settle()
+    self._shut()
+    if message is not None:
+      raise RetryableError(message)
+
+  def _shut(self) -> None:
+    atexit.unregister(self._at_exit)
+    if self._checkpointer is not None:
+      self._checkpointer.close()
+      self._checkpointer = None
+
+  def _at_exit(self) -> None:
+    """Last guard for a program that never closed its manager: it must not end with 0 and without its last step."""
+    self._join()
+    if self._settle() is not None:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(RetryableError.exit_code)
+
+  # Restoring.
+
+  def restore(self, like: Any, *, step: int | None = None, allow_dtype_change: bool = False) -> restore.Restored | None:
+    """Reads the newest valid step into the shapes, dtypes and shardings of ``like``.
+
+    A step that fails its hashes is renamed to ``N.corrupt``, told, and the one before it is used.
+
+    Args:
+      like: tree of ``jax.ShapeDtypeStruct`` (with shardings) of the state.
+      step: this step and no other.
+      allow_dtype_change: cast floats to the dtypes of ``like``, with a range check, instead of refusing.
+
+    Returns:
+      None when there is no checkpoint at all.
+
+    Raises:
+      UserError: all steps are corrupt, or the newest is of another model or has other arrays.
+    """
+    wanted = tree.flatten(like)
+    candidates = self._steps.with_manifest()
+    if step is not None:
+      if step not in candidates:
+        raise UserError(f"{self.directory}: there is no step {step}; complete are {self.complete_steps() or 'none'}")
+      candidates = [step]
+    damaged: list[tuple[int, str]] = []
+    for number in reversed(candidates):
+      path = self._steps.path(number)
+      try:
+        stored = manifest.read(path)
+        restore.check(path, stored, wanted, config=self.config or None, allow_dtype_change=allow_dtype_change)
+        manifest.check_hashes(path, stored)
+      except manifest.DamageError as error:
+        damaged.append((number, str(error)))
+        continue
+      for corrupt, reason in damaged:
+        _log.error("step %d is corrupt: %s; using step %d", corrupt, reason, number)
+        self._steps.set_aside(corrupt)
+      return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
+    if damaged:
+      reasons = "\n".join(f"  step {corrupt} is corrupt: {reason}" for corrupt, reason in damaged)
+      raise UserError(
+        f"{self.directory}: no valid checkpoint is left\n{reasons}\n"
+        "  put back a copy of one of them, or start afresh with another run_name or resume=false"
+      )
+    return None
+
+
+def _told_by_us(entry: logging.LogRecord) -> bool:
+  """Drops orbax's traceback of a failed asynchronous save; ``_settle`` tells the same in one line."""
+  return "Handler Commit operations or the Commit" not in str(entry.msg)

@@ -1,0 +1,136 @@
+"""Reading one step back: into this run's shardings, whatever devices wrote it, with dtypes changed only on demand."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint import compatibility, manifest, tree
+from maxtext_like.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+  """A state that was read back, and what was stored with it."""
+
+  step: int
+  state: Any
+  extra: dict[str, Any]
+  config: dict[str, Any]
+  directory: Path
+
+
+def check(
+  step_directory: Path,
+  stored: manifest.Manifest,
+  wanted: dict[str, Any],
+  *,
+  config: dict[str, Any] | None,
+  allow_dtype_change: bool,
+  subset: bool = False,
+) -> None:
+  """Refuses a step that this run must not read; nothing but its manifest has been read by then.
+
+  Raises:
+    UserError: a newer schema, another model configuration, other leaves or dtypes.
+  """
+  where = str(step_directory)
+  if stored.schema > manifest.SCHEMA_VERSION:
+    raise UserError(
+      f"{where}: written by maxtext_like {stored.versions.get('maxtext_like', '(unknown)')} with checkpoint schema "
+      f"{stored.schema}; this version reads up to {manifest.SCHEMA_VERSION}; upgrade maxtext_like"
+    )
+  compatibility.check_state(
+    where,
+    stored.config,
+    config,
+    stored.leaves,
+    tree.describe(wanted),
+    allow_dtype_change=allow_dtype_change,
+    subset=subset,
+  )
+
+
+def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
+  """Reads the arrays that ``like`` names from a step that was checked and verified.
+
+  Args:
+    step_directory: the step.
+    stored: its manifest.
+    like: tree of ``jax.ShapeDtypeStruct``; a leaf with a sharding is read shard by shard, each device its own part, so
+      that no device ever holds more than it keeps. Leaves without one go to the first local device.
+
+  Returns:
+    The tree of ``like`` filled with arrays.
+
+  Raises:
+    UserError: a value does not fit the dtype that it is cast to.
+  """
+  import jax
+  import jax.numpy as jnp
+  import orbax.checkpoint as ocp
+
+  wanted = tree.flatten(like)
+  local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}
+  stored_dtypes = {name: jnp.dtype(stored.leaves[name]["dtype"]) for name in wanted}
+  template = {
+    name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name])
+    for name, leaf in wanted.items()
+  }
+  arguments = {
+    name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    for name, leaf in template.items()
+  }
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    flat = checkpointer.restore(
+      step_directory / manifest.STATE_NAME,
+      args=ocp.args.PyTreeRestore(
+        item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)
+      ),
+    )
+  for name, leaf in wanted.items():
+    if stored_dtypes[name] != leaf.dtype:
+      flat[name] = _cast(name, flat[name], leaf.dtype)
+  return tree.unflatten(like, flat)
+
+
+def _cast(name: str, array: Any, dtype: Any) -> Any:
+  """Casts one array explicitly; what would become infinite (or NaN, in float8_e4m3) is refused."""
+  import jax.numpy as jnp
+
+  if array.size:
+    largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)
+    if largest > limit:
+      raise UserError(
+        f"checkpoint leaf {name} holds {largest:.6g}, which {dtype} cannot hold (largest {limit:.6g}); "
+        f"keep its dtype {array.dtype}"
+      )
+  _log.warning("cast %s from %s to %s (allow_dtype_change)", name, array.dtype, dtype)
+  return array.astype(dtype)
+
+
+def load(step_directory: Path, like: Any, *, config: Any = None, allow_dtype_change: bool = False) -> Restored:
+  """Reads ``like`` (it may be a part of the state, such as ``{"params": ...}``) from one step of any run.
+
+  Args:
+    step_directory: a step such as ``runs/a/checkpoints/100``.
+    like: tree of ``jax.ShapeDtypeStruct`` with shardings.
+    config: this run's configuration; None leaves the models uncompared.
+    allow_dtype_change: cast floats, with a range check, instead of refusing.
+
+  Raises:
+    UserError: not a complete step, damaged, of another model, or other arrays.
+  """
+  step_directory = Path(step_directory)
+  try:
+    stored = manifest.read(step_directory)
+    wanted = tree.flatten(like)
+    current = None if config is None else compatibility.record(config)
+    check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True)
+    manifest.check_hashes(step_directory, stored)
+  except manifest.DamageError as error:
+    raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
+  return Restored(stored.step, read(step_directory, stored, like), stored.extra, stored.config, step_directory)
