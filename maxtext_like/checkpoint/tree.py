@@ -37,7 +37,7 @@ def flatten(tree: Any) -> dict[str, Any]:
       raise ValueError(f"two leaves of the state are both called {name!r}; rename a key that contains a dot")
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
       raise ValueError(f"state leaf {name} is a {type(leaf).__name__}, not an array; keep it in `extra` instead")
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       raise ValueError(f"state leaf {name} is a typed random key; store jax.random.key_data of it")
     flat[name] = leaf
   return flat
