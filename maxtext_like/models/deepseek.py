@@ -76,6 +76,7 @@ def decoder(
       routed_scaling_factor=m.routed_scaling_factor,
       n_groups=max(m.n_routing_groups, 1),
       topk_groups=max(m.topk_routing_group, 1),
+      selection_bias=m.routed_bias,
       shared_experts=m.shared_experts,
       load_balance_loss_weight=m.load_balance_loss_weight,
     )
@@ -83,9 +84,7 @@ def decoder(
   layers = []
   for i in range(m.num_decoder_layers):
     dense = moe is None or i < m.first_num_dense_layers
-    cfg = DeepSeekLayerConfig(
-      attention=attention, mlp=mlp if dense else None, moe=None if dense else moe, epsilon=epsilon
-    )
+    cfg = DeepSeekLayerConfig(attention=attention, mlp=mlp if dense else None, moe=None if dense else moe, epsilon=epsilon)
     layers.append(DeepSeekLayer(cfg, precision))
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim),

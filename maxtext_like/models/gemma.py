@@ -25,7 +25,8 @@ def _rope(m: ModelConfig, kind: LayerType, head_dim: int) -> RopeConfig:
     return RopeConfig(dim=head_dim, theta=m.local_rope_max_timescale)
   if m.decoder_block == "gemma4":
     return RopeConfig(dim=head_dim, theta=m.rope_max_timescale, kind="proportional", proportion=m.global_rope_proportion)
-  return RopeConfig(dim=head_dim, theta=m.rope_max_timescale, kind="linear", factor=m.rope_linear_scaling_factor)
+  factor = m.rope_linear_scaling_factor if m.rope_type == "linear" else 1.0
+  return RopeConfig(dim=head_dim, theta=m.rope_max_timescale, kind="linear", factor=factor)
 
 
 def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Kernel, platform: str) -> AttentionConfig:

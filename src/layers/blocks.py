@@ -51,7 +51,9 @@ class Context:
 def _moe_aux(aux: Aux, ctx: Context) -> Aux:
   kept = {"moe_load": aux["load"], "load_balance_loss": aux["load_balance_loss"], "rescued": aux["rescued"]}
   if "router" in ctx.capture:
-    kept |= {f"router.{new}": aux[old] for new, old in [("scores", "scores"), ("topk_weights", "weights"), ("topk_idx", "experts")]}
+    kept |= {
+      f"router.{new}": aux[old] for new, old in [("scores", "scores"), ("topk_weights", "weights"), ("topk_idx", "experts")]
+    }
   return kept
 
 

@@ -31,6 +31,7 @@ class MoEConfig:
     norm_topk_prob: the chosen weights are divided by their sum.
     routed_scaling_factor: multiplies the sigmoid router's weights.
     n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
+    selection_bias: the sigmoid router has a bias for the choice.
     shared_experts: experts that see every token, as one MLP of this many times F.
     load_balance_loss_weight: of the auxiliary loss E * sum(load * mean probability) (Fedus et al. 2021); 0 is off.
   """
@@ -46,6 +47,7 @@ class MoEConfig:
   routed_scaling_factor: float = 1.0
   n_groups: int = 1
   topk_groups: int = 1
+  selection_bias: bool = True
   shared_experts: int = 0
   load_balance_loss_weight: float = 0.0
 
@@ -76,7 +78,7 @@ class Router:
     if c.router == "softmax":
       spec["scale"] = Param((c.emb_dim,), (None,), dtype, constant(1.0))
       spec["per_expert_scale"] = Param((c.num_experts,), (None,), dtype, constant(1.0))
-    else:
+    elif c.selection_bias:
       # float32 always: the update of 0.001 a step is below bfloat16's spacing.
       spec["bias"] = Param((c.num_experts,), (None,), "float32", constant(0.0), trainable=False)
     return spec
@@ -111,7 +113,7 @@ class Router:
       return weights, experts, {"scores": probs, "probs": probs}
     logits = self._logits(p, x)
     scores = jax.nn.sigmoid(logits)
-    experts = self._choose(scores + p["bias"].astype(scores.dtype))
+    experts = self._choose(scores + p["bias"].astype(scores.dtype) if c.selection_bias else scores)
     scores = scores.astype(jnp.float32)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if c.norm_topk_prob:

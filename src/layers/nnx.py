@@ -52,7 +52,9 @@ def _face(layer_class):
     return NNX(layer_class(*args, **kwargs), rngs=rngs)
 
   make.__name__ = make.__qualname__ = layer_class.__name__
-  make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.nnx.Module`` of this layer; arguments are the layer's own and ``rngs``."
+  make.__doc__ = (
+    f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.nnx.Module`` of this layer; arguments are the layer's own and ``rngs``."
+  )
   return make
 
 

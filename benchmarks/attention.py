@@ -1,0 +1,91 @@
+"""Attention kernels on this machine's GPU against the reference: values, gradients and time, at the shapes of the models.
+
+python benchmarks/attention.py [--length 4096]
+"""
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.attention_kernels import attend, choose_kernel
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.precision import Precision
+
+SHAPES = {  # name: (batch, query heads, key-value heads, head dimension, window)
+  "gemma3-4b local": (2, 8, 4, 256, 1024),
+  "gemma3-4b global": (2, 8, 4, 256, None),
+  "gemma4-31b local": (2, 32, 16, 256, 1024),
+  "gemma3-27b local": (2, 32, 16, 128, 1024),
+}
+
+
+def packed(batch: int, length: int) -> jax.Array:
+  """Segments of three documents and some padding at the end, other cuts in each row."""
+  at = jnp.arange(length)
+  rows = [1 + (at > length // 3 + 7 * b) + (at > length // 2 + 11 * b) for b in range(batch)]
+  return jnp.where(at < length - 5, jnp.stack(rows), 0).astype(jnp.int32)
+
+
+def seconds(function, *args) -> float:
+  """Median of 10 runs after 2 to warm up."""
+  times = []
+  for i in range(12):
+    start = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    if i >= 2:
+      times.append(time.perf_counter() - start)
+  return sorted(times)[len(times) // 2]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+  length = parser.parse_args().length
+  device = jax.devices()[0]
+  platform = device.platform
+  print(f"{device.device_kind}, jax {jax.__version__}, length {length}; forward + backward")
+  print(f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {'ms':>8} {'speed-up':>8} {'error':>9} {'grad error':>10}")
+  for name, (B, N, K, H, window) in SHAPES.items():
+    for dtype in ("bfloat16", "float16"):
+      precision = Precision(dtype=dtype)
+      keys = jax.random.split(jax.random.key(0), 4)
+      q, k, v, g = (
+        jax.random.normal(key, (B, length, heads, H), jnp.float32).astype(dtype)
+        for key, heads in zip(keys, (N, K, K, N), strict=True)
+      )
+      for rows, segments in (("full", None), ("packed", packed(B, length))):
+        tokens = Tokens(segments)
+        results = {}
+        for kernel in ("dot_product", "auto"):
+          chosen = choose_kernel(kernel, platform=platform, head_dim=H, value_dim=H, dtype=dtype, blocks=False)
+
+          def loss(q, k, v, chosen=chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
+            out = attend(
+              q, k, v, tokens, window=window, bidirectional_blocks=False, scale=H**-0.5, precision=precision, kernel=chosen
+            )
+            return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32)), out
+
+          step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+          (_, out), grads = step(q, k, v)
+          results[kernel] = (chosen, seconds(step, q, k, v), out, grads)
+        _, base, ref, ref_grads = results["dot_product"]
+        for kernel in results:
+          chosen, t, out, grads = results[kernel]
+          error = relative(out, ref)
+          grad_error = max(relative(a, b) for a, b in zip(grads, ref_grads, strict=True))
+          print(
+            f"{name:18} {dtype:9} {rows:7} {chosen:12} {t * 1e3:8.2f} {base / t:8.2f} {error:9.1e} {grad_error:10.1e}",
+            flush=True,
+          )
+
+
+def relative(a: jax.Array, b: jax.Array) -> float:
+  """Norm of the difference over the norm of b, in float32."""
+  a32, b32 = a.astype(jnp.float32), b.astype(jnp.float32)
+  return float(jnp.linalg.norm(a32 - b32) / jnp.linalg.norm(b32))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,56 @@
+"""RMSNorm and LayerNorm against the formula written out in float64, and their behaviour at the edge of float16."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
+from maxtext_like.layers.precision import Precision
+
+X = np.random.default_rng(0).normal(size=(2, 3, 7))
+W = np.random.default_rng(1).normal(size=7) + 1
+
+
+def rms(x, epsilon=1e-6):
+  return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon)
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"), [({}, rms(X) * W), ({"scale_plus_one": True}, rms(X) * (1 + W)), ({"with_scale": False}, rms(X))]
+)
+def test_rms_norm(options, expected):
+  layer = RMSNorm(NormConfig(dim=7, **options), Precision(dtype="float32"))
+  p = {"scale": jnp.asarray(W, jnp.float32)} if layer.params() else {}
+  np.testing.assert_allclose(layer(p, jnp.asarray(X, jnp.float32)), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_the_scale_starts_at_one_either_way():
+  for plus_one, start in [(False, 1.0), (True, 0.0)]:
+    spec = RMSNorm(NormConfig(dim=3, scale_plus_one=plus_one), Precision()).params()["scale"]
+    assert (spec.init(None, (3,), jnp.float32) == start).all()
+
+
+def test_order_of_rounding():
+  """Gemma rounds once, after the scale; DeepSeek before it and after it."""
+  x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+  normed = rms(np.asarray(x, np.float64))
+  after = jnp.asarray(normed * np.asarray(w, np.float64), jnp.bfloat16)
+  before = jnp.asarray(normed, jnp.bfloat16) * w
+  assert not (after == before).all()
+  for round_before_scale, expected in [(False, after), (True, before)]:
+    layer = RMSNorm(NormConfig(dim=7, round_before_scale=round_before_scale), Precision(dtype="bfloat16"))
+    np.testing.assert_array_equal(layer({"scale": w}, x), expected)
+
+
+def test_float16_squares_do_not_overflow():
+  layer = RMSNorm(NormConfig(dim=7, with_scale=False), Precision(dtype="float16"))
+  x = jnp.asarray(X * 2e4, jnp.float16)
+  np.testing.assert_allclose(layer({}, x), rms(np.asarray(x, np.float64)), rtol=1e-3)
+
+
+def test_layer_norm():
+  b = np.random.default_rng(2).normal(size=7)
+  layer = LayerNorm(NormConfig(dim=7), Precision(dtype="float32"))
+  p = {"scale": jnp.asarray(W, jnp.float32), "bias": jnp.asarray(b, jnp.float32)}
+  expected = (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + 1e-6) * W + b
+  np.testing.assert_allclose(layer(p, jnp.asarray(X, jnp.float32)), expected, rtol=2e-6, atol=2e-6)
