@@ -1,4 +1,4 @@
-"""Turns the text of a value into the type of its field. Fields: bool, int, float, str, Literal, tuples of these, ``X | None``."""
+"""Turns the text of a value into the type of its field: bool, int, float, str, Literal, tuples of these, ``X | None``."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_nu
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]")  # octal to some readers, decimal to others
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
@@ -104,8 +105,8 @@ def _int(node: Scalar) -> int:
   if _INT.fullmatch(text):
     return int(text)
   remedy = ""
-  if _FLOAT.fullmatch(text) and text.lstrip("+-")[:2] not in ("00",):
-    number = float(text)
+  if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
+    number = float(text.replace("_", ""))
     if math.isfinite(number) and number.is_integer() and abs(number) < 2**63:
       remedy = f": write {int(number)}"
   raise CoercionError(f"{text!r} is not an int{remedy}")
@@ -113,7 +114,7 @@ def _int(node: Scalar) -> int:
 
 def _float(node: Scalar) -> float:
   text = _plain(node, "float")
-  if not _FLOAT.fullmatch(text) or re.match(r"[-+]?0[0-9_]", text):
+  if not _FLOAT.fullmatch(text) or _LEADING_ZERO.match(text):
     raise CoercionError(f"{text!r} is not a float")
   number = float(text.replace("_", ""))
   if not math.isfinite(number):

@@ -1,4 +1,4 @@
-"""Where configuration files are: the configs folder of a checkout or of an installed wheel, and models by name or path."""
+"""Where configuration files are: the configs folder of a checkout or of an installed wheel, models by name or path."""
 
 import functools
 from pathlib import Path
@@ -24,7 +24,7 @@ def configs_folder() -> Path:
 
 
 def label_of(path: Path) -> str:
-  """How messages call a file: ``configs/...`` for the project's own, else relative to the working directory if below it."""
+  """How messages call a file: ``configs/...`` for the project's own, else relative to the working directory below it."""
   resolved = path.resolve()
   for folder, prefix in ((configs_folder(), "configs"), (Path.cwd(), "")):
     if resolved.is_relative_to(folder):

@@ -1,4 +1,4 @@
-"""Merges ``configs/base.yml`` <- model file <- hardware files <- command line into one checked ``Config`` with its origins."""
+"""``load_config``: base.yml <- model file <- hardware files <- command line, merged into one checked ``Config``."""
 
 import dataclasses
 from collections.abc import Sequence as Words
@@ -87,9 +87,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
     problems.extend(wrong)
 
   if file.resolve() == (configs_folder() / "base.yml").resolve():
-    raise UserError(
-      "configs/base.yml: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny"
-    )
+    raise UserError("configs/base.yml: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny")
   lay_over(_file_entries(file), whole_file=True)
   for name in hardware:
     lay_over(_file_entries(_hardware_file(name)), whole_file=False)
@@ -123,9 +121,7 @@ def _hardware_file(name: str) -> Path:
   path = Path(name).expanduser()
   if not path.is_file():
     kind = "is a directory, not a file" if path.is_dir() else "no such hardware file"
-    raise UserError(
-      f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files"
-    )
+    raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files")
   return path
 
 
@@ -226,7 +222,8 @@ def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
 
 
 def _places(keys: tuple[str, ...], merged: dict[str, Entry]) -> str:
-  return "; ".join(dict.fromkeys(f"{merged[key].origin} ({key})" for key in keys))
+  entries = [merged[key] for key in keys]
+  return "; ".join(e.origin if e.origin.startswith("command line") else f"{e.origin} ({e.key})" for e in entries)
 
 
 def _config_dict(values: dict[str, Any]) -> "ConfigDict":

@@ -1,7 +1,7 @@
 """MaxText's names: what each means here. One table, used for whole model files and for single keys.
 
-A MaxText model file means what MaxText does with it. Where MaxText leaves a choice to its code, to the model's name or to
-a default that differs from ours, ``_completed`` states it. Precision flags that a file does not mention keep this
+A MaxText model file means what MaxText does with it. Where MaxText leaves a choice to its code, to the model's name or
+to a default that differs from ours, ``_completed`` states it. Precision flags that a file does not mention keep this
 project's defaults, which are the more exact ones.
 """
 
@@ -221,6 +221,7 @@ def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
   place = given.get("decoder_block", entries[0])
   assumed: dict[str, object] = {}
   dropped: set[str] = set()
+  extra: list[Entry] = []
 
   def number(key: str) -> float:
     text = _text_of(entries, key).replace("_", "")
@@ -253,12 +254,10 @@ def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
     dropped.add("head_dim")  # latent attention has its own head sizes
     if "mscale" in given:
       # MaxText scales the softmax by mscale and leaves the rotary table alone: ours with both magnitudes equal.
-      return [
-        *(e for e in entries if e.key not in dropped),
-        Entry("mscale_all_dim", given["mscale"].node, given["mscale"].origin),
-      ]
+      extra.append(Entry("mscale_all_dim", given["mscale"].node, given["mscale"].origin))
   kept = [e for e in entries if e.key not in dropped]
-  return kept + [_entry(k, v, Entry(k, place.node, f"{place.origin} (MaxText's {name})")) for k, v in assumed.items()]
+  source = Entry("", place.node, f"what MaxText does for {name}")
+  return kept + extra + [_entry(key, value, source) for key, value in assumed.items()]
 
 
 assert not KNOWN & set(LEAVES), "a MaxText name must not be a name of ours"

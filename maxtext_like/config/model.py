@@ -1,4 +1,4 @@
-"""``model:``, the dimensions and the layer pattern of one model. Names are MaxText's wherever MaxText has the same thing."""
+"""``model:``, the dimensions and the layer pattern of one model. Names are MaxText's where MaxText has the same."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,9 +100,7 @@ class ModelConfig:
     if self.decoder_block == "deepseek":
       return ("global",) * self.num_decoder_layers
     cycle = self.inhomogeneous_layer_cycle_interval
-    types: tuple[LayerType, ...] = tuple(
-      "sliding" if (i + 1) % cycle else "global" for i in range(self.num_decoder_layers)
-    )
+    types: tuple[LayerType, ...] = tuple("sliding" if (i + 1) % cycle else "global" for i in range(self.num_decoder_layers))
     return types
 
   def problems(self) -> Iterator[Problem]:
@@ -178,9 +176,7 @@ class ModelConfig:
     if self.head_dim == 0:
       yield Problem("head_dim is not set", ("head_dim",), "set the size of a head")
     if self.sliding_window_size is None:
-      yield Problem(
-        "sliding_window_size is not set", ("sliding_window_size",), "set it to the number of keys a token sees"
-      )
+      yield Problem("sliding_window_size is not set", ("sliding_window_size",), "set it to the number of keys a token sees")
     elif self.sliding_window_size < 1:
       yield Problem(
         f"sliding_window_size = {self.sliding_window_size}", ("sliding_window_size",),
@@ -194,9 +190,7 @@ class ModelConfig:
     elif L >= 1 and self.inhomogeneous_layer_cycle_interval >= 1:
       yield from self._sharing_problems()
     if not 0 < self.global_rope_proportion <= 1:
-      yield Problem(
-        f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]", ("global_rope_proportion",)
-      )
+      yield Problem(f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]", ("global_rope_proportion",))
 
   def _sharing_problems(self) -> Iterator[Problem]:
     L, types, shared = self.num_decoder_layers, self.attention_types(), self.num_kv_shared_layers
@@ -209,7 +203,7 @@ class ModelConfig:
       owners, sharers = types[: L - shared], types[L - shared :]
       for kind in sorted(set(sharers) - set(owners)):
         yield Problem(
-          f"a {kind} layer among the last {shared} shares keys and values, but none of the first {L - shared} is {kind}",
+          f"a {kind} layer among the last {shared} reuses keys and values, but none of the first {L - shared} is {kind}",
           ("num_kv_shared_layers", "num_decoder_layers", "inhomogeneous_layer_cycle_interval", "layer_types"),
           "share fewer layers",
         )
@@ -244,9 +238,7 @@ class ModelConfig:
       if getattr(self, name) == 0:
         yield Problem(f"{name} is not set", (name, "use_indexer"), "the indexer needs it")
     if self.q_lora_rank == 0:
-      yield Problem(
-        "use_indexer with q_lora_rank = 0", ("use_indexer", "q_lora_rank"), "the indexer reads the query latent"
-      )
+      yield Problem("use_indexer with q_lora_rank = 0", ("use_indexer", "q_lora_rank"), "the indexer reads the query latent")
     if 0 < self.indexer_head_dim < self.qk_rope_head_dim:
       yield Problem(
         f"indexer_head_dim = {self.indexer_head_dim} is less than qk_rope_head_dim = {self.qk_rope_head_dim}",

@@ -1,4 +1,4 @@
-"""``key=value`` words of the command line, and the other ways people type them: understood or refused, never ignored."""
+"""``key=value`` words of the command line, and other ways people type them: understood or refused, never ignored."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, where, and what to do: the one form in which ``maxtext_like.config`` reports faults."""
+"""What is wrong with a configuration, where, and what to do: how ``maxtext_like.config`` reports faults."""
 
 import difflib
 from collections.abc import Iterable, Iterator

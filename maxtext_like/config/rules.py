@@ -1,7 +1,7 @@
 """Rules among the sections of a configuration, and keys that would do nothing in the family they are given to.
 
-``model.py`` and ``schema.py`` refuse what cannot be built. This module judges what a person wrote: a key that is accepted
-and then ignored is worse than an error.
+``model.py`` and ``schema.py`` refuse what cannot be built. This module judges what a person wrote: a key that is
+accepted and then ignored is worse than an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -66,6 +66,9 @@ FAMILIES_OF_KEY: dict[str, tuple[str, ...]] = {
 ROPE_FAMILIES = {"default": (*GEMMA, *DEEPSEEK), "linear": ("gemma3",), "yarn": DEEPSEEK}
 
 
+_ROUTER, _EXPERTS = "a router", "experts"
+
+
 def inactive_precision_keys(model: ModelConfig) -> dict[str, str]:
   """Precision keys that act nowhere in a model, each with what the model lacks.
 
@@ -77,8 +80,8 @@ def inactive_precision_keys(model: ModelConfig) -> dict[str, str]:
   if model.decoder_block != "gemma4":
     lacking["float32_vision_pool"] = "the vision pooler of Gemma 4"
   if model.num_experts == 0:
-    lacking["float32_gate_logits"] = "a router"
-    lacking["float32_weight_sum"] = "experts"
+    lacking["float32_gate_logits"] = _ROUTER
+    lacking["float32_weight_sum"] = _EXPERTS
   return lacking
 
 
@@ -121,7 +124,7 @@ def _foreign_keys(
     if key in explicit:
       yield Problem(
         f"{key} = {_shown(getattr(precision, key))} does nothing: the model has not got {lacks}",
-        (key, "num_experts" if model.decoder_block in FAMILIES_OF_KEY["num_experts"] else "decoder_block"),
+        (key, "num_experts" if lacks in (_ROUTER, _EXPERTS) and model.decoder_block != "gemma3" else "decoder_block"),
         "leave it out",
       )
 
@@ -140,9 +143,7 @@ def _pointless_model_values(model: ModelConfig) -> Iterator[Problem]:
       "rope_type: linear goes with a factor other than 1, rope_type: default with 1",
     )
   if model.rope_type == "yarn" and model.beta_fast <= model.beta_slow:
-    yield Problem(
-      f"beta_fast = {model.beta_fast:g} is not above beta_slow = {model.beta_slow:g}", ("beta_fast", "beta_slow")
-    )
+    yield Problem(f"beta_fast = {model.beta_fast:g} is not above beta_slow = {model.beta_slow:g}", ("beta_fast", "beta_slow"))
   if family == "deepseek" and model.num_kv_heads != model.num_query_heads:
     yield Problem(
       f"num_kv_heads = {model.num_kv_heads} differs from num_query_heads = {model.num_query_heads}",

@@ -1,7 +1,7 @@
-"""The typed configuration: one frozen dataclass per section of ``configs/base.yml``, which holds every default and meaning.
+"""The typed configuration: one frozen dataclass per section of ``configs/base.yml``, which holds defaults and meanings.
 
-``maxtext_like.config.load.load_config`` builds a ``Config``; everything else takes the section it needs. Rules among the
-values of one section are here, rules across sections in ``rules.py``.
+``maxtext_like.config.load.load_config`` builds a ``Config``; everything else takes the section it needs. Rules among
+the values of one section are here, rules across sections in ``rules.py``.
 """
 
 import re
@@ -215,9 +215,7 @@ class MeshConfig(_Checked):
       fixed *= 1 if size == -1 else size
     if devices % fixed or (fixed != devices and -1 not in sizes.values()):
       written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-      raise ValueError(
-        f"mesh: {written} do not multiply to the {devices} devices of this run; set one axis to -1 for the rest"
-      )
+      raise ValueError(f"mesh: {written} do not multiply to the {devices} devices of this run; set one axis to -1 for the rest")
     return {
       name.removeprefix("ici_").removesuffix("_parallelism"): devices // fixed if size == -1 else size
       for name, size in sizes.items()

@@ -138,13 +138,11 @@ class _Reader:
   def node(self, event: yaml.NodeEvent, depth: int) -> Node:
     line = event.start_mark.line + 1
     if isinstance(event, yaml.AliasEvent):
-      raise self.error(
-        line, f"alias '*{event.anchor}'; write the value out, aliases are not allowed in a configuration"
-      )
+      raise self.error(line, f"alias '*{event.anchor}'; write the value out, aliases are not allowed in a configuration")
     if event.anchor is not None:
       raise self.error(line, f"anchor '&{event.anchor}'; anchors are not allowed in a configuration")
-    if getattr(event, "tag", None) is not None:
-      raise self.error(line, f"tag '{event.tag}'; tags can build objects and are not allowed in a configuration")
+    if tag := getattr(event, "tag", None):
+      raise self.error(line, f"tag '{tag}'; tags can build objects and are not allowed in a configuration")
     if isinstance(event, yaml.ScalarEvent):
       return Scalar(event.value, plain=event.style is None, line=line)
     if depth > MAX_DEPTH:

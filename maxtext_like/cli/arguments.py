@@ -1,0 +1,45 @@
+"""What the verbs share in reading their words: the model first, then what the configuration understands or refuses."""
+
+import argparse
+
+from maxtext_like.errors import UserError
+
+
+def split_configuration(verb: str, description: str, argv: list[str], epilog: str = "") -> tuple[str, list[str]]:
+  """Splits ``CONFIG [hardware.yml ...] [key=value ...]``; prints the help of the verb and exits when asked to.
+
+  Args:
+    verb: the verb, for the usage line.
+    description: what it does.
+    argv: the words after the verb.
+    epilog: printed below the help, as it is.
+
+  Raises:
+    UserError: the first word is no configuration.
+
+  Returns:
+    The configuration and the other words in order. Words that look like options (``--steps=5``) are left in, since
+    ``maxtext_like.config.overrides`` understands or refuses them.
+  """
+  if "-h" in argv or "--help" in argv:
+    configuration_parser(verb, description, epilog).parse_args(["--help"])
+  if not argv or argv[0].startswith("-") or "=" in argv[0]:
+    written = f"; {argv[0]!r} is not one" if argv else ""
+    raise UserError(f"no configuration named{written}\n  fix: maxtext-like {verb} MODEL [key=value ...], as in gemma4-tiny")
+  return argv[0], argv[1:]
+
+
+def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+  """The parser that writes the help of a verb ``VERB CONFIG [key=value ...]``; a verb may add options of its own."""
+  parser = argparse.ArgumentParser(
+    prog=f"maxtext-like {verb}",
+    usage=f"maxtext-like {verb} CONFIG [hardware.yml ...] [key=value ...]",
+    description=description,
+    epilog=epilog,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  parser.add_argument("CONFIG", help="a model's name, as gemma4-tiny, or the path of a .yml file")
+  parser.add_argument("hardware.yml", nargs="*", help="files laid over the model file, as the mesh and kernels of a machine")
+  parser.add_argument("key=value", nargs="*", help="values laid over the files; maxtext-like train --help-keys lists the keys")
+  return parser

@@ -1,0 +1,19 @@
+"""``maxtext-like config``: prints the resolved configuration as YAML, each value with the place it comes from."""
+
+from maxtext_like.cli.arguments import split_configuration
+from maxtext_like.config.load import load_config
+
+DESCRIPTION = "Prints the resolved configuration as YAML that can be used again; comments tell where values come from."
+EXAMPLES = """examples:
+  maxtext-like config gemma4-31b
+  maxtext-like config gemma4-31b gpu/h200.yml steps=20 dtype=float32 > my.yml"""
+
+
+def run(argv: list[str]) -> int:
+  """Prints the configuration; see ``DESCRIPTION``."""
+  config, overrides = split_configuration("config", DESCRIPTION, argv, EXAMPLES)
+  loaded = load_config(config, overrides)
+  print(loaded.to_yaml(), end="")
+  for note in loaded.notes:
+    print(f"# note: {note}")
+  return 0

@@ -1,0 +1,115 @@
+"""``maxtext-like VERB ...``: finds the verb, turns errors into one message and an exit code. Imports nothing heavy."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from maxtext_like import __version__
+from maxtext_like.errors import ExitError
+
+VERBS = {
+  "train": "train a model",
+  "forward": "run a checkpoint on the arrays of an .npz file",
+  "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
+  "config": "print a resolved configuration and where each value comes from",
+  "models": "list the model configurations with their parameter counts",
+}
+"""Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` as ``run(argv) -> int``."""
+
+USES_JAX = ("train", "forward", "compile", "models")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one verb.
+
+  Args:
+    argv: the words after the program's name; None takes those of this process.
+
+  Returns:
+    The exit code: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers; 4 does not fit; 42 a restart can
+    mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
+  """
+  words = list(sys.argv[1:] if argv is None else argv)
+  try:
+    return _dispatch(words)
+  except (ExitError, RuntimeError) as raised:
+    if (error := _as_exit(raised)) is None:
+      raise
+    if os.environ.get("MAXTEXT_LIKE_DEBUG", "") not in ("", "0"):
+      traceback.print_exc()
+    print(f"error: {printable(str(error))}", file=sys.stderr)
+    return error.exit_code
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    return 130
+  except BrokenPipeError:
+    # The reader of our output is gone (`| head`). Python would complain again when it flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _as_exit(error: Exception) -> ExitError | None:
+  if isinstance(error, ExitError):
+    return error
+  from maxtext_like.cli.environment import backend_error
+
+  return backend_error(error) if isinstance(error, RuntimeError) else None
+
+
+def _dispatch(words: list[str]) -> int:
+  from maxtext_like.errors import UserError
+
+  if not words or words[0] in ("-h", "--help", "help"):
+    print(usage())
+    return 0 if words else UserError.exit_code
+  if words[0] in ("-V", "--version"):
+    print(__version__)
+    return 0
+  verb, rest = words[0], words[1:]
+  if verb not in VERBS:
+    raise UserError(_unknown_verb(verb))
+  if "--help-keys" in rest:
+    from maxtext_like.cli import keys
+
+    return keys.run(rest[rest.index("--help-keys") + 1 :])
+  if verb in USES_JAX and "-h" not in rest and "--help" not in rest:
+    from maxtext_like.cli.environment import check_environment
+
+    check_environment()
+  return importlib.import_module(f"maxtext_like.cli.{verb}").run(rest)
+
+
+def usage() -> str:
+  """The text of ``maxtext-like --help``."""
+  width = max(map(len, VERBS))
+  verbs = "\n".join(f"  {verb:{width}}  {what}" for verb, what in VERBS.items())
+  return f"""usage: maxtext-like VERB ...
+
+{verbs}
+
+  maxtext-like train gemma4-tiny                   trains a small Gemma 4 on this machine's Python sources
+  maxtext-like train gemma4-tiny steps=20 seed=1   the same with other values
+  maxtext-like train --help-keys learning          every key with 'learning' in its name or meaning
+  maxtext-like VERB --help                         what a verb takes
+
+MAXTEXT_LIKE_DEBUG=1 adds the traceback to an error."""
+
+
+def _unknown_verb(verb: str) -> str:
+  from maxtext_like.config.problems import did_you_mean
+
+  if verb.endswith((".yml", ".yaml")):
+    return f"{verb!r} is not a verb\n  fix: maxtext-like train {verb}"
+  near = did_you_mean(verb, VERBS)
+  return f"unknown verb {verb!r}{near}\n  fix: one of {', '.join(VERBS)}; see maxtext-like --help"
+
+
+def printable(text: str) -> str:
+  """Text for a terminal: control characters, which a file name or a value may hold, are written as escapes."""
+  return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,134 @@
+"""What each key means, read from ``configs/base.yml``: for ``--help-keys`` and for docs/configuration.md.
+
+``python -m maxtext_like.config.document`` writes the page anew; a test compares it.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxtext_like.config import maxtext
+from maxtext_like.config.coerce import describe
+from maxtext_like.config.files import configs_folder
+from maxtext_like.config.load import base_values
+from maxtext_like.config.rules import FAMILIES_OF_KEY
+from maxtext_like.config.schema import LEAVES, SECTIONS
+from maxtext_like.config.yaml_file import to_text
+from maxtext_like.errors import UserError
+
+_LINE = re.compile(r"  (\w+): .*?\S  # (.+)")
+
+
+@dataclass(frozen=True)
+class Key:
+  """One key as a person meets it: its section, type and default in words, and its meaning."""
+
+  section: str
+  name: str
+  kind: str
+  default: str
+  meaning: str
+
+
+@functools.cache
+def keys() -> tuple[Key, ...]:
+  """Every key, in the order of ``configs/base.yml``.
+
+  Raises:
+    UserError: a key has no comment there, and so no meaning.
+  """
+  path = configs_folder() / "base.yml"
+  meanings = dict(m.groups() for line in path.read_text("utf-8").splitlines() if (m := _LINE.fullmatch(line)))
+  if missing := [leaf for leaf in LEAVES if leaf not in meanings]:
+    raise UserError(f"{path}: no comment at {', '.join(missing)}")
+  defaults = base_values()
+  made = []
+  for leaf, (section, kind) in LEAVES.items():
+    unset = defaults[leaf] is None and "null" not in describe(kind).split(" or ")
+    default = "set by the model" if unset else to_text(defaults[leaf])
+    made.append(Key(section, leaf, describe(kind), default, meanings[leaf]))
+  return tuple(made)
+
+
+def page() -> str:
+  """docs/configuration.md."""
+  lines = [
+    "# Configuration keys",
+    "",
+    "Made by `python -m maxtext_like.config.document` from the schema and `configs/base.yml`; do not edit.",
+    "",
+    "A run is described by `configs/base.yml`, over it a model file, over that hardware files, over that `key=value` on",
+    "the command line. `maxtext-like config MODEL [key=value ...]` prints the result with the place of every value.",
+    "",
+    "- On the command line a key may carry its section: `steps=20` and `training.steps=20` are the same.",
+    "- A whole number is written without a point (`5`, not `5.0` or `5e0`), underscores are fine: `262_144`.",
+    "- A bool is `true` or `false`. `null` stands where the type says so. Lists are `[a, b]`.",
+    "- A file is plain YAML: no tags, anchors, merge keys, second document or duplicate key.",
+    "- An unknown key, a key of another family and a precision flag that would do nothing are errors.",
+  ]
+  for section in SECTIONS:
+    lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [
+      f"| `{k.name}` | {_cell(k.kind)} | {_cell(f'`{k.default}`' if k.default != 'set by the model' else k.default)} "
+      f"| {_cell(k.meaning)} |"
+      for k in keys()
+      if k.section == section
+    ]
+  return "\n".join([*lines, *_family_page(), *_maxtext_page()]) + "\n"
+
+
+def _family_page() -> list[str]:
+  lines = ["", "## Keys of some families only", "", "In another family they must keep their default.", ""]
+  lines += ["| families | keys |", "|---|---|"]
+  by_families: dict[tuple[str, ...], list[str]] = {}
+  for key, families in FAMILIES_OF_KEY.items():
+    by_families.setdefault(families, []).append(f"`{key}`")
+  return lines + [f"| {', '.join(families)} | {', '.join(names)} |" for families, names in by_families.items()]
+
+
+def _maxtext_page() -> list[str]:
+  lines = [
+    "",
+    "## MaxText's names",
+    "",
+    "A model file of MaxText for these families loads as it is and means what MaxText does with it: its vocabulary of",
+    "262144 for Gemma 3 (the released models have 262208), no routing groups for DeepSeek unless it sets them, rotary",
+    "magnitudes equal. What MaxText decides by the model's name (the layer pattern of E2B, the score scale of Gemma 3",
+    "27B) follows the name of the file. Precision flags that it does not mention keep the defaults above.",
+    "",
+    "| MaxText | here |",
+    "|---|---|",
+    *(f"| `{theirs}` | `{ours}` |" for theirs, ours in maxtext.RENAMED.items()),
+    "| `mlp_activations: [gelu, linear]` | `mlp_activation: gelu` |",
+    "| `global_rope_max_timescale` | `rope_max_timescale` |",
+    "| `decoder_block: gemma4_small` | `decoder_block: gemma4` |",
+    "| `n_routing_groups: -1`, `topk_routing_group: -1` | `1` |",
+    "| `global_head_dim: 0`, `global_num_kv_heads: 0`, `final_logits_soft_cap: 0` | `null` |",
+    "| `mscale` in a model file | `mscale` and `mscale_all_dim` |",
+    "| `shared_experts: 1` of Gemma 4 | the dense MLP beside the experts, always there |",
+    "",
+    "Accepted with the one value that these families (or this version's machines) have:",
+    "",
+    "| key | value |",
+    "|---|---|",
+  ]
+  for key, by_family in maxtext.FIXED.items():
+    values = [f"`{to_text(v[0])}` ({', '.join(families)})" for families, v in by_family.items()]
+    lines.append(f"| `{key}` | {', '.join(values)} |")
+  lines += ["", "About pictures, without effect on text; accepted and noted:", "", "| key | what it describes |", "|---|---|"]
+  return lines + [f"| `{key}` | {reason} |" for key, reason in maxtext.VISION.items()]
+
+
+def _cell(text: str) -> str:
+  return text.replace("|", "\\|")
+
+
+def page_path() -> Path:
+  """docs/configuration.md of the checkout that this package runs from."""
+  return configs_folder().parent / "docs" / "configuration.md"
+
+
+if __name__ == "__main__":
+  page_path().write_text(page(), encoding="utf-8")
+  print(f"wrote {page_path()}")

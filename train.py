@@ -1,0 +1,8 @@
+"""Trains a model: ``python train.py configs/models/gemma4-31b.yml [key=value ...]``, the same as ``maxtext-like train``."""
+
+import sys
+
+from maxtext_like.cli.main import main
+
+if __name__ == "__main__":
+  sys.exit(main(["train", *sys.argv[1:]]))
