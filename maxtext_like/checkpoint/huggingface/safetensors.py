@@ -99,8 +99,7 @@ class SafetensorsFile:
     length = int.from_bytes(start, "little")
     if length > self.size - 8:
       raise UserError(
-        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; "
-        "truncated, or not safetensors"
+        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; truncated, or not safetensors"
       )
     if length > HEADER_LIMIT:
       raise UserError(f"{self._where}: a header of {length} bytes, more than the {HEADER_LIMIT} that are allowed")
@@ -124,9 +123,7 @@ class SafetensorsFile:
     if not isinstance(dtype, str) or dtype not in DTYPES:
       raise UserError(f"{where}: unknown dtype '{printable(dtype)}'; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > _RANK_LIMIT or not all(_is_count(size) for size in shape):
-      raise UserError(
-        f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} sizes, integers from 0 up"
-      )
+      raise UserError(f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} sizes, integers from 0 up")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
       raise UserError(f"{where}: data_offsets {printable(offsets)} are not two integers from 0 up")
     itemsize = DTYPES[dtype].itemsize
@@ -146,8 +143,7 @@ class SafetensorsFile:
       )
     if stop - start != elements * itemsize:
       raise UserError(
-        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, "
-        f"data_offsets {offsets} give {stop - start}"
+        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, data_offsets {offsets} give {stop - start}"
       )
     return Entry(name, dtype, tuple(shape), self._data_start + start, self._data_start + stop)
 
@@ -155,9 +151,7 @@ class SafetensorsFile:
     position, previous = self._data_start, None
     for entry in sorted(self.entries.values(), key=lambda entry: (entry.start, entry.stop)):
       if entry.start < position:
-        raise UserError(
-          f"{self._where}: tensors '{printable(previous)}' and '{printable(entry.name)}' overlap in the file"
-        )
+        raise UserError(f"{self._where}: tensors '{printable(previous)}' and '{printable(entry.name)}' overlap in the file")
       if entry.start > position:
         raise UserError(
           f"{self._where}: {entry.start - position} bytes before tensor '{printable(entry.name)}' belong to no tensor"

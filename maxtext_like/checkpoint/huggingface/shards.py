@@ -48,9 +48,7 @@ class Shards:
     where = printable(self.directory)
     files = sorted(path for path in self.directory.iterdir() if path.is_file())
     if stray := [path for path in files if path.suffix == ".safetensors"]:
-      return UserError(
-        f"{where}: has {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; was the download cut off?"
-      )
+      return UserError(f"{where}: has {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; was the download cut off?")
     if pickles := [path for path in files if path.suffix in _PICKLES]:
       return refuse_pickle(pickles[0])
     return UserError(f"{where}: holds no {SINGLE} and no {INDEX}; not a Hugging Face checkpoint")

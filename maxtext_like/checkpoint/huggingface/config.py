@@ -1,0 +1,109 @@
+"""A checkpoint's config.json to the ``model:`` section and back, for every family.
+
+Both forms are read: the Hub's, which leaves out what equals the defaults, and the one that transformers 5 writes
+(``layer_types``, ``rope_parameters``, ``per_layer_config``); equal models give equal sections. Code that a repository
+names in ``auto_map`` is never run: the keys are data here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint.huggingface.config_deepseek import read_deepseek, write_deepseek
+from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_gemma4, write_gemma
+from maxtext_like.checkpoint.huggingface.fields import Fields
+from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.errors import UserError
+
+_READERS = {
+  "gemma3": read_gemma3,
+  "gemma3_text": read_gemma3,
+  "gemma4": read_gemma4,
+  "gemma4_text": read_gemma4,
+  "deepseek_v3": read_deepseek,
+  "deepseek_v32": read_deepseek,
+}
+_LIMIT = 4 << 20  # bytes of a config.json
+_DEFAULT_BLOCK = (128, 128)
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+  """What a config.json says.
+
+  Attributes:
+    model_type: as in the file.
+    model: values of the ``model:`` section by leaf name; what is not among them keeps the default of configs/base.yml.
+    multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
+    placeholder_ids: token ids that stand for images, videos and sound, looked up as padding (Gemma 4).
+    float8_block: rows and columns that share a ``_scale_inv``.
+    dtype: the dtype the file names for its weights, if any.
+  """
+
+  model_type: str
+  model: dict[str, Any]
+  multimodal: bool
+  placeholder_ids: tuple[int, ...]
+  float8_block: tuple[int, int]
+  dtype: str | None
+
+
+def read_config(directory: Path) -> HuggingFaceConfig:
+  """Reads ``directory``/config.json.
+
+  Raises:
+    UserError: no such file, malformed, or a model that is not supported; says where and what is.
+  """
+  path = directory / "config.json"
+  if not path.is_file():
+    raise UserError(f"{printable(directory)}: has no config.json; expected a Hugging Face checkpoint directory")
+  return interpret(parse_file(path, limit=_LIMIT), printable(path))
+
+
+def interpret(values: Any, where: str) -> HuggingFaceConfig:
+  """What the parsed contents of a config.json say. ``where`` names the file in errors."""
+  if not isinstance(values, dict):
+    raise UserError(f"{where}: not a JSON object")
+  top = Fields(values, where)
+  model_type = top.text("model_type", "")
+  if model_type not in _READERS:
+    found = f"'{printable(model_type)}'" if model_type else "missing"
+    raise UserError(f"{where}: model_type {found} is not supported; supported: {', '.join(_READERS)}")
+  multimodal = model_type in ("gemma3", "gemma4")
+  if multimodal and not isinstance(values.get("text_config"), dict):
+    raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
+  model = _READERS[model_type](top)
+  placeholders = (("image_token_id", 258880), ("video_token_id", 258884), ("audio_token_id", 258881))
+  return HuggingFaceConfig(
+    model_type=model_type,
+    model={"model_name": model_type} | model,
+    multimodal=multimodal,
+    placeholder_ids=tuple(top.token(*item) for item in placeholders) if model_type == "gemma4" else (),
+    float8_block=_float8_block(top),
+    dtype=top.text("dtype", top.text("torch_dtype", "")) or None,
+  )
+
+
+def _float8_block(top: Fields) -> tuple[int, int]:
+  """Checks that the weights are quantised in a way that can be undone, and returns the size of a block."""
+  quantization = top.section("quantization_config")
+  if not quantization.values:
+    return _DEFAULT_BLOCK
+  quantization.only("quant_method", "fp8", "weights must be whole or float8 with scales", default="missing")
+  sizes = quantization.values.get("weight_block_size")
+  if sizes is None:
+    return _DEFAULT_BLOCK
+  if not isinstance(sizes, list) or len(sizes) != 2:
+    raise quantization.error("weight_block_size", "is not a list of two sizes")
+  rows, columns = (Fields({"weight_block_size": size}, quantization.where) for size in sizes)
+  return rows.integer("weight_block_size", 128), columns.integer("weight_block_size", 128)
+
+
+def export_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
+  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``."""
+  if model.decoder_block == "deepseek":
+    config = write_deepseek(model)
+  else:
+    config = write_gemma(model, model.attention_types())
+  return config | {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -1,0 +1,219 @@
+"""The weights of a checkpoint directory, matched against a decoder by name and shape and loaded without a second copy."""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.shards import Shards
+from maxtext_like.checkpoint.huggingface.strict_json import printable
+from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+
+# Files, and transformers by version, put the text model below different prefixes.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
+_TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
+_FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
+_SHOWN = 20
+
+
+class Weights:
+  """A checkpoint directory whose tensors have been matched, one to one, with a decoder's parameters.
+
+  Attributes:
+    notes: what the file holds and this model does not use, a sentence each.
+    table: every tensor, in the order of the model.
+  """
+
+  def __init__(self, directory: Path, decoder: Decoder, config: HuggingFaceConfig):
+    """Reads headers only.
+
+    Raises:
+      UserError: malformed files; or tensors that are missing, unexpected, of a wrong shape, or float8 without a scale,
+        all of them listed.
+    """
+    self.shards = Shards(directory)
+    self.shards.block = config.float8_block
+    self.notes: list[str] = []
+    self._decoder = decoder
+    self._config = config
+    deepseek = config.model_type.startswith("deepseek")
+    names = set(self.shards.weights())
+    prefix = self._prefix(names)
+    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    self.table = tensor_table(decoder, deepseek=deepseek, stacked_experts=stacked)
+    head = next((p + HEAD for p in _HEAD_PREFIXES if p + HEAD in names), HEAD)
+    self._file_name = {t.name: head if t.name == HEAD else prefix + t.name for t in self.table}
+    self._check(names, prefix, head)
+
+  def _prefix(self, names: set[str]) -> str:
+    found = [prefix for prefix in _PREFIXES if prefix + "embed_tokens.weight" in names]
+    if len(found) != 1:
+      what = "no tensor" if not found else " and ".join(f"'{p}embed_tokens.weight'" for p in found)
+      raise UserError(
+        f"{printable(self.shards.directory)}: {what} is the token embedding; expected one of "
+        + ", ".join(f"'{p}embed_tokens.weight'" for p in _PREFIXES)
+      )
+    return found[0]
+
+  def _check(self, names: set[str], prefix: str, head: str) -> None:
+    expected = {self._file_name[tensor.name]: tensor for tensor in self.table}
+    wrong = []
+    for name, tensor in expected.items():
+      if name in names:
+        entry = self.shards.entry(name)
+        if entry.shape != tensor.shape:
+          wrong.append(f"{printable(name)}: shape {list(entry.shape)}, expected {list(tensor.shape)}")
+        elif entry.dtype not in _FLOATS:
+          wrong.append(f"{printable(name)}: {entry.dtype} is no dtype of weights; supported: {', '.join(sorted(_FLOATS))}")
+    unexpected = self._unexpected(sorted(names - set(expected)), prefix, head)
+    lists = [
+      ("missing", [printable(name) for name in expected if name not in names]),
+      ("unexpected", [printable(name) for name in unexpected]),
+      ("of the wrong shape or dtype", wrong),
+    ]
+    if any(found for _, found in lists):
+      raise UserError(
+        f"{printable(self.shards.directory)}: the tensors do not fit config.json\n"
+        + "\n".join(_listing(title, found) for title, found in lists if found)
+      )
+    self.shards.check_scales(name for name in expected)
+
+  def _unexpected(self, extra: list[str], prefix: str, head: str) -> list[str]:
+    """Of the tensors that the model does not have, those that cannot be explained. The rest goes into the notes."""
+    count = len(self._decoder.layers)
+    shared = count - self._config.model.get("num_kv_shared_layers", 0)
+    groups: dict[str, int] = {}
+    left = []
+    for name in extra:
+      layer = re.fullmatch(re.escape(prefix) + r"layers\.(\d{1,6})\.(.+)", name)
+      number, part = (int(layer[1]), layer[2]) if layer else (-1, "")
+      if self._config.multimodal and _TOWERS.match(name):
+        reason = "tensors of vision and sound are not used by the text model"
+      elif name == head and self._decoder.cfg.tied:
+        reason = "lm_head.weight is not used: the embedding table is the output head (tie_word_embeddings)"
+      elif self._config.model_type.startswith("deepseek") and number >= count and number in (61, count):
+        reason = f"tensors of layer {number}, the multi-token prediction module, are not used"
+      elif shared <= number < count and re.fullmatch(r"self_attn\.(k_proj|v_proj|k_norm)\.weight", part):
+        reason = "key and value tensors of layers that reuse those of an earlier layer are not used"
+      elif part == "self_attn.rotary_emb.inv_freq":
+        reason = "rotary tables are computed, not read"
+      else:
+        left.append(name)
+        continue
+      groups[reason] = groups.get(reason, 0) + 1
+    self.notes += [f"{n} {reason}" if reason.startswith("tensors") else f"{reason} ({n})" for reason, n in groups.items()]
+    return left
+
+  @functools.cached_property
+  def _pieces(self) -> dict[tuple[str, ...], list[tuple[str, Piece]]]:
+    """For every parameter, the tensors it is made of."""
+    pieces: dict[tuple[str, ...], list[tuple[str, Piece]]] = {}
+    for tensor in self.table:
+      for piece in tensor.pieces:
+        pieces.setdefault(piece.path, []).append((self._file_name[tensor.name], piece))
+    return pieces
+
+  def values(self, path: tuple[str, ...], index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    """Part of one parameter, of which only the needed tensors are read.
+
+    Args:
+      path: of the parameter.
+      index: a slice of every axis.
+      dtype: what to convert to.
+
+    Raises:
+      UserError: a number that ``dtype`` cannot hold.
+    """
+    pieces = self._pieces[path]
+    stacked = len(pieces[0][1].index)
+    ranges = [range(*part.indices(size)) for part, size in zip(index, _shape(pieces), strict=True)]
+    out = np.empty(tuple(len(r) for r in ranges), dtype)
+    for name, piece in pieces:
+      if all(i in r for i, r in zip(piece.index, ranges, strict=False)):
+        where = tuple(i - r.start for i, r in zip(piece.index, ranges, strict=False))
+        part = piece.to_ours(self.shards.weight(name))[index[stacked:]]
+        out[where] = _converted(part, dtype, name)
+        self.shards.release()
+    return out
+
+  def load(self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None) -> dict:
+    """The parameters as JAX arrays, one after the other and each placed as it is read.
+
+    Args:
+      shardings: a tree like the parameters of ``jax.sharding.Sharding``; None: the default device. Of a sharded
+        parameter this process reads the parts that live on its own devices.
+      progress: called with (parameters done, parameters in all).
+
+    Raises:
+      UserError: a number that the parameter's dtype cannot hold.
+    """
+    import jax
+
+    spec = dict(flatten(self._decoder.params()))
+    wanted = dict(flatten(shardings)) if shardings is not None else {}
+    params: dict = {}
+    for done, (path, param) in enumerate(spec.items()):
+      dtype = np.dtype(jax.numpy.dtype(param.dtype))
+      if shardings is None:
+        array = jax.device_put(self.values(path, tuple(slice(None) for _ in param.shape), dtype))
+      else:
+        array = self._place(path, param.shape, dtype, wanted[path])
+      node = params
+      for key in path[:-1]:
+        node = node.setdefault(key, {})
+      node[path[-1]] = array
+      if progress:
+        progress(done + 1, len(spec))
+    return params
+
+  def _place(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
+    import jax
+
+    parts: dict[Any, list[Any]] = {}
+    slices = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+      key = tuple((part.start, part.stop) for part in index)
+      parts.setdefault(key, []).append(device)
+      slices[key] = index
+    arrays = []
+    for key, devices in parts.items():  # One host copy at a time, shared by the devices that hold the same part.
+      host = self.values(path, slices[key], dtype)
+      arrays += [jax.device_put(host, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def load_hugging_face(directory: Path | str, decoder: Decoder, *, shardings: Any = None) -> dict:
+  """The parameters of a Hugging Face checkpoint directory for a decoder built from its config.json.
+
+  Each array has the dtype that the decoder declares (``weight_dtype``). Raises UserError as ``Weights`` does.
+  """
+  directory = Path(directory)
+  return Weights(directory, decoder, read_config(directory)).load(shardings)
+
+
+def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
+  stacked = zip(*(piece.index for _, piece in pieces), strict=True)
+  return (*(max(axis) + 1 for axis in stacked), *pieces[0][1].shape)
+
+
+def _converted(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+  if dtype != np.float16 or part.dtype == np.float16:
+    return part.astype(dtype, copy=False)
+  with np.errstate(over="ignore"):
+    converted = part.astype(np.float32).astype(dtype)
+  if np.isinf(converted).any():
+    raise UserError(f"{printable(name)}: holds numbers beyond 65504, which weight_dtype=float16 cannot hold; use bfloat16")
+  return converted
+
+
+def _listing(title: str, names: Iterable[str]) -> str:
+  listed = list(names)
+  more = f"\n    ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+  return f"  {title} ({len(listed)}):\n" + "\n".join(f"    {name}" for name in listed[:_SHOWN]) + more

@@ -1,0 +1,171 @@
+"""config.json: both forms give one model, sparse files take Hugging Face's defaults, the rest is refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config
+from maxtext_like.config.load import base_values
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.errors import UserError
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config_as_saved_by_transformers.json"))
+
+
+def build(values: dict[str, Any]) -> ModelConfig:
+  base: dict[str, Any] = base_values()
+  return ModelConfig(**{field.name: (base | values)[field.name] for field in dataclasses.fields(ModelConfig)})
+
+
+def hub(case: str) -> dict[str, Any]:
+  return json.loads((GOLDEN / case / "checkpoint" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_forms_give_the_same_model(case: str):
+  saved = json.loads((GOLDEN / case / "config_as_saved_by_transformers.json").read_text())
+  from_hub, from_saved = read_config(GOLDEN / case / "checkpoint"), interpret(saved, "saved")
+  assert from_hub.model == from_saved.model
+  assert from_hub.placeholder_ids == from_saved.placeholder_ids
+  assert build(from_hub.model) == build(from_saved.model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_config_gives_the_model_back(case: str):
+  values = read_config(GOLDEN / case / "checkpoint").model
+  model = build(values)
+  again = interpret(json.loads(json.dumps(export_config(model, "bfloat16"))), "exported")
+  assert again.dtype == "bfloat16"
+  difference = {key: (values[key], again.model[key]) for key in values if values[key] != again.model[key]}
+  difference.pop("model_name", None)
+  if case == "gemma3_vision":  # the exported model is the text model, which has no images
+    assert difference.pop("use_bidirectional_image_attn") == (True, False)
+  assert not difference
+
+
+def values(config: dict[str, Any]) -> dict[str, Any]:
+  return interpret(config, "config.json").model
+
+
+def test_sparse_gemma3_takes_the_class_defaults():
+  text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+  text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+  model = values({"model_type": "gemma3", "text_config": text})
+  assert (model["vocab_size"], model["head_dim"]) == (262208, 256)
+  assert (model["num_query_heads"], model["num_kv_heads"]) == (8, 4)
+  assert (model["query_pre_attn_scalar"], model["rope_linear_scaling_factor"]) == (256.0, 8.0)
+  assert (model["rope_max_timescale"], model["local_rope_max_timescale"]) == (1e6, 1e4)
+  assert (model["layer_types"], model["inhomogeneous_layer_cycle_interval"]) == (None, 6)
+  assert model["logits_via_embedding"]
+  assert values({"model_type": "gemma3", "text_config": {}})["sliding_window_size"] == 4096
+
+
+def test_gemma4_defaults_that_surprise():
+  model = values({"model_type": "gemma4_text", "num_hidden_layers": 8})
+  assert model["global_head_dim"] == 512  # not head_dim
+  assert model["hidden_size_per_layer_input"] == 256  # per-layer embeddings are on
+  assert model["num_kv_shared_layers"] == 0
+  assert model["global_rope_proportion"] == 0.25
+  assert model["layer_types"] == (*("sliding",) * 5, "global", "sliding", "global")  # the last layer is forced
+  config = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
+  assert values(config)["global_num_kv_heads"] is None  # honoured only with attention_k_eq_v
+  assert values(config | {"attention_k_eq_v": True})["global_num_kv_heads"] == 2
+
+
+def test_deepseek_defaults_differ_between_v3_and_v32():
+  assert values({"model_type": "deepseek_v3"})["max_position_embeddings"] == 4096
+  model = values({"model_type": "deepseek_v32"})
+  assert model["max_position_embeddings"] == 163840
+  assert (model["indexer_topk"], model["indexer_n_heads"], model["indexer_head_dim"]) == (2048, 64, 128)
+  assert model["rope_interleave"]
+  assert values({"model_type": "deepseek_v3", "q_lora_rank": None})["q_lora_rank"] == 0
+  assert values({"model_type": "deepseek_v3"})["q_lora_rank"] == 1536
+  yarn = {"type": "yarn", "factor": 40, "mscale": 1.0}
+  model = values({"model_type": "deepseek_v3", "rope_scaling": yarn, "max_position_embeddings": 8192})
+  assert (model["original_max_position_embeddings"], model["mscale_all_dim"]) == (8192, 0.0)
+
+
+@pytest.mark.parametrize(
+  ("case", "change", "message"),
+  [
+    ("gemma3_text", {"model_type": "llama"}, "model_type 'llama' is not supported; supported: gemma3"),
+    ("gemma3_text", {"model_type": None}, "model_type missing"),
+    ("gemma3_text", {"model_type": "gemma3"}, "text_config is missing"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu' is not supported"),
+    ("gemma3_text", {"attention_bias": True}, "attention_bias: True is not supported"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"hidden_size": "48"}, "hidden_size: '48' is not an integer"),
+    ("gemma3_text", {"hidden_size": -1}, "hidden_size: -1 is not an integer from 1"),
+    ("gemma3_text", {"hidden_size": True}, "hidden_size: True is not"),
+    ("gemma3_text", {"hidden_size": 2**40}, "hidden_size"),
+    ("gemma3_text", {"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a number above 0"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 8}}, "'yarn' is not supported for Gemma 3"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
+    ("gemma3_text", {"rope_scaling": [1]}, "rope_scaling: .* is not an object"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: has 1 entries, the model 7 layers"),
+    ("gemma3_text", {"layer_types": ["chunked_attention"] * 7}, "'chunked_attention' is not one of"),
+    ("gemma3_text", {"tie_word_embeddings": "yes"}, "is not true or false"),
+    ("gemma4_dense", {"use_bidirectional_attention": "all"}, "only null and 'vision'"),
+    ("gemma4_dense", {"num_kv_shared_layers": 6}, "no layer is left to share from"),
+    ("gemma4_dense", {"enable_moe_block": True}, "num_experts: is missing"),
+    ("gemma4_dense", {"per_layer_config": {"x": {}}}, "x: is not the number of a layer"),
+    ("gemma4_dense", {"per_layer_config": {"9": {}}}, "9: is not the number of a layer"),
+    ("gemma4_dense", {"per_layer_config": {"1": {"head_dim": 4}}}, "1: a sliding layer with sizes of its own"),
+    ("gemma4_dense", {"per_layer_config": {"2": {"head_dim": 4}}}, "global layers differ"),
+    ("gemma4_dense", {"per_layer_config": {"2": {"intermediate_size": 4}}}, "'intermediate_size' cannot differ"),
+    ("gemma4_dense", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "sliding layers"),
+    ("gemma4_dense", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' is not supported"),
+    ("deepseek3", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ("deepseek3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+    ("deepseek3", {"topk_method": "greedy"}, "topk_method"),
+    ("deepseek3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic' is not supported for DeepSeek"),
+    ("deepseek3", {"rope_scaling": {"type": "yarn"}}, "factor: is missing"),
+    ("deepseek3", {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.1}}, "attention_factor"),
+    ("deepseek3", {"quantization_config": {"quant_method": "awq"}}, "quant_method: 'awq' is not supported"),
+    ("deepseek3", {"quantization_config": {"bits": 4}}, "quant_method: 'missing'"),
+    ("deepseek3", {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "list of two"),
+    ("deepseek32", {"q_lora_rank": None}, "q_lora_rank: is null"),
+    ("deepseek32", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense layers followed by sparse"),
+  ],
+)
+def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], message: str):
+  with pytest.raises(UserError, match=message) as error:
+    interpret(hub(case) | change, f"{case}/config.json")
+  assert str(error.value).startswith(f"{case}/config.json")
+
+
+@pytest.mark.parametrize(
+  ("content", "reason"),
+  [
+    (b"", "JSON"),
+    (b"[1]", "not a JSON object"),
+    (b'{"model_type": ', "JSON"),
+    (b"\xff", "UTF-8"),
+    (b'{"model_type": "gemma3", "model_type": "gemma4"}', "listed twice"),
+    (b'{"a": NaN}', "NaN"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b" " * (5 << 20), "more than the"),
+  ],
+)
+def test_malformed_config(tmp_path: Path, content: bytes, reason: str):
+  (tmp_path / "config.json").write_bytes(content)
+  with pytest.raises(UserError, match=reason) as error:
+    read_config(tmp_path)
+  assert str(tmp_path) in str(error.value)
+
+
+def test_missing_config(tmp_path: Path):
+  with pytest.raises(UserError, match="has no config"):
+    read_config(tmp_path)
+
+
+def test_code_of_the_repository_is_data(tmp_path: Path):
+  (tmp_path / "modeling_x.py").write_text("raise SystemExit('ran')")
+  config = hub("gemma3_text") | {"auto_map": {"AutoModelForCausalLM": "modeling_x.Model"}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert read_config(tmp_path).model == values(hub("gemma3_text"))

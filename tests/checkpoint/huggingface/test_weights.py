@@ -1,0 +1,262 @@
+"""Tensors of every golden checkpoint find their parameters and back; what does not fit is listed by name."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.weights import Weights, load_hugging_face
+from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.config.load import base_values
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import shardings
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import build_decoder
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/checkpoint"))
+
+
+def checkpoint(case: str) -> Path:
+  return GOLDEN / case / "checkpoint"
+
+
+def decoder_of(config: HuggingFaceConfig, **precision: Any) -> Decoder:
+  base: dict[str, Any] = base_values()
+  names = [field.name for field in dataclasses.fields(ModelConfig)]
+  return build_decoder(ModelConfig(**{name: (base | config.model)[name] for name in names}), Precision(**precision))
+
+
+def load(directory: Path, **precision: Any) -> tuple[Decoder, Weights, dict]:
+  config = read_config(directory)
+  decoder = decoder_of(config, **precision)
+  weights = Weights(directory, decoder, config)
+  return decoder, weights, weights.load()
+
+
+def assert_same(a: dict, b: dict) -> None:
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_reaches_a_parameter_and_comes_back_bit_for_bit(case: str):
+  decoder, weights, params = load(checkpoint(case), weight_dtype="bfloat16")
+  declared = jax.tree.map(lambda p: (p.shape, p.dtype), decoder.params())
+  assert jax.tree.map(lambda a: (a.shape, str(a.dtype)), params) == declared
+  leaves = dict(flatten(params))
+  file = SafetensorsFile(checkpoint(case) / "model.safetensors")
+  used = set()
+  for tensor in weights.table:
+    name = weights._file_name[tensor.name]
+    used.add(name)
+    stored = file.tensor(name)
+    assert tensor.from_params(leaves).astype(stored.dtype).tobytes() == stored.tobytes(), name
+  unused = [name for name in file.entries if name not in used]
+  assert all("vision" in name or name.startswith("multi_modal_projector") for name in unused)
+  assert bool(unused) == ("vision" in case) == bool(weights.notes)
+
+
+def test_transforms_put_every_axis_where_it_belongs():
+  """Against layouts written out by hand, in sizes that are all different."""
+  config = read_config(checkpoint("gemma4_dense"))
+  params = load_hugging_face(checkpoint("gemma4_dense"), decoder_of(config, weight_dtype="float32"))
+  file = SafetensorsFile(checkpoint("gemma4_dense") / "model.safetensors")
+  q = file.tensor("model.layers.5.self_attn.q_proj.weight").astype(np.float32)  # layer 5: row 1 of layer_2, global
+  np.testing.assert_array_equal(params["stack_0"]["layer_2"]["attention"]["q"][1, 7, 3, 11], q[3 * 16 + 11, 7])
+  o = file.tensor("model.layers.3.self_attn.o_proj.weight").astype(np.float32)
+  np.testing.assert_array_equal(params["stack_0"]["layer_0"]["attention"]["o"][1, 2, 5, 40], o[40, 2 * 8 + 5])
+  np.testing.assert_array_equal(
+    params["stack_0"]["layer_1"]["layer_scalar"],
+    [file.tensor(f"model.layers.{i}.layer_scalar")[0] for i in (1, 4)],
+  )
+
+
+def test_deepseek_experts_one_by_one_and_stacked_give_the_same(tmp_path: Path):
+  decoder, weights, params = load(checkpoint("deepseek3"), weight_dtype="bfloat16")
+  leaves = dict(flatten(params))
+  stacked = tensor_table(decoder, deepseek=True, stacked_experts=True)
+  shutil.copy(checkpoint("deepseek3") / "config.json", tmp_path)
+  values = {t.name if t.name.startswith("lm_head") else f"model.{t.name}": t.from_params(leaves) for t in stacked}
+  dtypes = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
+  write(tmp_path, [Source(n, dtypes[v.dtype], v.shape, lambda v=v: v) for n, v in values.items()], shard_size=40_000)
+  assert values["model.layers.2.mlp.experts.gate_up_proj"].shape == (12, 32, 40)
+  assert len(list(tmp_path.glob("*.safetensors"))) > 3
+  again = load_hugging_face(tmp_path, decoder)
+  assert_same(params, again)
+  gate = SafetensorsFile(checkpoint("deepseek3") / "model.safetensors").tensor("model.layers.2.mlp.experts.7.up_proj.weight")
+  np.testing.assert_array_equal(values["model.layers.2.mlp.experts.gate_up_proj"][7, 16:], gate)
+  assert {t.name for t in weights.table if t.buffer} == {f"layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "deepseek32"])
+def test_sharded_load_equals_the_plain_one(case: str):
+  config = read_config(checkpoint(case))
+  decoder = decoder_of(config, weight_dtype="float32")
+  mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  wanted = shardings(decoder.params(), mesh)
+  sharded, plain = load_hugging_face(checkpoint(case), decoder, shardings=wanted), load_hugging_face(checkpoint(case), decoder)
+  assert jax.tree.map(lambda a: a.sharding, sharded) == wanted
+  assert_same(sharded, plain)
+
+
+def test_a_part_of_a_parameter_reads_only_its_tensors(monkeypatch: pytest.MonkeyPatch):
+  config = read_config(checkpoint("deepseek3"))
+  weights = Weights(checkpoint("deepseek3"), decoder_of(config), config)
+  read: list[str] = []
+  original = weights.shards.weight
+  monkeypatch.setattr(weights.shards, "weight", lambda name: read.append(name) or original(name))
+  path = ("stack_1", "layer_0", "moe", "experts", "down")
+  part = weights.values(path, (slice(1, 2), slice(4, 6), slice(3, 9), slice(None)), np.dtype(np.float32))
+  assert read == [f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in (4, 5)]
+  assert part.shape == (1, 2, 6, 40)
+  np.testing.assert_array_equal(part[0, 1], original(read[1]).astype(np.float32).T[3:9])
+
+
+def rewritten(tmp_path: Path, case: str, change: Any) -> Path:
+  """A copy of a golden checkpoint whose tensors, {name: array}, ``change`` may edit."""
+  file = SafetensorsFile(checkpoint(case) / "model.safetensors")
+  arrays = {name: np.array(file.tensor(name)) for name in file.entries}
+  arrays = change(arrays) or arrays
+  dtypes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "float8_e4m3fn": "F8_E4M3"}
+  sources = [Source(name, dtypes[a.dtype.name], a.shape, lambda a=a: a) for name, a in arrays.items()]
+  write(tmp_path, sources, shard_size=10**9)
+  shutil.copy(checkpoint(case) / "config.json", tmp_path)
+  return tmp_path
+
+
+def renamed(old: str, new: str) -> Any:
+  return lambda arrays: {new + name.removeprefix(old) if name.startswith(old) else name: a for name, a in arrays.items()}
+
+
+@pytest.mark.parametrize(
+  ("case", "old", "new"),
+  [
+    ("gemma3_vision", "language_model.model.", "model.language_model."),
+    ("gemma3_vision", "language_model.model.", "model."),
+    ("gemma4_moe", "model.language_model.", "model."),
+    ("gemma4_dense", "model.", "model.language_model."),
+    ("gemma3_text", "model.", ""),
+  ],
+)
+def test_every_spelling_of_the_prefix(tmp_path: Path, case: str, old: str, new: str):
+  _, _, params = load(rewritten(tmp_path, case, renamed(old, new)))
+  _, _, expected = load(checkpoint(case))
+  assert_same(params, expected)
+
+
+def failure(directory: Path) -> str:
+  with pytest.raises(UserError) as error:
+    load(directory)
+  assert str(directory) in str(error.value)
+  return str(error.value)
+
+
+def test_all_that_does_not_fit_is_listed_at_once(tmp_path: Path):
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    del arrays["model.layers.3.mlp.up_proj.weight"]
+    arrays["model.layers.2.mlp.up_proj.weight"] = arrays["model.layers.2.mlp.up_proj.weight"].T.copy()
+    arrays["model.layers.1.extra\x1b[2J.weight"] = arrays["model.norm.weight"]
+    arrays["model.norm.weight"] = np.zeros(48, np.int32)
+
+  message = failure(rewritten(tmp_path, "gemma3_text", change))
+  assert "missing (1):\n    model.layers.3.mlp.up_proj.weight" in message
+  assert "unexpected (1):\n    model.layers.1.extra\\x1b[2J.weight" in message
+  assert "model.layers.2.mlp.up_proj.weight: shape [48, 56], expected [56, 48]" in message
+  assert "model.norm.weight: I32 is no dtype of weights" in message
+
+
+def test_no_embedding_and_two_embeddings(tmp_path: Path):
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    arrays["embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
+
+  assert "'model.embed_tokens.weight' and 'embed_tokens.weight' is" in failure(rewritten(tmp_path, "gemma3_text", change))
+  directory = rewritten(tmp_path, "gemma3_text", lambda arrays: arrays.pop("model.embed_tokens.weight") is None)
+  assert "no tensor is the token embedding" in failure(directory)
+
+
+def test_tensors_of_a_tower_are_unexpected_in_a_text_only_model(tmp_path: Path):
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    arrays["model.vision_tower.x"] = np.zeros(3, np.float32)
+
+  assert "model.vision_tower.x" in failure(rewritten(tmp_path, "gemma3_text", change))
+
+
+def test_what_is_known_and_not_used_is_noted(tmp_path: Path):
+  def deepseek(arrays: dict[str, np.ndarray]) -> None:
+    arrays["model.layers.61.eh_proj.weight"] = arrays["model.layers.61.enorm.weight"] = np.zeros((2, 3), np.float32)
+
+  def gemma(arrays: dict[str, np.ndarray]) -> None:
+    arrays["lm_head.weight"] = arrays["model.language_model.embed_tokens.weight"]
+    arrays["model.language_model.layers.6.self_attn.k_proj.weight"] = np.zeros((8, 40), np.float32)
+
+  (tmp_path / "a").mkdir()
+  (tmp_path / "b").mkdir()
+  _, weights, _ = load(rewritten(tmp_path / "a", "deepseek3", deepseek))
+  assert weights.notes == ["2 tensors of layer 61, the multi-token prediction module, are not used"]
+  _, weights, _ = load(rewritten(tmp_path / "b", "gemma4_e2b", gemma))
+  assert len(weights.notes) == 2
+  assert any("tie_word_embeddings" in note for note in weights.notes)
+  assert any("key and value tensors" in note for note in weights.notes)
+
+
+def test_other_layers_beyond_the_model_are_unexpected(tmp_path: Path):
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    arrays["model.layers.5.self_attn.o_proj.weight"] = np.zeros((2, 3), np.float32)
+
+  assert "model.layers.5.self_attn.o_proj.weight" in failure(rewritten(tmp_path, "deepseek3", change))
+
+
+def test_float8_checkpoint_loads_and_a_missing_scale_does_not(tmp_path: Path):
+  """Every matrix of attention and experts in float8 with block scales, as DeepSeek ships them."""
+  whole: dict[str, np.ndarray] = {}
+
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    for name in [n for n in arrays if n.endswith("proj.weight") and ("self_attn" in n or "experts" in n)]:
+      scale = np.full((1, 1), 0.03125, np.float32)
+      arrays[name] = (arrays[name].astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn)
+      arrays[name + "_scale_inv"] = scale
+      whole[name] = arrays[name].astype(np.float32) * scale
+
+  directory = rewritten(tmp_path, "deepseek3", change)
+  _, _, params = load(directory, weight_dtype="float32")
+  o = whole["model.layers.0.self_attn.o_proj.weight"]
+  np.testing.assert_array_equal(params["stack_0"]["layer_0"]["attention"]["o"][0], o.T.reshape(3, 12, 40))
+  down = whole["model.layers.3.mlp.experts.11.down_proj.weight"]
+  np.testing.assert_array_equal(params["stack_1"]["layer_0"]["moe"]["experts"]["down"][2, 11], down.T)
+
+  def without(arrays: dict[str, np.ndarray]) -> None:
+    change(arrays)
+    del arrays["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+
+  assert "model.layers.0.self_attn.o_proj.weight' is F8_E4M3 but has no" in failure(rewritten(tmp_path, "deepseek3", without))
+
+
+def test_numbers_beyond_float16_are_refused_not_turned_into_inf(tmp_path: Path):
+  def change(arrays: dict[str, np.ndarray]) -> None:
+    arrays["model.norm.weight"] = np.full(48, 7e4, np.float32)
+
+  directory = rewritten(tmp_path, "gemma3_text", change)
+  load(directory, weight_dtype="bfloat16")
+  with pytest.raises(UserError, match=r"model\.norm\.weight: holds numbers beyond 65504"):
+    load(directory, weight_dtype="float16")
+
+
+def test_config_of_another_size_is_refused(tmp_path: Path):
+  directory = rewritten(tmp_path, "gemma3_text", lambda arrays: None)
+  config = json.loads((directory / "config.json").read_text())
+  (directory / "config.json").write_text(json.dumps(config | {"hidden_size": 54}))
+  message = failure(directory)
+  assert "model.embed_tokens.weight: shape [160, 48], expected [160, 54]" in message
+  assert "and " in message
+  assert " more" in message
