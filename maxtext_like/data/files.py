@@ -11,7 +11,7 @@ HASH_CONTENTS_UP_TO = 64 * 2**20  # reading this much takes a fraction of a seco
 LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
 
 
-def find(dataset_path: str | Sequence[str], suffixes: tuple[str, ...], dataset: str) -> list[str]:
+def find(dataset_path: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: str) -> list[str]:
   """Absolute paths of the files that `dataset_path` names, sorted, each once.
 
   Every entry is a file, a directory (all files below it whose name ends in one of `suffixes`; any suffix when that is
@@ -19,7 +19,7 @@ def find(dataset_path: str | Sequence[str], suffixes: tuple[str, ...], dataset: 
   existing file is never read as a glob. Raises UserError for an entry that matches nothing, is not a regular file or
   cannot be read.
   """
-  entries = [dataset_path] if isinstance(dataset_path, str) else list(dataset_path)
+  entries = [dataset_path] if isinstance(dataset_path, str) else list(dataset_path or ())
   if not entries or any(not entry for entry in entries):
     raise UserError(
       f"data.dataset_path is empty, but dataset={dataset} reads files: give a file, a folder, a glob or a list of them"

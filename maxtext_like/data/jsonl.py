@@ -63,7 +63,7 @@ class JsonLines:
   field that is not a string, NaN or Infinity, a key twice in one object, a line above MAX_RECORD_BYTES.
   """
 
-  groups = None
+  groups: Sequence[int] | None = None
 
   def __init__(self, files: Sequence[str], text_field: str):
     """`files`: paths. Raises UserError when they hold no line at all."""
@@ -74,8 +74,7 @@ class JsonLines:
     if not self._stops[-1]:
       size = sum(data_files.sizes(self._files))
       raise UserError(
-        f"data.dataset_path: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text "
-        f"(first: {self._files[0]})"
+        f"data.dataset_path: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
       )
 
   def __len__(self) -> int:

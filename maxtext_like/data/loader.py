@@ -42,7 +42,7 @@ class DataConfig(Protocol):
   @property
   def dataset(self) -> str: ...
   @property
-  def dataset_path(self) -> str | Sequence[str]: ...
+  def dataset_path(self) -> str | Sequence[str] | None: ...
   @property
   def tokenizer(self) -> str: ...
   @property
@@ -58,7 +58,7 @@ class DataConfig(Protocol):
   @property
   def data_shuffle_seed(self) -> int: ...
   @property
-  def dataset_documents_max(self) -> int: ...
+  def dataset_documents_max(self) -> int | None: ...
 
 
 def make_data(
@@ -101,7 +101,7 @@ def make_data(
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   documents = open_documents(data)
   available = len(documents)
-  used = min(available, data.dataset_documents_max) if data.dataset_documents_max > 0 else available
+  used = min(available, data.dataset_documents_max or available)
   indices = split_indices(used, data.eval_fraction, split)
   if len(indices) < process_count:
     raise UserError(
@@ -139,7 +139,6 @@ def make_data(
     "text_field": data.text_field if data.dataset in ("jsonl", "parquet") else None,
     "tokenizer": tokenizer.fingerprint,
     "packing": data.packing,
-    "on_bad_record": data.on_bad_record,
     "eval_fraction": data.eval_fraction,
     "shuffle": data.shuffle,
     "data_shuffle_seed": data.data_shuffle_seed,
@@ -295,21 +294,26 @@ class DataSource:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
     return {"identity": self.identity, "state": self._state}
 
-  def set_state(self, state: dict[str, Any]) -> None:
+  def set_state(self, state: dict[str, Any], *, accept_changes: bool = False) -> None:
     """Continues where `state` was taken. Raises UserError naming every difference when the stream would be another one.
 
-    The batch size may differ: the stream of rows continues with the next row.
+    The batch size may differ: the stream of rows continues with the next row. So may on_bad_record. `accept_changes`
+    takes other differences as well, with a warning: reading goes on at the start of the document where it was (by its
+    position), or with the first document when packing, shuffling or the kind of data set changed.
     """
     if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
       raise UserError("the checkpoint's data state is damaged: it has no identity and state")
-    changed = differences(state["identity"], self.identity)
-    if changed:
-      raise UserError(
-        "cannot resume: the data are not those of the checkpoint, the order would change:\n  "
-        + "\n  ".join(changed)
-        + "\nRestore them, or start a new run (init_from takes the weights without the data position)"
-      )
-    self._restart(state["state"])
+    position = state["state"]
+    if changed := differences(state["identity"], self.identity):
+      listed = "\n  ".join(changed)
+      if not accept_changes:
+        raise UserError(
+          f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"
+          "Restore them, or start a new run (init_from takes the weights without the data position)"
+        )
+      logger.warning("resuming although the data are not those of the checkpoint:\n  %s", listed)
+      position = _to_document_start(position, self._initial)
+    self._restart(position)
 
   def reset(self) -> None:
     """Starts again from the first batch."""
@@ -335,6 +339,16 @@ class DataSource:
     if self._prefetch is not None:
       self._prefetch.stop()
       self._prefetch = None
+
+
+def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dict[str, Any]:
+  """`position` moved back to a document start if the rows of the present settings can go on there; else `initial`."""
+  rows = position["rows"]
+  if rows.keys() != initial["rows"].keys():
+    return initial
+  if "block" in rows:
+    return {"rows": {**rows, "next": 0, "rows": {**rows["rows"], "used": 0}}, "ended": False}
+  return {"rows": {**rows, "used": 0} if "used" in rows else rows, "ended": False}
 
 
 def differences(saved: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:

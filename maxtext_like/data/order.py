@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+TABLE_UP_TO = 2**16  # index_shuffle needs no memory, but walks a 16-bit cycle: 2.7 us for a million, 8 ms for two
+
 Split = str  # "train" or "eval"
 
 
@@ -60,6 +62,7 @@ class Order:
     self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
     self._edges = np.unique(self._edges)
     self._epoch = lru_cache(maxsize=2)(self._shuffle_groups)
+    self._table = lru_cache(maxsize=4)(lambda seed, size: np.random.default_rng(seed).permutation(size))
 
   def __len__(self) -> int:
     return self._length
@@ -68,15 +71,21 @@ class Order:
     epoch, position = divmod(int(index) * self._process_count + self._process_index, len(self._indices))
     if self._seed is None:
       return int(self._indices[position])
-    from grain.experimental import index_shuffle
-
     permutation, stops = self._epoch(epoch)
     slot = int(np.searchsorted(stops, position, side="right"))
     group = int(permutation[slot])
     start, end = int(self._edges[group]), int(self._edges[group + 1])
     inside = position - (int(stops[slot]) - (end - start))
-    seed = seed_for(self._seed, epoch, group)
-    return int(self._indices[start + index_shuffle(inside, max_index=end - start - 1, seed=seed, rounds=4)])
+    return int(self._indices[start + self._shuffled(inside, end - start, epoch, group)])
+
+  def _shuffled(self, position: int, size: int, epoch: int, group: int) -> int:
+    """Where the permutation of `size` documents that belongs to (seed, epoch, group) sends `position`."""
+    seed = seed_for(self._seed or 0, epoch, group)
+    if size <= TABLE_UP_TO:
+      return int(self._table(seed, size)[position])
+    from grain.experimental import index_shuffle
+
+    return index_shuffle(position, max_index=size - 1, seed=seed, rounds=4)
 
   def _shuffle_groups(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """The order of the groups in one epoch, and where each ends in it."""

@@ -25,9 +25,7 @@ class Parquet:
       import pyarrow
       import pyarrow.parquet
     except ImportError as error:
-      raise UserError(
-        "dataset=parquet needs pyarrow, which is not installed: pip install 'maxtext-like[parquet]'"
-      ) from error
+      raise UserError("dataset=parquet needs pyarrow, which is not installed: pip install 'maxtext-like[parquet]'") from error
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field
@@ -42,9 +40,7 @@ class Parquet:
           if metadata.row_group(group).num_rows
         ]
     if not self._groups:
-      raise UserError(
-        f"data.dataset_path: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})"
-      )
+      raise UserError(f"data.dataset_path: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
     self._stops = list(accumulate(rows for _, _, rows in self._groups))
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()

@@ -1,5 +1,6 @@
 """A thread that makes batches ahead of the training step, with exact state and a watchdog over a stalled source."""
 
+import contextlib
 import logging
 import queue
 import sys
@@ -82,5 +83,7 @@ class Prefetch:
   def stop(self, seconds: float = 5.0) -> bool:
     """Ends the thread; False when it did not end in time (it is left behind, and ends with the process)."""
     self._stopping.set()
+    with contextlib.suppress(queue.Empty):
+      self._items.get_nowait()  # room for the item that the thread may be waiting to hand over: it need not poll
     self._thread.join(seconds)
     return not self._thread.is_alive()

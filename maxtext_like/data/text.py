@@ -27,7 +27,7 @@ class TextFiles:
   (UTF-16, binary) is a bad record; with `skip_undecodable` it is an empty one.
   """
 
-  groups = None
+  groups: Sequence[int] | None = None
 
   def __init__(self, files: Sequence[str], *, piece_bytes: int = PIECE_BYTES, skip_undecodable: bool = False):
     """`files`: paths. Raises UserError when there is no text in any of them."""

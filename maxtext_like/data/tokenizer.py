@@ -185,9 +185,7 @@ def _read_config(path: Path) -> dict[str, Any]:
   return config
 
 
-def _special(
-  config: dict[str, Any], path: Path, key: str, known: Sequence[str], vocabulary: dict[str, int]
-) -> int | None:
+def _special(config: dict[str, Any], path: Path, key: str, known: Sequence[str], vocabulary: dict[str, int]) -> int | None:
   """The id of one special token: named by the config (a string or {"content": ...}; null: none), else by habit."""
   if key not in config:
     return next((vocabulary[name] for name in known if name in vocabulary), None)

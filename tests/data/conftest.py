@@ -1,0 +1,48 @@
+"""Makes data sources from keyword arguments and closes them after the test."""
+
+from dataclasses import make_dataclass
+from typing import Any
+
+import pytest
+
+from maxtext_like.data.loader import make_data
+
+DEFAULTS = {
+  "dataset": "jsonl",
+  "dataset_path": None,
+  "tokenizer": "bytes",
+  "text_field": "text",
+  "on_bad_record": "error",
+  "packing": True,
+  "eval_fraction": 0.0,
+  "shuffle": True,
+  "data_shuffle_seed": 0,
+  "dataset_documents_max": None,
+}
+ARGUMENTS = {
+  "vocab_size": 259,
+  "length": 16,
+  "global_batch": 2,
+  "process_index": 0,
+  "process_count": 1,
+  "split": "train",
+}
+
+
+Settings: Any = make_dataclass("Settings", DEFAULTS)
+
+
+@pytest.fixture
+def make():
+  opened = []
+
+  def build(**given):
+    arguments = {key: given.pop(key, value) for key, value in ARGUMENTS.items()}
+    assert given.keys() <= DEFAULTS.keys()
+    source = make_data(Settings(**{**DEFAULTS, **given}), **arguments)
+    opened.append(source)
+    return source
+
+  yield build
+  for source in opened:
+    source.close()

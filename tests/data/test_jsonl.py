@@ -1,0 +1,123 @@
+"""JSON lines: what is accepted, and every kind of bad record with its file and line."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxtext_like.data import jsonl
+from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.jsonl import JsonLines
+from maxtext_like.errors import UserError
+
+
+def lines(path, content: bytes, field="text"):
+  path.write_bytes(content)
+  return JsonLines([str(path)], field)
+
+
+def texts(documents):
+  return [documents.read(i).text for i in range(len(documents))]
+
+
+@settings(deadline=None)
+@given(
+  st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1, max_size=12),
+  st.booleans(),
+  st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
+  st.booleans(),
+  st.integers(1, 40),
+)
+def test_any_text_comes_back(tmp_path_factory, values, ascii_only, newline, terminated, block):
+  data = newline.join(json.dumps({"text": v}, ensure_ascii=ascii_only).encode() for v in values)
+  path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+  before, jsonl.BLOCK_BYTES = jsonl.BLOCK_BYTES, block
+  try:
+    documents = lines(path, data + newline * terminated)
+  finally:
+    jsonl.BLOCK_BYTES = before
+  assert texts(documents) == values
+
+
+def test_bom_crlf_blank_lines_separators_and_no_last_newline(tmp_path):
+  content = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \t\n\n{"text": "b\xe2\x80\xa8c\xc2\x85d", "other": [1, {"x": null}]}\n'
+  content += b'{"text":"e\\u0000"}'
+  documents = lines(tmp_path / "a.jsonl", content)
+  assert [text for text in texts(documents) if text] == ["a", "b\u2028c\x85d", "e\0"]
+  assert documents.place(len(documents) - 1) == f"{tmp_path}/a.jsonl:6"
+
+
+@pytest.mark.parametrize(
+  ("line", "reason"),
+  [
+    (b'{"text": "a"', "not JSON: Expecting ',' delimiter at character 12"),
+    (b"plain text", "not JSON: Expecting value at character 0"),
+    (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
+    (b"{'text': 'a'}", "not JSON"),
+    (b'{"text": "a\0b"}', "not JSON: Invalid control character"),
+    (b'{"text": "\xff"}', r"not UTF-8 at byte 10 of the line \(0xff\)"),
+    (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
+    (b'{"text": "ab\\ud800c"}', r"lone surrogate \(\\ud800\) at character 2"),
+    (b'{"txt": "a", "id": 3}', r"no field 'text' \(data.text_field\); fields: 'txt', 'id'"),
+    (b"{}", "fields: none"),
+    (b'{"text": null}', "field 'text' is NoneType, expected a string"),
+    (b'{"text": 5}', "field 'text' is int"),
+    (b'{"text": ["a"]}', "field 'text' is list"),
+    (b'["a"]', "the line is list, expected an object"),
+    (b'"a"', "the line is str"),
+    (b'{"text": "a", "score": NaN}', "NaN is not JSON"),
+    (b'{"text": "a", "score": -Infinity}', "-Infinity is not JSON"),
+    (b'{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+    (b'{"text": "a", "meta": {"k": 1, "k": 2}}', "the key 'k' stands twice"),
+    (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    (b'{"text": "a", "n": ' + b"[" * 200000, "nested too deeply"),
+    (b"x", "not JSON"),
+  ],
+)
+def test_bad_lines(tmp_path, line, reason):
+  documents = lines(tmp_path / "a.jsonl", b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n')
+  assert len(documents) == 3
+  with pytest.raises(BadRecordError, match=reason) as caught:
+    documents.read(1)
+  assert caught.value.place == f"{tmp_path}/a.jsonl:3"
+  assert (documents.read(0).text, documents.read(2).text) == ("first", "last")
+
+
+def test_a_truncated_last_line_says_so(tmp_path):
+  documents = lines(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "tru')
+  with pytest.raises(BadRecordError, match="was the file cut off"):
+    documents.read(1)
+
+
+def test_a_long_line_is_refused_unread(tmp_path, monkeypatch):
+  monkeypatch.setattr(jsonl, "MAX_RECORD_BYTES", 20)
+  documents = lines(tmp_path / "a.jsonl", b'{"text": "123456789"}\n{"text": "12345678"}\n')
+  with pytest.raises(BadRecordError, match="21 bytes, more than the limit of 20"):
+    documents.read(0)
+  assert documents.read(1).text == "12345678"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+def test_a_file_without_lines(tmp_path, content):
+  with pytest.raises(UserError, match=rf"no records: 1 file\(s\), {len(content)} bytes"):
+    lines(tmp_path / "a.jsonl", content)
+
+
+@pytest.mark.parametrize(("magic", "name"), [(b"\x1f\x8b\x08", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd")])
+def test_compressed_files_are_named(tmp_path, magic, name):
+  with pytest.raises(UserError, match=f"is {name} compressed"):
+    lines(tmp_path / "a.jsonl", magic + b"abc\n")
+
+
+def test_several_files_and_another_field(tmp_path):
+  (tmp_path / "a.jsonl").write_bytes(b'{"body": "a"}\n{"body": "b"}\n')
+  (tmp_path / "b.jsonl").write_bytes(b"")
+  (tmp_path / "c.jsonl").write_bytes(b'\n{"body": "c"}\n')
+  documents = JsonLines([str(tmp_path / f"{name}.jsonl") for name in "abc"], "body")
+  assert texts(documents) == ["a", "b", "c"]
+  assert documents.place(2).endswith("c.jsonl:2")
+  before = documents.fingerprint()
+  (tmp_path / "c.jsonl").write_bytes(b'\n{"body": "d"}\n')
+  after = JsonLines([str(tmp_path / f"{name}.jsonl") for name in "abc"], "body").fingerprint()
+  assert {name for name in before if before[name] != after[name]} == {"c.jsonl"}

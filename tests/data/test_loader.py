@@ -1,0 +1,337 @@
+"""make_data end to end: batches, resume to the last bit, refusals, the held-out split, processes."""
+
+import json
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxtext_like.data import loader
+from maxtext_like.data.pack import IGNORED, KEYS
+from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.errors import RetryableError, UserError
+
+
+def write(path, texts):
+  path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  return str(path)
+
+
+TEXTS = [f"{i:02d}" + "abcdefghij" * (i * 7 % 5) + f"{i:02d}" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+  return write(tmp_path_factory.mktemp("data") / "a.jsonl", TEXTS)
+
+
+def take(source, steps):
+  return [next(source) for _ in range(steps)]
+
+
+def same(first, second):
+  assert len(first) == len(second)
+  for a, b in zip(first, second, strict=True):
+    for key in KEYS:
+      np.testing.assert_array_equal(a[key], b[key])
+
+
+def texts_of(batches):
+  """The whole documents in rows of unpacked documents."""
+  rows = [row[segments > 0] for b in batches for row, segments in zip(b["tokens"], b["segments"], strict=True)]
+  return [BytesTokenizer().decode(row) for row in rows if len(row)]
+
+
+def test_a_batch_written_out(make, tmp_path):
+  source = make(dataset_path=write(tmp_path / "a.jsonl", ["AB", "", "C", "defgh"]), length=7, shuffle=False)
+  batch = next(source)
+  a = 65 + 3
+  tokens = [[2, a, a + 1, 1, 2, a + 2, 1], [2, 103, 104, 105, 106, 107, 1]]
+  n = IGNORED
+  assert batch["tokens"].tolist() == tokens
+  assert batch["targets"].tolist() == [[a, a + 1, 1, n, a + 2, 1, n], [103, 104, 105, 106, 107, 1, n]]
+  assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
+  assert batch["segments"].tolist() == [[1, 1, 1, 1, 2, 2, 2], [1] * 7]
+  assert {array.dtype for array in batch.values()} == {np.dtype(np.int32)}
+  assert source.counts() == {"documents": 4, "empty": 1, "tokens": 14, "dropped_tokens": 0, "rows": 2, "bad": 0}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_resume_is_bitwise(make, path, data):
+  given_ = {
+    "dataset_path": path,
+    "packing": data.draw(st.booleans()),
+    "shuffle": data.draw(st.booleans()),
+    "data_shuffle_seed": data.draw(st.integers(0, 5)),
+    "eval_fraction": data.draw(st.sampled_from([0.0, 0.1])),
+    "length": data.draw(st.sampled_from([5, 16, 33])),
+    "split": "train",
+  }
+  if given_["eval_fraction"]:
+    given_["split"] = data.draw(st.sampled_from(["train", "eval"]))
+  batch, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 30))
+  unbroken = make(**given_, global_batch=batch)
+  take(unbroken, steps)
+  state = json.loads(json.dumps(unbroken.get_state()))
+  rest = take(unbroken, 8)
+  resumed = make(**given_, global_batch=batch)
+  take(resumed, data.draw(st.integers(0, 2)))
+  resumed.set_state(state)
+  assert resumed.get_state() == state
+  same(take(resumed, 8), rest)
+  assert resumed.counts() == unbroken.counts()
+  # another batch size (another number of devices) goes on with the next row
+  other = make(**given_, global_batch=1)
+  other.set_state(state)
+  rows = take(other, 8 * batch)
+  for key in KEYS:
+    np.testing.assert_array_equal(np.concatenate([b[key] for b in rows]), np.concatenate([b[key] for b in rest]))
+  for source in (unbroken, resumed, other):
+    source.close()
+
+
+def test_resume_of_synthetic_rows_and_of_parquet(make, tmp_path):
+  import pyarrow
+  import pyarrow.parquet
+
+  parquet = str(tmp_path / "a.parquet")
+  pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), parquet, row_group_size=7)
+  for kind in ({"dataset": "synthetic"}, {"dataset": "parquet", "dataset_path": parquet}):
+    unbroken = make(**kind)
+    take(unbroken, 13)
+    state = json.loads(json.dumps(unbroken.get_state()))
+    resumed = make(**kind)
+    resumed.set_state(state)
+    same(take(resumed, 9), take(unbroken, 9))
+
+
+def test_synthetic_rows_are_full_and_in_the_vocabulary(make):
+  batches = take(make(dataset="synthetic", vocab_size=5, length=64, global_batch=3), 4)
+  tokens = np.concatenate([b["tokens"] for b in batches])
+  assert set(tokens.ravel()) == set(range(5))
+  for b in batches:
+    assert (b["segments"] == 1).all()
+    np.testing.assert_array_equal(b["targets"][:, :-1], b["tokens"][:, 1:])
+    assert (b["targets"][:, -1] == IGNORED).all()
+    np.testing.assert_array_equal(b["positions"], np.tile(np.arange(64), (3, 1)))
+  assert len({row.tobytes() for row in tokens}) == 12
+  other = next(make(dataset="synthetic", vocab_size=5, length=64, global_batch=3, data_shuffle_seed=1))
+  assert (other["tokens"] != batches[0]["tokens"]).any()
+  held_out = next(make(dataset="synthetic", vocab_size=5, length=64, global_batch=3, split="eval"))
+  assert (held_out["tokens"] != batches[0]["tokens"]).any()
+  halves = [
+    next(make(dataset="synthetic", vocab_size=5, length=64, global_batch=4, process_index=p, process_count=2)) for p in (0, 1)
+  ]
+  np.testing.assert_array_equal(halves[0]["tokens"], tokens[[0, 2]])
+  np.testing.assert_array_equal(halves[1]["tokens"], tokens[[1, 3]])
+
+
+def test_every_epoch_has_every_document(make, path):
+  source = make(dataset_path=path, packing=False, length=64, global_batch=8)
+  first, second = texts_of(take(source, 5)), texts_of(take(source, 5))
+  assert sorted(first) == sorted(second) == sorted(TEXTS)
+  assert first != second
+  assert first != TEXTS
+
+
+def test_the_held_out_documents_are_never_trained_on(make, path):
+  given_ = {"dataset_path": path, "packing": False, "length": 64, "global_batch": 4, "eval_fraction": 0.2}
+  held_out = make(**given_, split="eval")
+  batches = take(held_out, 4)
+  assert texts_of(batches) == [TEXTS[i] for i in range(40) if i % 5 == 4], "in order, once"
+  assert not batches[2]["segments"].any()
+  assert (batches[3]["targets"] == IGNORED).all()
+  held_out.reset()
+  same(take(held_out, 4), batches)
+  trained = texts_of(take(make(**given_), 8))
+  assert sorted([*trained, *texts_of(batches)]) == sorted(TEXTS)
+
+
+def test_a_packed_evaluation_pass_ends_with_padding(make, path):
+  source = make(dataset_path=path, eval_fraction=0.1, split="eval", length=11, global_batch=3)
+  batches = take(source, 30)
+  count = sum(int((b["segments"] > 0).sum()) for b in batches)
+  assert count == sum(len(TEXTS[i]) + 2 for i in range(9, 40, 10))
+  assert all(b["tokens"].shape == (3, 11) for b in batches)
+
+
+def test_processes_share_the_documents(make, path):
+  given_ = {"dataset_path": path, "packing": False, "length": 64, "global_batch": 8}
+  parts = [make(**given_, process_index=p, process_count=4) for p in range(4)]
+  read = [texts_of(take(part, 5)) for part in parts]
+  assert all(len(texts) == 10 for texts in read)
+  assert sorted(text for texts in read for text in texts) == sorted(TEXTS)
+  assert next(parts[0])["tokens"].shape == (2, 64)
+  with pytest.raises(UserError, match="process: was 0 of 4, is 1 of 4"):
+    parts[1].set_state(parts[0].get_state())
+
+
+@pytest.mark.parametrize(
+  ("change", "line"),
+  [
+    ({"packing": False}, "packing: was True, is False"),
+    ({"shuffle": False}, "shuffle: was True, is False"),
+    ({"data_shuffle_seed": 3}, "data_shuffle_seed: was 0, is 3"),
+    ({"length": 17}, "max_target_length: was 16, is 17"),
+    ({"eval_fraction": 0.1}, r"eval_fraction: was 0\.0, is 0\.1"),
+    ({"dataset_documents_max": 20}, "documents: was 40, is 20"),
+    ({"dataset": "text"}, "dataset: was jsonl, is text"),
+    ({"dataset": "synthetic", "dataset_path": None}, "dataset: was jsonl, is synthetic"),
+  ],
+)
+def test_a_changed_setting_is_refused_by_name(make, path, change, line):
+  state = make(dataset_path=path).get_state()
+  with pytest.raises(UserError, match=line):
+    make(**{"dataset_path": path, **change}).set_state(state)
+
+
+def test_changed_files_are_refused_by_name_or_accepted(make, tmp_path, caplog):
+  a, b = write(tmp_path / "a.jsonl", TEXTS[:9]), write(tmp_path / "b.jsonl", TEXTS[9:])
+  source = make(dataset_path=[a, b])
+  take(source, 4)
+  state = source.get_state()
+  write(tmp_path / "b.jsonl", [*TEXTS[9:], "appended"])
+  changed = make(dataset_path=[a, b])
+  with pytest.raises(UserError, match=r"files b\.jsonl: was \d+ bytes, xxh3 \w+, is \d+ bytes") as caught:
+    changed.set_state(state)
+  assert "a.jsonl" not in str(caught.value)
+  with caplog.at_level(logging.WARNING):
+    changed.set_state(state, accept_changes=True)
+  assert "b.jsonl" in caplog.text
+  assert next(changed)["tokens"].shape == (2, 16)
+  unpacked = make(dataset_path=[a, b], packing=False)
+  unpacked.set_state(state, accept_changes=True)
+  fresh = make(dataset_path=[a, b], packing=False)
+  same(take(unpacked, 3), take(fresh, 3))
+
+
+def test_the_policy_for_bad_records_may_change_on_resume(make, path):
+  source = make(dataset_path=path)
+  take(source, 2)
+  resumed = make(dataset_path=path, on_bad_record="skip")
+  resumed.set_state(source.get_state())
+  same(take(resumed, 3), take(source, 3))
+
+
+@pytest.mark.parametrize("damage", [None, [], {}, {"identity": 3, "state": 3}])
+def test_a_damaged_state(make, path, damage):
+  with pytest.raises(UserError, match="data state is damaged"):
+    make(dataset_path=path).set_state(damage)
+
+
+def test_a_damaged_position(make, path):
+  source = make(dataset_path=path)
+  for broken in ({"rows": {}, "ended": False}, {"rows": None, "ended": False}, {}):
+    with pytest.raises(UserError, match="data state is damaged"):
+      source.set_state({"identity": source.identity, "state": broken})
+
+
+def test_bad_records_end_to_end(make, tmp_path, caplog):
+  lines = (json.dumps({"text": text}) for text in TEXTS)
+  bad = tmp_path / "bad.jsonl"
+  bad.write_text("\n".join([*lines, '{"text": 3}', "{", '{"text": "cut']))
+  with pytest.raises(UserError, match=r"bad\.jsonl:4[123]: .*on_bad_record=skip"):
+    take(make(dataset_path=str(bad)), 100)
+  with caplog.at_level(logging.WARNING):
+    source = make(dataset_path=str(bad), on_bad_record="skip", packing=False, global_batch=4, length=64)
+    read = texts_of(take(source, 20))
+  assert sorted(read) == sorted(TEXTS * 2)
+  assert source.counts()["bad"] == 3
+  assert caplog.text.count("bad record skipped") == 3
+
+
+def test_too_many_bad_records(make, tmp_path):
+  bad = tmp_path / "bad.jsonl"
+  bad.write_text('{"text": "good"}\n' + "{\n" * 30)
+  with pytest.raises(UserError, match="11 bad records, more than on_bad_record=skip accepts"):
+    make(dataset_path=str(bad), on_bad_record="skip")
+  bad.write_text("{\n" * 3)
+  with pytest.raises(UserError, match="no tokens in any of the 3 documents: 3 bad"):
+    make(dataset_path=str(bad), on_bad_record="skip")
+
+
+def test_less_than_one_batch(make, tmp_path):
+  small = write(tmp_path / "a.jsonl", ["hello", "", "world"])
+  with pytest.raises(UserError, match=r"3 documents \(1 empty, 0 bad\), 14 tokens fill 1 rows of max_target_length=8"):
+    make(dataset_path=small, length=8, global_batch=2)
+  assert next(make(dataset_path=small, length=7, global_batch=2))["segments"].all()
+  with pytest.raises(UserError, match=r"less than one global batch: .* they fill 2 rows"):
+    make(dataset_path=small, length=8, global_batch=3, packing=False)
+  with pytest.raises(UserError, match="no tokens in any of the 2 documents: 0 bad"):
+    make(dataset_path=write(tmp_path / "b.jsonl", ["", " \n "]))
+  with pytest.raises(UserError, match=r"the eval split has 0 of 3 documents \(eval_fraction=0\.1\), expected at least 1"):
+    make(dataset_path=small, eval_fraction=0.1, split="eval")
+  with pytest.raises(UserError, match=r"the train split has 3 of 3 documents .* expected at least 4, one for each process"):
+    make(dataset_path=small, global_batch=4, process_count=4)
+  with pytest.raises(UserError, match="3 rows cannot be divided over 2 processes"):
+    make(dataset_path=small, global_batch=3, process_count=2)
+
+
+def test_wrong_sources(make, path):
+  with pytest.raises(UserError, match="dataset=python-stdlib reads no path"):
+    make(dataset="python-stdlib", dataset_path=path)
+  with pytest.raises(UserError, match="expected python-stdlib, text, jsonl, parquet or synthetic"):
+    make(dataset="c4")
+  with pytest.raises(ValueError, match="split is 'test'"):
+    make(dataset_path=path, split="test")
+  with pytest.raises(UserError, match=r"259 token ids, more than model.vocab_size=100"):
+    make(dataset_path=path, vocab_size=100)
+
+
+@pytest.mark.parametrize("token", [259, -1, 2**40])
+def test_a_token_outside_the_vocabulary_never_reaches_the_device(make, path, monkeypatch, token):
+  class Liar(BytesTokenizer):
+    def encode(self, text):
+      return [*super().encode(text)[:3], token] if text.startswith("07") else super().encode(text)
+
+  monkeypatch.setattr(loader, "load_tokenizer", lambda *_: Liar())
+  message = rf"a\.jsonl:8: token 4 has id {token}, outside model.vocab_size=259"
+  with pytest.raises(UserError, match=message):
+    take(make(dataset_path=path, on_bad_record="skip"), 60)
+
+
+def test_text_files_have_bos_and_eos_at_their_ends_only(make, tmp_path, monkeypatch):
+  monkeypatch.setattr(loader.TextFiles.__init__, "__kwdefaults__", {"piece_bytes": 8, "skip_undecodable": False})
+  (tmp_path / "a.txt").write_text("0123456\n" * 3)
+  source = make(dataset="text", dataset_path=str(tmp_path), shuffle=False, length=13, global_batch=2)
+  tokens = next(source)["tokens"].ravel().tolist()
+  assert tokens == [2, *BytesTokenizer().encode("0123456\n" * 3), 1]
+
+
+def test_the_default_data_start_quickly(make):
+  import grain  # noqa: F401 (its import is not what is measured)
+
+  started = time.perf_counter()
+  source = make(dataset="python-stdlib", length=2048, global_batch=8, eval_fraction=0.05)
+  batch = next(source)
+  assert time.perf_counter() - started < 3  # 0.3 s on the machine it was written on
+  assert batch["segments"].all()
+  assert "def " in BytesTokenizer().decode(batch["tokens"].ravel())
+  same([batch], [next(make(dataset="python-stdlib", length=2048, global_batch=8, eval_fraction=0.05))])
+
+
+def test_closing(make, path):
+  source = make(dataset_path=path)
+  next(source)
+  source.close()
+  source.close()
+  assert not [thread for thread in threading.enumerate() if thread.name == "maxtext-like-data"]
+  for use in (lambda: next(source), lambda: source.set_state(source.get_state()), source.reset):
+    with pytest.raises(ValueError, match="closed"):
+      use()
+
+
+def test_storage_errors_are_retryable(make, path, monkeypatch):
+  source = make(dataset_path=path)
+
+  def fail(*_):
+    raise RetryableError("a.jsonl: reading failed: [Errno 5] Input/output error")
+
+  monkeypatch.setattr(loader.JsonLines, "read", fail)
+  with pytest.raises(RetryableError, match="Errno 5"):
+    take(source, 500)
