@@ -1,0 +1,43 @@
+"""Parameter names for people: ``layers.7.mlp.down`` for row 1 of a stacked array, ``embedding.table`` for the rest.
+
+Paths are the keys into the nested dict of ``Decoder.params()``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from maxtext_like.layers.decoder import Decoder
+
+
+def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """The dict keys of a ``jax.tree_util`` path."""
+  return tuple(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)
+
+
+def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:
+  """The names behind one leaf: one for each row of a stacked leaf, in order, else a single one."""
+  for s in decoder.stacks:
+    if path[0] == s.name:
+      j, rest = int(path[1].removeprefix("layer_")), ".".join(path[2:])
+      return [f"layers.{s.first + row * len(s.block) + j}.{rest}" for row in range(s.repeats)]
+  return [".".join(path)]
+
+
+def parameter_name(decoder: Decoder, path: tuple[str, ...], row: int | None = None) -> str:
+  """The name of one row of a leaf, or of the whole leaf: ``layers.0,6,12.mlp.down`` for a stack of three."""
+  names = row_names(decoder, path)
+  if row is not None:
+    return names[row]
+  if len(names) == 1:
+    return names[0]
+  numbers = [name.split(".")[1] for name in names]
+  shown = ",".join(numbers) if len(numbers) <= 4 else f"{numbers[0]},{numbers[1]},..,{numbers[-1]}"
+  return f"layers.{shown}.{names[0].split('.', 2)[2]}"
+
+
+def named_leaves(decoder: Decoder, tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+  """(path, leaf) for every leaf of a tree shaped like the parameters; None leaves are left out."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    yield path_keys(path), leaf
