@@ -1,0 +1,1 @@
+"""Devices and how arrays are laid out over them."""

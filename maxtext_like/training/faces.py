@@ -1,0 +1,41 @@
+"""One layer, three ways to call it: as the pure function it is, as a Linen module, as an NNX module.
+
+All three are functions of (parameter tree, *arguments) over the same tree and give bitwise the same numbers, so the train
+step does not know which one it holds.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+ModuleApi = Literal["nnx", "linen", "plain"]
+
+
+def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
+  """``apply(params, *args)`` of a layer through a face.
+
+  Args:
+    layer: ``params()`` and a pure call.
+    module_api: "linen" and "nnx" go through ``flax.linen`` and ``flax.nnx``; "plain" calls the layer itself.
+  """
+  if module_api == "plain":
+    return layer
+  if module_api == "linen":
+    from maxtext_like.layers.linen import Linen
+
+    module = Linen(layer)
+    return lambda params, *args: module.apply({"params": params}, *args)
+
+  from flax import nnx
+
+  from maxtext_like.layers.nnx import NNX
+
+  graph, shapes = nnx.split(nnx.eval_shape(lambda: NNX(layer, rngs=nnx.Rngs(0))))
+
+  def apply(params, *args):
+    state = jax.tree.map(lambda x: x, shapes)  # a copy: the values are written into it
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)(*args)
+
+  return apply

@@ -1,0 +1,183 @@
+"""From a configuration to what runs on the devices: shapes, shardings and the compiled programs of a training run."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import abstract, init, shardings
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import build_decoder
+from maxtext_like.sharding.mesh import batch_sharding, make_mesh, replicated
+from maxtext_like.training import loss_scale
+from maxtext_like.training.faces import ModuleApi, make_apply
+from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
+from maxtext_like.training.norms import row_labels
+from maxtext_like.training.optimizer import make_optimizer, state_shardings
+from maxtext_like.training.router_bias import find_router_bias
+from maxtext_like.training.schedule import make_schedule
+from maxtext_like.training.step import Batch, Metrics, State, TrainStep
+from maxtext_like.training.trainable import Selection, select
+
+BATCH_KEYS = ("tokens", "targets", "positions", "segments")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+  """Everything about a run that follows from its configuration and its devices. Holds no array.
+
+  Attributes:
+    config: of the run.
+    mesh: devices in a grid.
+    decoder: the model.
+    loss: the decoder with its loss.
+    selection: what is trained.
+    optimizer: the direction of descent.
+    step: the pure train step.
+  """
+
+  config: Config
+  mesh: jax.sharding.Mesh
+  decoder: Decoder
+  loss: LossLayer
+  selection: Selection
+  optimizer: optax.GradientTransformation
+  step: TrainStep
+
+  @functools.cached_property
+  def spec(self) -> Any:
+    """The decoder's declared parameters."""
+    return self.decoder.params()
+
+  @property
+  def global_batch(self) -> int:
+    """Rows of a batch over all devices."""
+    return self.config.training.per_device_batch_size * self.mesh.size
+
+  @property
+  def tokens_per_batch(self) -> int:
+    """Positions of a batch over all devices, padding included."""
+    return self.global_batch * self.config.training.max_target_length
+
+  @functools.cached_property
+  def labels(self) -> list[str]:
+    """Parameter names behind the entries of the metrics' "gradients" and "parameters"."""
+    return row_labels(self.decoder, self.selection.split(self.spec)[0])
+
+  def initial_state(self, seed: jax.Array) -> State:
+    """The state at step 0, a pure function of the seed (uint32 scalar). Traced, never run as it stands."""
+    params = init(self.spec, jax.random.key(seed))
+    return self._around(params)
+
+  def _around(self, params: Any) -> State:
+    state: State = {
+      "step": jnp.zeros((), jnp.int32),
+      "params": params,
+      "opt_state": self.optimizer.init(self.selection.split(params)[0]),
+    }
+    if self.config.precision.dtype == "float16":
+      state["loss_scale"] = loss_scale.initial(self.config.training.loss_scale_init)
+    return state
+
+  @functools.cached_property
+  def abstract_state(self) -> State:
+    """``jax.ShapeDtypeStruct`` with a sharding for every array of the state."""
+    shapes = jax.eval_shape(self._around, abstract(self.spec))
+    params = shardings(self.spec, self.mesh)
+    everywhere = replicated(self.mesh)
+    places = jax.tree.map(lambda _: everywhere, shapes) | {"params": params}
+    trained = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
+    places["opt_state"] = state_shardings(shapes["opt_state"], *trained, everywhere)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
+
+  @functools.cached_property
+  def abstract_batch(self) -> Batch:
+    """``jax.ShapeDtypeStruct`` of a global batch."""
+    shape = (self.global_batch, self.config.training.max_target_length)
+    return {k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh)) for k in BATCH_KEYS}
+
+  def lower_init(self) -> Any:
+    """The program that makes the initial state; every device makes its own part of every array."""
+    with jax.set_mesh(self.mesh):
+      places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+      return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
+
+  def lower_step(self) -> Any:
+    """The train step: (state, batch, check) -> (state, metrics). It takes the state's memory for the next state."""
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+    with jax.set_mesh(self.mesh):
+      check = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated(self.mesh))
+      program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
+      return program.lower(self.abstract_state, self.abstract_batch, check)
+
+  def lower_eval(self) -> Any:
+    """The held-out loss: (params, batch) -> (sum of the cross entropies, number of real targets)."""
+
+    def evaluate(params, batch):
+      sums, _ = self.step.apply(params, batch)
+      return sums["cross_entropy"], jnp.sum(batch["targets"] != IGNORED)
+
+    with jax.set_mesh(self.mesh):
+      return jax.jit(evaluate).lower(self.abstract_state["params"], self.abstract_batch)
+
+  def place(self, batch: dict[str, np.ndarray]) -> Batch:
+    """A batch of this process's rows as global arrays on the mesh."""
+    sharding = batch_sharding(self.mesh)
+    return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in BATCH_KEYS}
+
+
+def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, module_api: ModuleApi | None = None) -> Program:
+  """Puts a run together, without any array.
+
+  Args:
+    config: of the run.
+    mesh: default: the ``mesh:`` section over all devices.
+    module_api: default: the configuration's.
+
+  Raises:
+    UserError: sizes that no model can have, nothing to train, axes that do not fit the devices.
+  """
+  t = config.training
+  mesh = make_mesh(config.mesh) if mesh is None else mesh
+  platform = mesh.devices.flat[0].platform
+  try:
+    decoder = build_decoder(
+      config.model,
+      Precision(**vars(config.precision)),
+      scan_layers=t.scan_layers,
+      remat_policy=t.remat_policy,
+      attention=t.attention,
+      platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),
+    )
+  except ValueError as error:
+    raise UserError(str(error)) from error
+  spec = decoder.params()
+  selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
+  rows = t.per_device_batch_size // t.gradient_accumulation_steps
+  pieces = t.num_vocab_tiling or automatic_pieces(rows, t.max_target_length, config.model.vocab_size)
+  if pieces > t.max_target_length:
+    raise UserError(
+      f"num_vocab_tiling = {pieces} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"
+    )
+  loss = LossLayer(decoder, t.z_loss_multiplier, pieces)
+  optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
+  # Where a mask or the dense warm-up says what is trained, the biases of the routers stay as they are.
+  everything = not t.trainable_parameters_mask and (not config.model.use_indexer or config.model.indexer_sparse_training)
+  step = TrainStep(
+    apply=make_apply(loss, t.module_api if module_api is None else module_api),
+    selection=selection,
+    optimizer=optimizer,
+    schedule=make_schedule(t),
+    clip=t.gradient_clipping_threshold,
+    parts=t.gradient_accumulation_steps,
+    grad_dtype=config.precision.grad_dtype,
+    router_bias=find_router_bias(decoder, config.model.routed_bias_update_rate) if everything else None,
+  )
+  return Program(config, mesh, decoder, loss, selection, optimizer, step)

@@ -1,0 +1,60 @@
+"""DeepSeek V3's balancing of experts without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class RouterBias:
+  """After each update an expert's bias rises by ``rate`` when its load was below the mean, and falls when above.
+
+  Attributes:
+    rate: ``routed_bias_update_rate``.
+    layers: for each row of "moe_load", where its bias is: (stack, row, layer name).
+  """
+
+  rate: float
+  layers: tuple[tuple[str, int, str], ...]
+
+  def __call__(self, frozen: Any, load_LE: jax.Array, applied: jax.Array) -> Any:
+    """The frozen parameters with moved biases; the same when the update was not applied.
+
+    Args:
+      frozen: parameter tree in which biases are not None.
+      load_LE: share of choices that went to each expert, in the order of the layers.
+      applied: bool scalar.
+    """
+    change_LE = self.rate * jnp.sign(jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE)
+    change_LE = jnp.where(applied, change_LE, 0)
+    rows: dict[tuple[str, str], list[int]] = {}
+    for number, (stack, row, layer) in enumerate(self.layers):
+      rows.setdefault((stack, layer), []).append(number)
+      if row != len(rows[stack, layer]) - 1:
+        raise ValueError(f"{stack}.{layer}: loads are not in the order of the rows")
+
+    def leaf(path, x):
+      keys = tuple(getattr(entry, "key", None) for entry in path)
+      if keys[2:] != ("moe", "router", "bias") or keys[:2] not in rows:
+        return x
+      return x + change_LE[jnp.asarray(rows[keys[0], keys[1]])].astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, frozen)
+
+
+def find_router_bias(decoder: Decoder, rate: float) -> RouterBias | None:
+  """The update for a decoder, or None where no expert has a bias or the rate is 0."""
+  spec = decoder.params()
+  layers = []
+  for number in range(len(decoder.layers)):
+    stack, row, name = decoder.locate(number)
+    router = spec[stack][name].get("moe", {}).get("router", {})
+    if router:
+      layers.append(((stack, row, name), "bias" in router))
+  if rate == 0 or not any(has_bias for _, has_bias in layers):
+    return None
+  return RouterBias(rate, tuple(place for place, _ in layers))

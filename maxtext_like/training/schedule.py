@@ -1,0 +1,50 @@
+"""The learning rate of every step: a linear warm-up, then cosine, linear, constant, or constant with a decay (wsd)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.config.schema import TrainingConfig
+
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+
+def make_schedule(training: TrainingConfig) -> Schedule:
+  """The learning rate as a function of the number of finished steps, for use inside the compiled step.
+
+  With W = round(steps * warmup_steps_fraction): in the warm-up step s (from 0) has peak * (s + 1) / W, so that no update
+  is spent on a rate of 0. After it u = (s - W) / (steps - W), from 0 at the end of the warm-up towards 1:
+
+    cosine:   final + (peak - final) * (1 + cos(pi u)) / 2            (Loshchilov and Hutter 2017)
+    linear:   peak + (final - peak) * u
+    constant: peak
+    wsd:      peak until the last round(steps * wsd_decay_steps_fraction) steps, then linearly to final (Hu et al. 2024)
+
+  Returns:
+    A function of an int32 scalar (or int) that gives a float32 scalar.
+  """
+  steps, peak = training.steps, training.learning_rate
+  final = peak * training.learning_rate_final_fraction
+  warmup = round(steps * training.warmup_steps_fraction)
+  kind = training.lr_schedule_type
+  if kind == "wsd":
+    begin = steps - round(steps * training.wsd_decay_steps_fraction)
+  else:
+    begin = warmup
+  length = max(steps - begin, 1)
+
+  def schedule(step: jax.Array | int) -> jax.Array:
+    step = jnp.asarray(step, jnp.float32)
+    u = jnp.clip((step - begin) / length, 0.0, 1.0)
+    if kind == "cosine":
+      rate = final + (peak - final) * 0.5 * (1.0 + jnp.cos(jnp.pi * u))
+    elif kind == "constant":
+      rate = jnp.full((), peak, jnp.float32)
+    else:
+      rate = peak + (final - peak) * u
+    if warmup == 0:
+      return rate
+    return jnp.where(step < warmup, peak * (step + 1.0) / warmup, rate)
+
+  return schedule

@@ -1,0 +1,162 @@
+"""The train step: a pure function of state and batch, the same for Linen, NNX and the plain tree.
+
+The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16}.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext_like.training import loss_scale
+from maxtext_like.training.loss import IGNORED
+from maxtext_like.training.norms import row_squares
+from maxtext_like.training.router_bias import RouterBias
+from maxtext_like.training.schedule import Schedule
+from maxtext_like.training.trainable import Selection, merge
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+  """One update.
+
+  Attributes:
+    apply: (params, batch) -> (loss sums, aux): a ``LossLayer`` through one of the faces.
+    selection: what is trained.
+    optimizer: the direction of descent, without the learning rate.
+    schedule: the learning rate of a step.
+    clip: largest global norm of the gradients; 0 turns clipping off.
+    parts: microbatches that a batch is worked through in.
+    grad_dtype: of the gradients as the optimizer sees them.
+    router_bias: DeepSeek's balancing of experts without a gradient; None: none.
+  """
+
+  apply: Callable[[Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
+  selection: Selection
+  optimizer: optax.GradientTransformation
+  schedule: Schedule
+  clip: float
+  parts: int
+  grad_dtype: str
+  router_bias: RouterBias | None = None
+
+  def __call__(self, state: State, batch: Batch, check: jax.Array) -> tuple[State, Metrics]:
+    """Trains on one batch.
+
+    A non-finite loss or gradient leaves parameters and optimizer as they were, bit for bit, decided on the device.
+
+    Args:
+      state: training state.
+      batch: int32 [B, T] arrays tokens, targets, positions, segments.
+      check: bool scalar: look at the updated parameters too before they are taken over.
+
+    Returns:
+      The next state, and metrics: float32 and int32 scalars, and under "finite" bools: "loss", and by parameter row
+      "gradients" and "parameters" (see ``norms.row_labels``).
+    """
+    params, frozen = self.selection.split(state["params"])
+    scaling = state.get("loss_scale")
+    grads, losses = self._gradients(params, frozen, batch, scaling["scale"] if scaling else None)
+    loss = sum(losses["loss"].values())
+
+    squares = row_squares(grads)
+    norm = jnp.sqrt(jnp.sum(squares))
+    clipped = norm > self.clip if self.clip else jnp.zeros((), bool)
+    factor = jnp.where(clipped, self.clip / norm, 1.0)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    rate = self.schedule(state["step"])
+
+    def update():
+      direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+      direction = self.selection.mask_rows(direction)
+      moved = jax.tree.map(lambda p, d: (p.astype(jnp.float32) - rate * d).astype(p.dtype), params, direction)
+      return moved, opt_state
+
+    # Under cond the look at the new parameters costs nothing in the steps that do without, and stores no copy of them.
+    finite = {"loss": jnp.isfinite(loss), "gradients": jnp.isfinite(squares)}
+    applied = finite["loss"] & jnp.all(finite["gradients"])
+    finite["parameters"] = jax.lax.cond(
+      check & applied, lambda: jnp.isfinite(row_squares(update()[0])), lambda: jnp.ones(squares.shape, bool)
+    )
+    applied = applied & jnp.all(finite["parameters"])
+    before = (params, state["opt_state"])
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
+    if self.router_bias:
+      frozen = self.router_bias(frozen, losses["moe_load"], applied)
+
+    new_params = merge(params, frozen)
+    new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
+    if scaling:
+      new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+    metrics = {
+      "loss": loss,
+      "grad_norm": norm,
+      "param_norm": jnp.sqrt(jnp.sum(row_squares(new_params))),
+      "learning_rate": rate,
+      "tokens": jnp.sum(batch["targets"] != IGNORED),
+      "clipped": clipped & applied,
+      "skipped": ~applied,
+      "finite": finite,
+    }
+    return new_state, metrics | _optional(losses, scaling)
+
+  def _gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+    """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32."""
+    batch = {name: batch[name] for name in ("tokens", "targets", "positions", "segments")}
+    targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
+    live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
+
+    def objective(params, batch):
+      sums, aux = self.apply(merge(params, frozen), batch)
+      # Terms that are means over the tokens of a microbatch count by its share of the tokens.
+      share = jnp.sum(batch["segments"] > 0) / live
+      terms = {name: value / targets for name, value in sums.items()}
+      terms |= {name: aux[name] * share for name in ("load_balance_loss", "indexer_loss") if name in aux}
+      out = {"loss": terms, "rescued": aux["rescued"]}
+      if "moe_load" in aux:
+        out["moe_load"] = aux["moe_load"] * share
+      total = sum(terms.values())
+      return total if scale is None else total * scale, jax.lax.stop_gradient(out)
+
+    value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    if self.parts == 1:
+      (_, out), grads = value_and_grad(params, batch)
+    else:
+      # Row r goes to microbatch r % parts, so that every microbatch lies on all devices as the batch does.
+      split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
+
+      def add(total, part):
+        (_, out), grads = value_and_grad(params, part)
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (out, grads)), None
+
+      shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], split))
+      (_, out), grads = shapes
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+      zero_grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+      (out, grads), _ = jax.lax.scan(add, (zeros, zero_grads), split)
+    if scale is not None:
+      grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+    return self.selection.mask_rows(jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)), out
+
+
+def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> Metrics:
+  """Metrics of what not every model has: terms of the loss beside the cross entropy, experts, float16."""
+  terms = losses["loss"]
+  metrics: Metrics = {}
+  if len(terms) > 1:
+    metrics = {name: value for name, value in terms.items()}
+  if "moe_load" in losses:
+    load = losses["moe_load"]  # [layers, E], 1 / E each when balanced
+    metrics["moe_load_max"] = jnp.max(load) * load.shape[-1]
+    metrics["moe_load_min"] = jnp.min(load) * load.shape[-1]
+  metrics["rescued"] = losses["rescued"]
+  if scaling:
+    metrics["loss_scale"] = scaling["scale"]
+  return metrics

@@ -1,0 +1,96 @@
+"""Which parameters a run trains: the model's own say, the dense warm-up of DeepSeek V3.2, and the user's regular expressions.
+
+A parameter tree is split into two trees of its structure: trained leaves (None elsewhere) and frozen ones (None elsewhere).
+JAX and optax take None for an empty tree, so neither gradients nor moments exist for what is frozen.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.naming import path_keys, row_names
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+  """What is trained.
+
+  Attributes:
+    leaves: a bool for every leaf of the parameter tree: any part of it is trained.
+    rows: for each trained leaf in order: bool [rows] where only some layers of its stack are trained, else None.
+  """
+
+  leaves: Tree
+  rows: tuple[np.ndarray | None, ...]
+
+  def split(self, tree: Tree) -> tuple[Tree, Tree]:
+    """A tree of the parameters' structure as (trained, frozen), with None in the place of the other."""
+    trained = jax.tree.map(lambda keep, x: x if keep else None, self.leaves, tree)
+    frozen = jax.tree.map(lambda keep, x: None if keep else x, self.leaves, tree)
+    return trained, frozen
+
+  def mask_rows(self, trained: Tree) -> Tree:
+    """Zeros in the rows of trained leaves that belong to frozen layers: for gradients and for updates."""
+
+    def mask(rows, x):
+      return x if rows is None else jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+    leaves, structure = jax.tree.flatten(trained)
+    return jax.tree.unflatten(structure, [mask(r, x) for r, x in zip(self.rows, leaves, strict=True)])
+
+
+def merge(trained: Tree, frozen: Tree) -> Tree:
+  """The whole tree from the two parts of ``Selection.split``."""
+  return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
+
+
+def select(decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str, ...]) -> Selection:
+  """Decides for every parameter whether it is trained.
+
+  Args:
+    decoder: for the names of parameters.
+    spec: ``decoder.params()``.
+    model: with ``indexer_sparse_training: false`` (dense warm-up) the indexer alone is trained.
+    patterns: regular expressions, searched in names like ``layers.7.mlp.down``; none: all.
+
+  Raises:
+    UserError: nothing would be trained, or a pattern fits no parameter.
+  """
+  warm_up = model.use_indexer and not model.indexer_sparse_training
+  compiled = [re.compile(p) for p in patterns]
+  used = dict.fromkeys(patterns, False)
+
+  def wanted(name: str) -> bool:
+    hits = [c for c in compiled if c.search(name)]
+    used.update((c.pattern, True) for c in hits)
+    return bool(hits or not compiled) and (not warm_up or ".indexer." in name)
+
+  leaves, rows = [], []
+  for path, p in jax.tree_util.tree_leaves_with_path(spec):
+    chosen = np.array([wanted(name) for name in row_names(decoder, path_keys(path))])
+    keep = p.trainable and bool(chosen.any())
+    leaves.append(keep)
+    if keep:
+      rows.append(None if chosen.all() else chosen)
+  if unused := [p for p, hit in used.items() if not hit]:
+    names = [row_names(decoder, path_keys(path))[0] for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
+    raise UserError(
+      f"trainable_parameters_mask: {', '.join(map(repr, unused))} fits no parameter name; names look like "
+      f"{', '.join(names[:2])}, {names[-1]}"
+    )
+  if not any(leaves):
+    why = "the dense warm-up (indexer_sparse_training: false) trains the indexer alone" if warm_up else ""
+    raise UserError(
+      f"nothing would be trained: trainable_parameters_mask {list(patterns)} leaves no trainable parameter"
+      + (f", since {why}" if why else "; arrays such as layer_scalar and the router's bias are never trained by gradient")
+    )
+  return Selection(jax.tree.unflatten(jax.tree.structure(spec), leaves), tuple(rows))
