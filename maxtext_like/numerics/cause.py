@@ -1,0 +1,346 @@
+"""X-ray's cause search: replays on the host, equation by equation, where non-finite numbers arose and where they went.
+
+The device has said for each output of each equation, in each iteration, whether it holds NaN, +inf or -inf. Following the
+dataflow in execution order then tells a cause from a symptom:
+
+- an output without non-finite numbers is clean, whatever its operands were (the operation masked them);
+- an output whose operands carry a fault carries the same fault, the earliest of them;
+- infinities from literals and constants are intentional (masks, initial values of maxima) and stay so through operations
+  that pass them on: an infinity of a sign that the intentional ones cannot have become is a fault;
+- NaN is a fault as soon as an operation that computes or selects produces it (moving a NaN constant about is not yet one);
+- any other non-finite output is a fault, born in that equation.
+
+A stacked result of a scan carries one taint for each iteration into the next scan, so layers do not blame each other.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.numerics import jaxprs, statistics
+from maxtext_like.numerics.plan import SUBSET, Block, Frame, Node, Plan, Site
+
+Signs = frozenset  # of "+", "-", "nan"
+_NONE: Signs = frozenset()
+_BOTH: Signs = frozenset("+-")
+_FLIP = {"+": "-", "-": "+", "nan": "nan"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """One loop around an equation. `index`: the row of xs in a scan, the iteration (from 0) in a while."""
+
+  kind: str
+  index: int
+  length: int
+  reverse: bool = False
+  approximate: bool = False  # a while beyond its kept history: first iteration at which this equation was non-finite
+
+  def __str__(self) -> str:
+    name = "layer" if self.kind == "scan" else "iteration"
+    return f"{name} {'>= ' if self.approximate else ''}{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """A non-finite number born in one equation (or handed in by an input), in one iteration."""
+
+  order: int
+  site: Site
+  loops: tuple[Loop, ...]
+  row: np.ndarray
+  operands: tuple["Operand", ...]
+  params: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """What an equation read: a literal's value, or the row of a measured tensor, or neither (not a float)."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  value: Any = None
+  row: np.ndarray | None = None
+  full: bool = False
+  float: bool = True
+
+
+@dataclasses.dataclass
+class Value:
+  """What the replay knows of a value: its fault, its intentional infinities, its statistics, its slices along axis 0."""
+
+  fault: Fault | None = None
+  signs: Signs = _NONE
+  row: np.ndarray | None = None
+  full: bool = False
+  slices: list["Value"] | None = None
+
+  @property
+  def tainted(self) -> bool:
+    return self.fault is not None or bool(self.signs)
+
+
+_CLEAN = Value()
+
+
+@dataclasses.dataclass
+class Findings:
+  """All faults in execution order, and which of them reached the outputs."""
+
+  faults: list[Fault]
+  reached: list[tuple[int, Fault]]  # (output index, its earliest fault)
+
+
+def search(plan: Plan, data, n_outputs: int) -> Findings:
+  """Replay a program's data (host arrays); see the module. Costs nothing when every number is finite."""
+  if not _any_bad(data):
+    return Findings([], [])
+  replay = _Replay()
+  assert plan.frame.block is not None
+  args = [replay.input(site, data["rows"], constant=False) for site in plan.inputs]
+  consts = [replay.input(site, data["rows"], constant=True) for site in plan.consts]
+  outs = replay.frame(plan.frame, data, args, (), consts)
+  assert len(outs) == n_outputs
+  return Findings(replay.faults, [(i, v.fault) for i, v in enumerate(outs) if v.fault is not None])
+
+
+def _any_bad(data) -> bool:
+  if isinstance(data, dict):
+    return any(bool(statistics.bad(v).any()) if k == "rows" else _any_bad(v) for k, v in data.items())
+  return isinstance(data, list | tuple) and any(_any_bad(v) for v in data)
+
+
+class _Replay:
+  def __init__(self):
+    self.faults: list[Fault] = []
+
+  def new_fault(self, site: Site, loops, row, operands=(), params=None) -> Fault:
+    fault = Fault(len(self.faults), site, loops, np.array(row), tuple(operands), params or {})
+    self.faults.append(fault)
+    return fault
+
+  def input(self, site: Site | None, rows, *, constant: bool) -> Value:
+    """An input of the program: NaN or infinities in an argument are a fault, infinities in a constant are intentional."""
+    if site is None:
+      return _CLEAN
+    row = rows[site.row]
+    signs = _signs(row)
+    if not signs:
+      return Value(row=row, full=site.full)
+    if constant and "nan" not in signs:
+      return Value(signs=signs, row=row, full=site.full)
+    return Value(fault=self.new_fault(site, (), row), row=row, full=site.full)
+
+  def frame(self, frame: Frame, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
+    assert frame.block is not None
+    return self.block(frame.block, data, args, loops, consts)
+
+  def block(self, block: Block, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
+    env: dict[Any, Value] = {}
+    consts = [_constant(c) for c in block.consts] if consts is None else consts
+    env.update(zip(block.jaxpr.constvars, consts, strict=True))
+    env.update(zip(block.jaxpr.invars, args, strict=True))
+    read = lambda atom: _constant(atom.val) if jaxprs.is_literal(atom) else env[atom]
+    for node in block.nodes:
+      operands = [read(v) for v in node.eqn.invars]
+      outs = getattr(self, "replay_" + node.kind)(node, data, operands, loops)
+      env.update(zip(node.eqn.outvars, outs, strict=True))
+    return [read(v) for v in block.jaxpr.outvars]
+
+  def replay_leaf(self, node: Node, data, operands, loops) -> list[Value]:
+    if not node.sites:  # exact: outputs hold what the operands hold
+      floats = [v for v, a in zip(operands, node.eqn.invars, strict=True) if jaxprs.is_float(a.aval)]
+      if len(node.eqn.outvars) == len(operands) and len(operands) > 1:
+        return operands  # optimization_barrier and collectives of several values: one to one
+      if len(floats) == 1:
+        v = floats[0]
+        signs = _signs_out(node.eqn.primitive.name, operands)
+        return [Value(v.fault, signs, v.row, v.full)] * len(node.eqn.outvars)
+      return [_union(floats)] * len(node.eqn.outvars)
+    outs = []
+    for site in node.sites:
+      if site is None:
+        outs.append(_CLEAN)
+        continue
+      row = data["rows"][site.row]
+      fault, signs = self.judge(node, site, row, operands, loops)
+      outs.append(Value(fault, signs, row, site.full))
+    return outs
+
+  def judge(self, node: Node, site: Site, row, operands: Sequence[Value], loops) -> tuple[Fault | None, Signs]:
+    signs = _signs(row)
+    if not signs:
+      return None, _NONE
+    faults = [v.fault for v in operands if v.fault is not None]
+    if faults:
+      return min(faults, key=lambda f: f.order), _NONE
+    if signs <= _signs_out(node.eqn.primitive.name, operands):
+      return None, signs
+    ranges = [_operand(a, v) for a, v in zip(node.eqn.invars, operands, strict=True)]
+    return self.new_fault(site, loops, row, ranges, dict(node.eqn.params)), _NONE
+
+  def replay_call(self, node: Node, data, operands, loops) -> list[Value]:
+    assert node.block is not None
+    return self.block(node.block, data, operands, loops)
+
+  def replay_scan(self, node: Node, data, operands, loops) -> list[Value]:
+    data = data["children"][node.child]
+    length, reverse = node.eqn.params["length"], node.eqn.params["reverse"]
+    n_consts, n_carry = jaxprs.scan_counts(node.eqn)
+    consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    ys: list[list[Value]] = [[_CLEAN] * length for _ in node.eqn.outvars[n_carry:]]
+    flagged = _bad_iterations(data, length)
+    steps = range(length - 1, -1, -1) if reverse else range(length)
+    for step, i in enumerate(steps):
+      here = [v.slices[i] if v.slices is not None else v for v in xs]
+      soon = any(flagged[j] for j in steps[step : step + 2])  # the iteration before gives the operands' ranges
+      if not soon and not any(v.tainted for v in (*consts, *carry, *here)):
+        continue
+      loop = Loop("scan", i, length, reverse)
+      outs = self.frame(node.frames[0], _take(data, i), [*consts, *carry, *here], (*loops, loop))
+      carry = outs[:n_carry]
+      for stacked, v in zip(ys, outs[n_carry:], strict=True):
+        stacked[i] = v
+    return [*carry, *(_stacked(values) for values in ys)]
+
+  def replay_while(self, node: Node, data, operands, loops) -> list[Value]:
+    data = data["children"][node.child]
+    steps, history = int(data["steps"]), data["history"]
+    n_consts = node.eqn.params["cond_nconsts"]
+    n_body = node.eqn.params["body_nconsts"]
+    consts, carry = operands[n_consts : n_consts + n_body], operands[n_consts + n_body :]
+    slots = history["rows"].shape[0]
+    flagged = _bad_iterations(history, slots)
+    for i in range(min(steps, slots)):
+      if not flagged[i : i + 2].any() and not any(v.tainted for v in (*consts, *carry)):
+        continue
+      first, approximate = i, i == slots - 1 and steps > slots
+      if approximate:
+        later = data["first_bad"][0]
+        first = int(later[later >= i].min(initial=steps))
+      loop = Loop("while", first, steps, approximate=approximate)
+      carry = self.frame(node.frames[0], _take(history, i), [*consts, *carry], (*loops, loop))
+    return list(carry)
+
+  def replay_cond(self, node: Node, data, operands, loops) -> list[Value]:
+    data = data["children"][node.child]
+    taken = np.unique(data["branch"])  # several only when shards of a shard_map took different branches
+    results = [self.frame(node.frames[b], data["branches"][b], operands[1:], loops) for b in taken]
+    return [_union(values) if len(values) > 1 else values[0] for values in zip(*results, strict=True)]
+
+  def replay_shard_map(self, node: Node, data, operands, loops) -> list[Value]:
+    shards = data["children"][node.child]
+    drop = lambda v: Value(v.fault, v.signs, v.row, v.full)  # an array's slices are not the shards' slices
+    return self.frame(node.frames[0], over_shards(shards), [drop(v) for v in operands], loops)
+
+
+def over_shards(data, axis: int = 0):
+  """Data of a shard_map's body without its shard axis: rows merged, counters the largest, branches kept apart."""
+
+  def walk(tree, key):
+    if isinstance(tree, dict):
+      return {k: walk(v, k) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+      return [walk(v, key) for v in tree]
+    if key == "rows":
+      return statistics.merge_axis(tree, axis)
+    if key == "branch":
+      return np.moveaxis(tree, axis, -1)
+    return tree.min(axis) if key == "first_bad" else tree.max(axis)
+
+  return walk(data, "")
+
+
+def _take(data, i: int):
+  if isinstance(data, dict):
+    return {k: _take(v, i) for k, v in data.items()}
+  return [_take(v, i) for v in data] if isinstance(data, list | tuple) else data[i]
+
+
+def _bad_iterations(data, length: int) -> np.ndarray:
+  """Which iterations hold a non-finite number anywhere inside, inner loops included."""
+  found = np.zeros(length, bool)
+
+  def walk(tree):
+    if isinstance(tree, dict):
+      if "rows" in tree:
+        bad = statistics.bad(tree["rows"])
+        found[:] |= bad.reshape(length, -1).any(1)
+      for v in tree.values():
+        walk(v)
+    elif isinstance(tree, list | tuple):
+      for v in tree:
+        walk(v)
+
+  walk(data)
+  return found
+
+
+def _signs(row) -> Signs:
+  positive, infinite = int(row[statistics.POS_INF]), int(row[statistics.INF])
+  found = {"+"} if positive else set()
+  found |= {"-"} if infinite != positive else set()
+  return frozenset(found | ({"nan"} if row[statistics.NAN] else set()))
+
+
+def _signs_out(op: str, operands: Sequence[Value]) -> Signs:
+  """The signs of infinity (and NaN) that an operation can pass on from the intentional ones of its operands."""
+  signs = [v.signs for v in operands]
+  every = frozenset().union(*signs) if signs else _NONE
+  if not every:
+    return _NONE
+  moves = op in SUBSET or op in ("gather", "scatter", "dynamic_slice", "concatenate", "broadcast_in_dim", "copy")
+  moves = moves or op in ("reshape", "transpose", "squeeze", "expand_dims", "rev", "convert_element_type", "scan")
+  if moves:
+    return every
+  infinities = every - {"nan"}
+  if op == "neg":
+    return frozenset(_FLIP[s] for s in every)
+  if op == "sub":
+    return (signs[0] | frozenset(_FLIP[s] for s in signs[1])) - {"nan"}
+  if op in ("exp", "exp2", "expm1", "abs", "square", "log", "log1p", "sqrt", "cosh"):
+    return frozenset("+") if infinities and (op in ("abs", "square", "cosh") or "+" in infinities) else _NONE
+  passes = op.startswith(("reduce", "cum", "add", "select", "max", "min", "clamp", "sort", "psum", "pmax", "pmin", "scatter"))
+  if passes or op in ("stop_gradient", "optimization_barrier", "sharding_constraint", "top_k", "pvary"):
+    return infinities
+  return _BOTH if infinities else _NONE
+
+
+def _constant(value) -> Value:
+  """A literal or a constant of an inner jaxpr."""
+  if not hasattr(value, "dtype") and not isinstance(value, float | complex):
+    return _CLEAN
+  if hasattr(value, "dtype") and not jaxprs.is_float(value):
+    return _CLEAN
+  numbers = np.asarray(value).astype(np.complex64 if np.iscomplexobj(value) else np.float32)
+  if np.isfinite(numbers).all():
+    return _CLEAN
+  real = numbers.real
+  signs = {"+"} if np.isposinf(real).any() else set()
+  signs |= {"-"} if np.isneginf(real).any() else set()
+  signs |= {"nan"} if np.isnan(numbers).any() else set()
+  return Value(signs=frozenset(signs))
+
+
+def _operand(atom, value: Value) -> Operand:
+  aval = atom.aval
+  floats = jaxprs.is_float(aval)
+  literal = np.asarray(atom.val) if jaxprs.is_literal(atom) else None
+  shape = tuple(getattr(aval, "shape", ()))
+  return Operand(str(getattr(aval, "dtype", "")), shape, literal, value.row, value.full, floats)
+
+
+def _union(values: Sequence[Value]) -> Value:
+  faults = [v.fault for v in values if v.fault is not None]
+  signs = frozenset().union(*(v.signs for v in values))
+  row = next((v.row for v in values if v.row is not None), None)
+  return Value(min(faults, key=lambda f: f.order) if faults else None, signs, row, any(v.full for v in values))
+
+
+def _stacked(values: list[Value]) -> Value:
+  whole = _union(values) if values else _CLEAN
+  rows = [v.row for v in values if v.row is not None]
+  row = statistics.merge_axis(np.stack(rows)) if rows else None
+  return Value(whole.fault, whole.signs, row, whole.full, values)

@@ -1,0 +1,214 @@
+"""X-ray's interpreter: evaluates a jaxpr as the plain program does, and returns the statistics as extra outputs.
+
+Everything happens while jit traces; no callback is left in the program. Data of a frame:
+  {"rows": int32 [sites, COLUMNS], "children": [data of each loop in the frame, in plan order]}
+where a scan adds its iteration as a leading axis (in the order of its xs), a shard_map its shards, a cond is
+{"branch": int32, "branches": [data]}, and a while is {"steps": int32, "first_bad": int32 [sites...], "history": data}
+with its first `while_history` iterations as a leading axis, the last entry merging all later ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxtext_like.numerics import jaxprs, statistics
+from maxtext_like.numerics.plan import Block, Frame, Node, Plan
+
+_NEVER = np.iinfo(np.int32).max
+_HISTORY_BYTES = 4 << 20
+
+
+class Interpreter:
+  """Runs a plan. `while_history`: iterations of a while loop whose statistics are kept apart."""
+
+  def __init__(self, plan: Plan, while_history: int):
+    self.plan, self.while_history = plan, while_history
+
+  def program(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Outputs of the planned program, and its data (see the module)."""
+    frame = self.plan.frame
+    assert frame.block is not None
+    rows: list[Any] = [None] * len(frame.sites)
+    inputs = [*zip(self.plan.inputs, args, strict=True), *zip(self.plan.consts, frame.block.consts, strict=True)]
+    for site, value in inputs:
+      if site is not None:
+        rows[site.row] = statistics.row(jnp.asarray(value), full=site.full)
+    return self.frame(frame, args, (), rows)
+
+  def frame(self, frame: Frame, args: Sequence[Any], axes: tuple[str, ...], rows: list[Any] | None = None):
+    """Outputs and data of one frame. `axes`: the manual mesh axes of the shard_maps around it."""
+    rows = [None] * len(frame.sites) if rows is None else rows
+    children: list[Any] = [None] * len(frame.children)
+    assert frame.block is not None
+    outs = self.block(frame.block, args, axes, rows, children)
+    return outs, {"rows": jaxprs.vary(statistics.stack(rows), axes), "children": children}
+
+  def block(self, block: Block, args, axes, rows, children) -> list[Any]:
+    env: dict[Any, Any] = {}
+    last: dict[Any, int] = {}
+    for i, node in enumerate(block.nodes):
+      last |= {v: i for v in node.eqn.invars if not jaxprs.is_literal(v)}
+    env.update(zip(block.jaxpr.constvars, block.consts, strict=True))
+    env.update(zip(block.jaxpr.invars, args, strict=True))
+    read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]
+    keep = {v for v in block.jaxpr.outvars if not jaxprs.is_literal(v)}
+    for i, node in enumerate(block.nodes):
+      operands = [read(v) for v in node.eqn.invars]
+      outs = getattr(self, "run_" + node.kind)(node, operands, axes, rows, children)
+      env.update(zip(node.eqn.outvars, outs, strict=True))
+      for v in {v for v in node.eqn.invars if not jaxprs.is_literal(v)}:
+        if last[v] == i and v not in keep:
+          del env[v]  # the tracer is not needed again: lets large programs be traced in less memory
+    return [read(v) for v in block.jaxpr.outvars]
+
+  def run_leaf(self, node: Node, operands, axes, rows, children):
+    outs = jaxprs.bind(node.eqn, operands)
+    for site, out in zip(node.sites, outs, strict=False):
+      if site is not None:
+        wide = _widened(node, operands) if site.wide else None
+        rows[site.row] = statistics.row(out, full=site.full, wide=wide)
+    return outs
+
+  def run_call(self, node: Node, operands, axes, rows, children):
+    assert node.block is not None
+    eqn = node.eqn
+    if jaxprs.is_remat(eqn):
+      hidden = jaxprs.remat_barrier(eqn)
+      behind = iter(lax.optimization_barrier([x for x, h in zip(operands, hidden, strict=True) if h]))
+      operands = [next(behind) if h else x for x, h in zip(operands, hidden, strict=True)]
+    operands = _constrain(operands, eqn.params.get("in_shardings"))
+    outs = self.block(node.block, operands, axes, rows, children)
+    return _constrain(outs, eqn.params.get("out_shardings"))
+
+  def run_scan(self, node: Node, operands, axes, rows, children):
+    params = node.eqn.params
+    n_consts, n_carry = jaxprs.scan_counts(node.eqn)
+    consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+
+    def body(carry, x):
+      outs, data = self.frame(node.frames[0], [*consts, *carry, *x], axes)
+      return outs[:n_carry], (outs[n_carry:], data)
+
+    options = {k: params[k] for k in ("length", "reverse", "unroll")}
+    carry, (ys, children[node.child]) = lax.scan(body, list(carry), list(xs), **options)
+    return [*carry, *ys]
+
+  def run_cond(self, node: Node, operands, axes, rows, children):
+    index, *args = operands
+    shapes = [jax.eval_shape(lambda *a, f=f: self.frame(f, a, axes)[1], *args) for f in node.frames]
+
+    def branch(i):
+      def run(*args):
+        outs, data = self.frame(node.frames[i], args, axes)
+        return outs, [data if i == j else _blank(shape, axes) for j, shape in enumerate(shapes)]
+
+      return run
+
+    outs, data = lax.switch(index, [branch(i) for i in range(len(node.frames))], *args)
+    branch_taken = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(node.frames) - 1)
+    children[node.child] = {"branch": jaxprs.vary(branch_taken, axes), "branches": data}
+    return outs
+
+  def run_while(self, node: Node, operands, axes, rows, children):
+    params = node.eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    start = operands[n_cond + n_body :]
+    condition, condition_consts = jaxprs.open_jaxpr(params["cond_jaxpr"])
+    body = lambda carry: self.frame(node.frames[0], [*body_consts, *carry], axes)
+    shape = jax.eval_shape(lambda *c: body(list(c))[1], *start)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape))
+    slots = max(2, min(self.while_history, _HISTORY_BYTES // max(size, 1)))
+    history = jax.tree.map(lambda leaf: jaxprs.vary(jnp.broadcast_to(leaf, (slots, *leaf.shape)), axes), _blank(shape, axes))
+    first_bad = jax.tree.map(lambda leaf: jaxprs.vary(jnp.full(leaf.shape[:-1], _NEVER, jnp.int32), axes), _rows_of(shape))
+    step = jaxprs.vary(jnp.int32(0), axes)
+
+    def go_on(state):
+      return jax.core.eval_jaxpr(condition, condition_consts, *cond_consts, *state[0])[0]
+
+    def turn(state):
+      carry, step, first, history = state
+      carry, data = body(list(carry))
+      first = jax.tree.map(lambda f, r: jnp.where(_bad(r), jnp.minimum(f, step), f), first, _rows_of(data))
+      slot = jnp.minimum(step, slots - 1)
+      seen = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, slot, keepdims=False), history)
+      merged = _merge(seen, data)
+      history = jax.tree.map(lambda h, m: lax.dynamic_update_index_in_dim(h, m, slot, 0), history, merged)
+      return carry, step + 1, first, history
+
+    carry, steps, first, history = lax.while_loop(go_on, turn, (list(start), step, first_bad, history))
+    children[node.child] = {"steps": steps, "first_bad": first, "history": history}
+    return carry
+
+  def run_shard_map(self, node: Node, operands, axes, rows, children):
+    params = node.eqn.params
+    mesh = params["mesh"]
+    manual = tuple(a for a in mesh.axis_names if a in params["newly_manual_axes"])
+    inner = (*axes, *manual)
+
+    def body(*args):
+      outs, data = self.frame(node.frames[0], args, inner if params["check_vma"] else ())
+      return outs, jax.tree.map(lambda leaf: leaf[None], data)
+
+    mapped = jax.shard_map(
+      body,
+      mesh=mesh,
+      in_specs=tuple(params["in_specs"]),
+      out_specs=(list(params["out_specs"]), jax.P(manual)),
+      axis_names=set(manual),
+      check_vma=params["check_vma"],
+    )
+    outs, children[node.child] = mapped(*operands)
+    return outs
+
+
+def _widened(node: Node, operands):
+  """The equation evaluated in float32 on its rounded operands: what the result would be without the narrow range."""
+  wide = [x.astype(jnp.float32) if jaxprs.is_float(jax.typeof(x)) else x for x in map(jnp.asarray, operands)]
+  if node.eqn.primitive.name == "convert_element_type":
+    return wide[0].astype(jnp.float32)
+  return node.eqn.primitive.bind(*wide, **node.eqn.params)
+
+
+def _constrain(values, shardings):
+  """Keep what an inner jit asked of the placement of its operands and results, although it is inlined."""
+  if shardings is None:
+    return values
+  fixed = lambda x, s: lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.NamedSharding) else x
+  return [fixed(x, s) for x, s in zip(values, shardings, strict=True)]
+
+
+def _map(on_rows, on_other, *trees):
+  """Map over data, rows apart from counters and branches."""
+
+  def leaf(path, *leaves):
+    is_rows = isinstance(path[-1], jax.tree_util.DictKey) and path[-1].key == "rows"
+    return on_rows(*leaves) if is_rows else on_other(*leaves)
+
+  return jax.tree_util.tree_map_with_path(leaf, *trees)
+
+
+def _blank(shape, axes):
+  """Data in which nothing has happened."""
+  blank = _map(lambda s: jnp.broadcast_to(statistics.neutral(), s.shape), lambda s: jnp.zeros(s.shape, s.dtype), shape)
+  return jax.tree.map(lambda x: jaxprs.vary(x, axes), blank)
+
+
+def _rows_of(data) -> list[Any]:
+  """The arrays of rows in data, in a fixed order; the first is the frame's own."""
+  found: list[Any] = [data["rows"]]
+  _map(lambda r: found.append(r), lambda _: None, data["children"])
+  return found
+
+
+def _bad(rows):
+  return (rows[..., statistics.NAN] != 0) | (rows[..., statistics.INF] != 0)
+
+
+def _merge(old, new):
+  """Data of an earlier and a later run of the same frame: rows merge, loop counters and branches are the later ones."""
+  return _map(statistics.merge, lambda _, b: b, old, new)

@@ -1,0 +1,133 @@
+"""What x-ray needs to know of a jaxpr, and the only file that knows how jax 0.10 and 0.12 differ there.
+
+Between the two releases closed jaxprs merged into jaxprs, a scan's operand counts moved from `num_consts`/`num_carry` into
+trees (`ft_in`), and the axes a value varies over moved from `vma` to `manual_axis_type`.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.extend.core import primitives as prims
+
+# Primitives that contain jaxprs for a reason that is not control flow: the jaxpr is the (scalar) reducer.
+_REDUCERS = ("reduce", "scatter", "select_and_scatter", "argm", "sort")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_JAX = os.path.dirname(os.path.abspath(jax.__file__))
+
+
+def open_jaxpr(jaxpr) -> tuple[Any, Sequence[Any]]:
+  """A jaxpr, closed or not, as (something with .invars .constvars .eqns .outvars, values of its constvars)."""
+  inner = getattr(jaxpr, "jaxpr", jaxpr)
+  return inner, getattr(jaxpr, "consts", ())
+
+
+def call_jaxpr(eqn):
+  """The one jaxpr that an equation runs exactly once on exactly its operands, or None when it is no such call."""
+  if eqn.primitive in (prims.jit_p, prims.remat_p):
+    return eqn.params["jaxpr"]
+  if eqn.primitive in (prims.custom_jvp_call_p, prims.custom_vjp_call_p, prims.closed_call_p, prims.call_p):
+    return eqn.params["call_jaxpr"]
+  return None
+
+
+def call_name(eqn) -> str:
+  return f"jit({eqn.params['name']})" if eqn.primitive is prims.jit_p else eqn.primitive.name
+
+
+def is_remat(eqn) -> bool:
+  return eqn.primitive is prims.remat_p
+
+
+def remat_barrier(eqn) -> list[bool]:
+  """For each operand of a remat equation, whether its lowering hides it from common subexpression elimination."""
+  prevent = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
+  return [prevent] * len(eqn.invars) if isinstance(prevent, bool) else list(prevent)
+
+
+def is_scan(eqn) -> bool:
+  return eqn.primitive is prims.scan_p
+
+
+def scan_counts(eqn) -> tuple[int, int]:
+  """(number of constants, number of carried values) of a scan equation."""
+  if "ft_in" in eqn.params:
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+  return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def is_while(eqn) -> bool:
+  return eqn.primitive is prims.while_p
+
+
+def is_cond(eqn) -> bool:
+  return eqn.primitive is prims.cond_p
+
+
+def is_shard_map(eqn) -> bool:
+  return eqn.primitive.name == "shard_map"
+
+
+def touches_ref(eqn) -> bool:
+  """Whether an operand is a mutable reference: such loops cannot be rebuilt from values."""
+  return any("Ref" in type(v.aval).__name__ for v in eqn.invars if not is_literal(v))
+
+
+def hides_jaxpr(eqn) -> bool:
+  """Whether an equation that x-ray does not enter contains work (not only a scalar reducer)."""
+  return not eqn.primitive.name.startswith(_REDUCERS) and any(True for _ in jex_core.jaxprs_in_params(eqn.params))
+
+
+def is_literal(atom) -> bool:
+  return isinstance(atom, jex_core.Literal)
+
+
+def bind(eqn, operands):
+  """Evaluate one equation with its own name stack, source line and context (mesh, precision); returns a list."""
+  params = eqn.primitive.get_bind_params(eqn.params)
+  extra, params = params if isinstance(params, tuple) else ((), params)
+  name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+  with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    out = eqn.primitive.bind(*extra, *operands, **params)
+  return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def frames(eqn, limit: int = 4) -> tuple[str, ...]:
+  """The equation's source as 'file:line', innermost first: frames of jax and of x-ray itself are left out."""
+  traceback = eqn.source_info.traceback
+  found: list[str] = []
+  for frame in traceback.frames if traceback is not None else ():
+    path = os.path.realpath(frame.file_name)
+    if path.startswith((_JAX + os.sep, _HERE + os.sep)) or frame.file_name.startswith("<"):
+      continue
+    if "contextlib.py" in path or "functools.py" in path:
+      continue
+    relative = os.path.relpath(path)
+    if relative.count(".." + os.sep) > 1:  # outside the project: the part from site-packages on says enough
+      relative = path.rsplit("site-packages" + os.sep, 1)[-1]
+    found.append(f"{relative}:{frame.line_num}")
+    if len(found) == limit:
+      break
+  return tuple(found)
+
+
+def vary(x, axes: Sequence[str]):
+  """Mark x as varying over the manual mesh axes (inside shard_map), so that loops can carry it beside values that vary."""
+  aval = jax.typeof(x)
+  manual = getattr(aval, "manual_axis_type", None)
+  varying = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+  missing = tuple(a for a in axes if a not in varying)
+  return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def is_float(aval) -> bool:
+  """Whether an abstract value holds floating-point (or complex) numbers; keys, integers, booleans and references do not."""
+  dtype = getattr(aval, "dtype", None)
+  if dtype is None or "Ref" in type(aval).__name__ or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    return False
+  return bool(jnp.issubdtype(dtype, jnp.inexact))

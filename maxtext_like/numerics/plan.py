@@ -1,0 +1,200 @@
+"""X-ray's plan: which tensors of a jaxpr are measured, and where each statistic will lie in the program's extra output.
+
+The plan is static: it is built once from the jaxpr, the interpreter follows it on the device and the cause search follows
+it again on the host. A Frame is what runs as one unit (the program, the body of a loop, a branch, the body of a shard_map)
+and owns one array of rows; calls (jit, remat, custom derivatives) are inlined into the frame around them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from maxtext_like.numerics import jaxprs, statistics
+
+# The output holds exactly the values of the operands: measuring it again tells nothing, taint passes through unchanged.
+EXACT = frozenset(
+  """reshape transpose broadcast_in_dim squeeze expand_dims rev copy copy_p neg abs optimization_barrier sharding_constraint
+  pvary pcast reshard mesh_cast concatenate device_put name layout_constraint all_gather all_to_all ppermute pbroadcast
+  all_gather_invariant stop_gradient real imag complex reduce_precision_identity""".split()
+)
+# The output holds some values of the operands: only non-finite numbers and the maximum are measured.
+SUBSET = frozenset("slice dynamic_slice split dynamic_update_slice pad select_and_gather_add".split())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+  """One measured tensor: an output of an equation, or an input of the program."""
+
+  row: int
+  op: str
+  path: str
+  frames: tuple[str, ...]
+  direction: str
+  dtype: Any
+  shape: tuple[int, ...]
+  full: bool
+  wide: bool = False
+  order: int = 0
+  derived: bool = False
+
+  @property
+  def source(self) -> str:
+    return self.frames[0] if self.frames else ""
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+  """A jaxpr inside a frame, with its constants' values and one Node for each equation."""
+
+  jaxpr: Any
+  consts: Sequence[Any]
+  nodes: list["Node"] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+  """One equation. `kind` is leaf, call, scan, while, cond or shard_map; `sites` has one entry for each output (leaf)."""
+
+  eqn: Any
+  kind: str
+  path: str
+  direction: str
+  sites: list[Site | None] = dataclasses.field(default_factory=list)
+  block: Block | None = None  # call
+  frames: list["Frame"] = dataclasses.field(default_factory=list)  # scan, while, shard_map: one; cond: one a branch
+  child: int = -1  # position in the enclosing frame's children
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+  """A unit of execution: its sites own the rows of one array, its children are the data of the loops inside."""
+
+  block: Block | None = None
+  sites: list[Site] = dataclasses.field(default_factory=list)
+  children: list[Node] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+  """The whole program: the top frame, the sites of its inputs and constants, and what was not looked into."""
+
+  frame: Frame
+  inputs: list[Site | None]
+  consts: list[Site | None]
+  opaque: dict[str, int]
+
+
+def build(closed, input_names: Sequence[str], *, light: bool, only: str | None) -> Plan:
+  """Plan for a closed jaxpr. `only` is a regular expression on "path source op": what it misses is measured lightly."""
+  return _Builder(light, re.compile(only) if only else None).program(closed, input_names)
+
+
+class _Builder:
+  def __init__(self, light: bool, only: re.Pattern[str] | None):
+    self.light, self.only = light, only
+    self.opaque: dict[str, int] = {}
+    self.order = 0
+    self.backward_seen = False
+
+  def program(self, closed, names) -> Plan:
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    frame = Frame()
+    inputs = [self.input(frame, v, name) for v, name in zip(jaxpr.invars, names, strict=True)]
+    const_sites = [self.input(frame, v, f"constant {v.aval.str_short()}") for v in jaxpr.constvars]
+    frame.block = self.make_block(frame, jaxpr, consts, "", "")
+    return Plan(frame, inputs, const_sites, self.opaque)
+
+  def input(self, frame: Frame, var, name: str) -> Site | None:
+    if not jaxprs.is_float(var.aval):
+      return None
+    return self.site(frame, "input", name, (), "input", var.aval)
+
+  def site(self, frame: Frame, op: str, path: str, sources, direction: str, aval, derived: bool = False) -> Site:
+    source = sources[0] if sources else ""
+    full = not self.light and not derived and (self.only is None or bool(self.only.search(f"{path} {source} {op}")))
+    wide = op in statistics.WIDENED and statistics.overflows_early(aval.dtype)
+    site = Site(
+      len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape), full, wide, self.order, derived
+    )
+    self.order += 1
+    frame.sites.append(site)
+    return site
+
+  def make_block(self, frame: Frame, jaxpr, consts, path: str, stack: str) -> Block:
+    block = Block(jaxpr, consts)
+    block.nodes = [self.node(frame, eqn, path, stack) for eqn in jaxpr.eqns]
+    return block
+
+  def make_frame(self, jaxpr, path: str, stack: str) -> Frame:
+    frame = Frame()
+    frame.block = self.make_block(frame, *jaxprs.open_jaxpr(jaxpr), path, stack)
+    return frame
+
+  def direction(self, stack: str) -> str:
+    """From the transformations in the name stack; 'update' is what runs after a backward pass and belongs to none."""
+    if "rematted_computation" in stack:
+      return "recomputed"
+    if "transpose(" in stack:
+      self.backward_seen = True
+      return "backward"
+    return "update" if self.backward_seen and "jvp(" not in stack else "forward"
+
+  def node(self, frame: Frame, eqn, path: str, stack: str) -> Node:
+    names = str(eqn.source_info.name_stack)
+    path, stack = _join(path, _readable(names)), _join(stack, names)
+    node = Node(eqn, "leaf", path, self.direction(stack))
+    inner = jaxprs.call_jaxpr(eqn)
+    if inner is not None and not (jaxprs.is_remat(eqn) and jaxprs.touches_ref(eqn)):
+      node.kind = "call"
+      node.block = self.make_block(frame, *jaxprs.open_jaxpr(inner), path, stack)
+      return node
+    loops: list[tuple[Callable[[Any], bool], str, Callable[[], list[tuple[Any, str]]]]] = [
+      (jaxprs.is_scan, "scan", lambda: [(eqn.params["jaxpr"], "scan")]),
+      (jaxprs.is_while, "while", lambda: [(eqn.params["body_jaxpr"], "while")]),
+      (jaxprs.is_cond, "cond", lambda: [(b, f"branch{i}") for i, b in enumerate(eqn.params["branches"])]),
+      (jaxprs.is_shard_map, "shard_map", lambda: [(eqn.params["jaxpr"], "shard_map")]),
+    ]
+    for matches, kind, bodies in loops:
+      if matches(eqn) and not jaxprs.touches_ref(eqn):
+        node.kind, node.child = kind, len(frame.children)
+        frame.children.append(node)
+        node.frames = [self.make_frame(body, _join(path, label), stack) for body, label in bodies()]
+        return node
+    if jaxprs.hides_jaxpr(eqn):
+      self.opaque[eqn.primitive.name] = self.opaque.get(eqn.primitive.name, 0) + 1
+    if not is_exact(eqn):
+      sources = jaxprs.frames(eqn)
+      op, derived = eqn.primitive.name, eqn.primitive.name in SUBSET
+      node.sites = [
+        self.site(frame, op, path, sources, node.direction, v.aval, derived) if jaxprs.is_float(v.aval) else None
+        for v in eqn.outvars
+      ]
+    return node
+
+
+def is_exact(eqn) -> bool:
+  """Whether the outputs hold exactly the operands' values (up to sign): layout changes and widening conversions."""
+  if eqn.primitive.name == "convert_element_type":
+    return _widens(eqn.invars[0].aval, eqn.outvars[0].aval)
+  return eqn.primitive.name in EXACT
+
+
+def _widens(old, new) -> bool:
+  import jax.numpy as jnp
+
+  if not (jaxprs.is_float(old) and jaxprs.is_float(new)):
+    return False
+  if jnp.issubdtype(new.dtype, jnp.complexfloating) != jnp.issubdtype(old.dtype, jnp.complexfloating):
+    return False
+  return jnp.finfo(new.dtype).max >= jnp.finfo(old.dtype).max and jnp.finfo(new.dtype).bits >= jnp.finfo(old.dtype).bits
+
+
+def _join(a: str, b: str) -> str:
+  return f"{a}/{b}" if a and b else a or b
+
+
+def _readable(names: str) -> str:
+  """A name stack without the transformations around the names: transpose(jvp(mlp)) is mlp."""
+  words = [w for part in names.split("/") for w in re.split(r"[()]", part)]
+  return "/".join(w for w in words if w not in ("", "jvp", "transpose", "vmap", "rematted_computation", "checkpoint"))

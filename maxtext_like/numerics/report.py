@@ -1,0 +1,216 @@
+"""X-ray's report: the first cause, one record for each measured tensor, as a table, JSON or one HTML file."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.numerics import cause as cause_search
+from maxtext_like.numerics.explain import Cause, explain, number
+from maxtext_like.numerics.plan import Frame, Plan, Site
+from maxtext_like.numerics.statistics import FORMATS, Stats, decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One measured tensor of the program.
+
+  Attributes:
+    path: argument path of an input; name stack and the calls and loops around the equation otherwise.
+    op, source, direction, dtype, shape: as in Cause; shape is that of one iteration (and of one shard in a shard_map).
+    loops: kinds of the loops around, outermost first; they are the axes of every array in stats.
+    stats: Stats.      level: "full", or "light" (maximum and non-finite counts only).
+  """
+
+  path: str
+  op: str
+  source: str
+  direction: str
+  dtype: str
+  shape: tuple[int, ...]
+  loops: tuple[str, ...]
+  stats: Stats
+  level: str
+  order: int
+
+  @property
+  def name(self) -> str:
+    """Short: the last named scope, the file and line, and the operation."""
+    if self.op == "input":
+      return self.path
+    scopes = [p for p in self.path.split("/") if p and p not in ("scan", "while", "shard_map") and "(" not in p]
+    place = self.source.rsplit("/", 1)[-1]
+    return " ".join(filter(None, ["/".join(scopes[-2:]), place, self.op]))
+
+  @property
+  def nonfinite(self) -> int:
+    return int(self.stats.nonfinite.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What x-ray saw.
+
+  Attributes:
+    outputs: the function's outputs.
+    first_cause: why outputs are non-finite; or the earliest masked fault; or None. See Cause.
+    faults: every fault in execution order, each marked masked or not.
+    finite: whether no fault reached an output (infinities that constants put there on purpose are not faults).
+    tensors: every measured tensor, in the order of the program.
+    opaque: primitives with inner programs that were evaluated whole, not looked into, with their number.
+  """
+
+  outputs: Any
+  first_cause: Cause | None
+  faults: tuple[Cause, ...]
+  finite: bool
+  tensors: tuple[Tensor, ...]
+  opaque: dict[str, int]
+
+  def table(self, n: int = 20, fmt: str = "float16") -> str:
+    """The n tensors nearest to (or beyond) the limit of `fmt`, worst first, below the cause."""
+    rows = [["tensor", "dtype", "shape", "direction", "max|x|", "rms", "min>0", "bad", "zero", f"bits to {fmt}", "at"]]
+    for t in sorted(self.tensors, key=lambda t: severity(t, fmt))[:n]:
+      s = t.stats
+      at = worst_index(t)
+      rows.append(
+        [
+          t.name,
+          t.dtype,
+          "x".join(map(str, t.shape)) or "scalar",
+          t.direction,
+          number(_best(np.nanmax, s.max)),
+          number(_best(np.nanmax, s.rms)),
+          number(_best(np.nanmin, s.min_nonzero)),
+          str(t.nonfinite),
+          "?" if np.isnan(s.zero).all() else f"{100 * float(np.nanmean(s.zero)):.0f}%",
+          _bits(_best(np.nanmin, s.headroom[fmt])),
+          ",".join(map(str, at)),
+        ]
+      )
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return "\n".join([self.summary(), "", *lines])
+
+  def summary(self) -> str:
+    """One to three lines: the cause, further faults, what was not looked into."""
+    if self.first_cause is None:
+      lines = [f"every number of {len(self.tensors)} tensors is finite, or infinite on purpose"]
+    else:
+      lines = [f"first cause: {self.first_cause}"]
+      if len(self.faults) > 1:
+        masked = sum(f.masked for f in self.faults)
+        lines.append(f"{len(self.faults)} faults in all, {masked} of them masked")
+    if self.opaque:
+      inside = ", ".join(f"{name} ({count})" for name, count in sorted(self.opaque.items()))
+      lines.append(f"evaluated whole, not looked into: {inside}")
+    return "\n".join(lines)
+
+  def to_json(self) -> str:
+    """Everything but the outputs; numbers that were not measured, or do not exist, are null."""
+    document = {
+      "finite": self.finite,
+      "first_cause": _plain(self.first_cause),
+      "text": str(self.first_cause) if self.first_cause else None,
+      "faults": [_plain(f) for f in self.faults],
+      "opaque": self.opaque,
+      "tensors": [_plain(t) for t in self.tensors],
+    }
+    return json.dumps(document, allow_nan=False)
+
+  def html(self, title: str = "x-ray") -> str:
+    """One self-contained page: cause, layers x tensors heat maps of headroom, table. No script, no network."""
+    from maxtext_like.numerics.html import page
+
+    return page(self, title)
+
+
+def severity(t: Tensor, fmt: str) -> tuple[bool, float]:
+  """Sort key: tensors with non-finite numbers first, then by headroom."""
+  bits = _best(np.nanmin, t.stats.headroom[fmt])
+  return (t.nonfinite == 0, math.inf if math.isnan(bits) else bits)
+
+
+def worst_index(t: Tensor) -> tuple[int, ...]:
+  """The iteration with the first non-finite number, else with the largest maximum; () outside loops."""
+  if not t.loops:
+    return ()
+  bad = t.stats.nonfinite > 0
+  score = bad if bad.any() else np.nan_to_num(t.stats.max, nan=-1.0)
+  return tuple(int(i) for i in np.unravel_index(int(np.argmax(score)), score.shape))
+
+
+def build(plan: Plan, data, outputs: Any, output_names: Sequence[str]) -> Report:
+  """A report from a program's data (host arrays)."""
+  findings = cause_search.search(plan, data, len(output_names))
+  reached: dict[int, list[str]] = {}
+  for index, fault in findings.reached:
+    reached.setdefault(fault.order, []).append(output_names[index])
+  faults = tuple(
+    explain(f, masked=f.order not in reached, outputs=tuple(reached.get(f.order, ()))) for f in findings.faults
+  )
+  unmasked = [f for f in faults if not f.masked]
+  first = (unmasked or [*faults, None])[0]
+  tensors = sorted(_tensors(plan.frame, data, ()), key=lambda t: t.order)
+  return Report(outputs, first, faults, not unmasked, tuple(tensors), dict(plan.opaque))
+
+
+def _tensors(frame: Frame, data, loops: tuple[str, ...]) -> list[Tensor]:
+  found = [_tensor(site, data["rows"][..., site.row, :], loops) for site in frame.sites]
+  for node, child in zip(frame.children, data["children"], strict=True):
+    if node.kind == "scan":
+      found += _tensors(node.frames[0], child, (*loops, "scan"))
+    elif node.kind == "while":
+      steps = max(1, int(np.max(child["steps"], initial=0)))
+      found += _tensors(node.frames[0], _first(child["history"], steps, len(loops)), (*loops, "while"))
+    elif node.kind == "cond":
+      for branch, branch_data in zip(node.frames, child["branches"], strict=True):
+        found += _tensors(branch, branch_data, loops)
+    else:
+      found += _tensors(node.frames[0], cause_search.over_shards(child, len(loops)), loops)
+  return found
+
+
+def _tensor(site: Site, rows: np.ndarray, loops: tuple[str, ...]) -> Tensor:
+  stats = decode(rows, full=site.full, dtype=site.dtype)
+  level = "full" if site.full else "light"
+  dtype = str(np.dtype(site.dtype))
+  return Tensor(site.path, site.op, site.source, site.direction, dtype, site.shape, loops, stats, level, site.order)
+
+
+def _first(data, n: int, axis: int):
+  """The first n entries along an axis of every array: the iterations of a while that happened."""
+  if isinstance(data, dict):
+    return {k: _first(v, n, axis) for k, v in data.items()}
+  if isinstance(data, list | tuple):
+    return [_first(v, n, axis) for v in data]
+  return data[(slice(None),) * axis + (slice(n),)]
+
+
+def _best(reduce, values: np.ndarray) -> float:
+  return math.nan if np.isnan(values).all() else float(reduce(values))
+
+
+def _bits(x: float) -> str:
+  return "?" if math.isnan(x) else "inf" if x == math.inf else f"{x:.1f}"
+
+
+def _plain(value: Any) -> Any:
+  """JSON's own types; NaN and infinities as null."""
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+  if isinstance(value, np.ndarray | np.generic):
+    return _plain(value.tolist())
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+__all__ = ["FORMATS", "Report", "Tensor", "build", "severity", "worst_index"]
