@@ -33,11 +33,11 @@ def find(dataset_path: str | Sequence[str] | None, suffixes: tuple[str, ...], da
       matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
-        raise UserError(f"data.dataset_path '{entry}': {hint} (working directory {os.getcwd()})")
+        raise UserError(f"data.dataset_path {entry!r}: {hint} (working directory {os.getcwd()})")
     files = [file for match in sorted(matches) for file in _expand(match, suffixes, entry)]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
-      raise UserError(f"data.dataset_path '{entry}': {len(matches)} match(es), but no {kind} file in them")
+      raise UserError(f"data.dataset_path {entry!r}: {len(matches)} match(es), but no {kind} file in them")
     found.update(files)
   for file in sorted(found):
     if not os.access(file, os.R_OK):
@@ -47,10 +47,10 @@ def find(dataset_path: str | Sequence[str] | None, suffixes: tuple[str, ...], da
 
 def _expand(path: str, suffixes: tuple[str, ...], entry: str) -> list[str]:
   if not os.path.exists(path):
-    raise UserError(f"data.dataset_path '{entry}': {path} is a link to nothing")
+    raise UserError(f"data.dataset_path {entry!r}: {path} is a link to nothing")
   if os.path.isdir(path):
     if not os.access(path, os.R_OK | os.X_OK):
-      raise UserError(f"data.dataset_path '{entry}': no permission to list {path}")
+      raise UserError(f"data.dataset_path {entry!r}: no permission to list {path}")
     files = []
     for folder, folders, names in os.walk(path):
       folders[:] = [name for name in folders if not name.startswith(".")]
@@ -60,7 +60,7 @@ def _expand(path: str, suffixes: tuple[str, ...], entry: str) -> list[str]:
           files.append(os.path.abspath(file))
     return files
   if not stat.S_ISREG(os.stat(path).st_mode):
-    raise UserError(f"data.dataset_path '{entry}': {path} is not a regular file")
+    raise UserError(f"data.dataset_path {entry!r}: {path} is not a regular file")
   return [os.path.abspath(path)]
 
 

@@ -52,7 +52,7 @@ def index_lines(path: str) -> LineIndex:
   numbers = np.arange(1, len(starts) + 1)
   kept = ends > starts
   return LineIndex(
-    starts[kept], ends[kept], numbers[kept], f"xxh3 {digest.hexdigest()}", bool(size) and breaks[-1:] == size - 1
+    starts[kept], ends[kept], numbers[kept], f"xxh3 {digest.hexdigest()}", bool(len(breaks)) and int(breaks[-1]) == size - 1
   )
 
 
@@ -137,7 +137,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _reason(error: Exception) -> str:
   if isinstance(error, json.JSONDecodeError):
-    return f"not JSON: {error.msg} at character {error.pos}"
+    return f"not JSON: {error.msg} (character {error.pos})"
   if isinstance(error, UnicodeDecodeError):
     return f"not UTF-8 at byte {error.start} of the line (0x{error.object[error.start]:02x})"
   if isinstance(error, RecursionError):

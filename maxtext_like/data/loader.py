@@ -106,7 +106,8 @@ def make_data(
   if len(indices) < process_count:
     raise UserError(
       f"the {split} split has {len(indices)} of {used} documents (eval_fraction={data.eval_fraction}), "
-      f"expected at least {process_count}, one for each process"
+      f"expected at least {process_count}, one for each process; add documents"
+      + (" or raise eval_fraction" if split == "eval" else "")
     )
   shuffle = data.shuffle and split == "train"
   order = Order(
@@ -328,7 +329,7 @@ class DataSource:
     try:
       self._rows.set_state(state["rows"])
       self._ended = bool(state["ended"])
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
       raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
     self._state, self._counts = state, self._rows.counts()
 

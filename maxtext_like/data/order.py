@@ -22,6 +22,8 @@ def split_indices(documents: int, eval_fraction: float, split: Split) -> np.ndar
   fraction = Fraction(eval_fraction).limit_denominator(10**6)
   if not 0 <= fraction < 1:
     raise ValueError(f"data.eval_fraction is {eval_fraction}, expected 0 or more and below 1")
+  if not fraction:
+    return np.arange(documents if split == "train" else 0)
   edges = np.arange(documents + 1, dtype=np.int64) * fraction.numerator // fraction.denominator
   held_out = np.diff(edges) > 0
   return np.flatnonzero(held_out if split == "eval" else ~held_out)

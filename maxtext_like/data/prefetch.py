@@ -1,5 +1,6 @@
 """A thread that makes batches ahead of the training step, with exact state and a watchdog over a stalled source."""
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -33,6 +34,7 @@ class Prefetch:
     self._stopping = threading.Event()
     self._failed: BaseException | None = None
     self._thread = threading.Thread(target=self._run, name="maxtext-like-data", daemon=True)
+    atexit.register(self.stop, 1.0)  # a daemon thread inside a C++ or Rust tokenizer can crash the interpreter's end
     self._thread.start()
 
   def _run(self) -> None:
@@ -82,6 +84,7 @@ class Prefetch:
 
   def stop(self, seconds: float = 5.0) -> bool:
     """Ends the thread; False when it did not end in time (it is left behind, and ends with the process)."""
+    atexit.unregister(self.stop)
     self._stopping.set()
     with contextlib.suppress(queue.Empty):
       self._items.get_nowait()  # room for the item that the thread may be waiting to hand over: it need not poll

@@ -51,8 +51,8 @@ def test_bom_crlf_blank_lines_separators_and_no_last_newline(tmp_path):
 @pytest.mark.parametrize(
   ("line", "reason"),
   [
-    (b'{"text": "a"', "not JSON: Expecting ',' delimiter at character 12"),
-    (b"plain text", "not JSON: Expecting value at character 0"),
+    (b'{"text": "a"', r"not JSON: Expecting ',' delimiter \(character 12\)"),
+    (b"plain text", r"not JSON: Expecting value \(character 0\)"),
     (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
     (b"{'text': 'a'}", "not JSON"),
     (b'{"text": "a\0b"}', "not JSON: Invalid control character"),
@@ -88,6 +88,12 @@ def test_a_truncated_last_line_says_so(tmp_path):
   documents = lines(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "tru')
   with pytest.raises(BadRecordError, match="was the file cut off"):
     documents.read(1)
+
+
+@pytest.mark.parametrize("content", [b'{"text": "tru', b"PAR1", '{"text": "a"}'.encode("utf-16"), b'{"text": 1}\r{"text": 2}'])
+def test_one_bad_line_without_a_newline(tmp_path, content):
+  with pytest.raises(BadRecordError, match="was the file cut off"):
+    lines(tmp_path / "a.jsonl", content).read(0)
 
 
 def test_a_long_line_is_refused_unread(tmp_path, monkeypatch):

@@ -335,3 +335,13 @@ def test_storage_errors_are_retryable(make, path, monkeypatch):
   monkeypatch.setattr(loader.JsonLines, "read", fail)
   with pytest.raises(RetryableError, match="Errno 5"):
     take(source, 500)
+
+
+def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
+  import dataclasses
+
+  from maxtext_like.config.schema import DataConfig
+
+  read = {name for name, member in vars(loader.DataConfig).items() if isinstance(member, property)}
+  assert len(read) == 10
+  assert read <= {field.name for field in dataclasses.fields(DataConfig)}

@@ -2,12 +2,17 @@
 
 import itertools
 import logging
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from maxtext_like.data.prefetch import DEPTH, Prefetch
 from maxtext_like.errors import RetryableError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_items_come_in_order_and_not_far_ahead():
@@ -51,3 +56,14 @@ def test_a_stalled_source_warns_and_then_fails(caplog):
   assert threading.current_thread() is threading.main_thread()
   release.set()
   assert prefetch.stop()
+
+
+@pytest.mark.parametrize("seconds", ["0", "60"])
+def test_the_process_ends_with_the_thread_at_work_or_hanging(seconds):
+  """Nobody calls stop: a trainer that dies by an exception must neither hang nor crash at its end."""
+  program = (
+    "import sys, time; from maxtext_like.data.prefetch import Prefetch\n"
+    f"prefetch = Prefetch(lambda: (time.sleep({seconds}), 1), warn_seconds=9, limit_seconds=9); sys.exit(42)"
+  )
+  done = subprocess.run([sys.executable, "-c", program], timeout=20, capture_output=True, text=True, cwd=ROOT)
+  assert (done.returncode, done.stdout, done.stderr) == (42, "", "")
