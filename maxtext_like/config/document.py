@@ -39,7 +39,8 @@ def keys() -> tuple[Key, ...]:
     UserError: a key has no comment there, and so no meaning.
   """
   path = configs_folder() / "base.yml"
-  meanings = dict(m.groups() for line in path.read_text("utf-8").splitlines() if (m := _LINE.fullmatch(line)))
+  lines = path.read_text("utf-8").splitlines()
+  meanings = {m[1]: m[2] for line in lines if (m := _LINE.fullmatch(line))}
   if missing := [leaf for leaf in LEAVES if leaf not in meanings]:
     raise UserError(f"{path}: no comment at {', '.join(missing)}")
   defaults = base_values()

@@ -1,9 +1,12 @@
 """``load_config``: base.yml <- model file <- hardware files <- command line, merged into one checked ``Config``."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping as Entries
 from collections.abc import Sequence as Words
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config import maxtext
@@ -108,13 +111,14 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   return Loaded(config, origins, _config_dict(values), tuple(notes), file)
 
 
-def base_values() -> dict[str, object]:
+@functools.cache
+def base_values() -> MappingProxyType[str, object]:
   """The defaults of ``configs/base.yml`` by leaf name; keys that a model file has to set are None."""
   problems: list[Problem] = []
   values = _coerced(_base_entries(), problems, allow_unset=True)
   if problems:
     raise error_of(problems)
-  return values
+  return MappingProxyType(values)
 
 
 def _hardware_file(name: str) -> Path:
@@ -125,12 +129,13 @@ def _hardware_file(name: str) -> Path:
   return path
 
 
-def _base_entries() -> dict[str, Entry]:
+@functools.cache
+def _base_entries() -> MappingProxyType[str, Entry]:
   path = configs_folder() / "base.yml"
   entries = {e.key: e for e in _file_entries(path)}
   if missing := [leaf for leaf in LEAVES if leaf not in entries]:
     raise UserError(f"{label_of(path)}: no default for {', '.join(missing)}")
-  return entries
+  return MappingProxyType(entries)
 
 
 def _file_entries(path: Path) -> list[Entry]:
@@ -148,10 +153,11 @@ def _file_entries(path: Path) -> list[Entry]:
     except KeyError as error:
       problems.append(Problem(f"{origin}: {_unknown(key, section, error.args[0])}"))
       return
-    if leaf in seen:
-      problems.append(Problem(f"{origin}: duplicate key {leaf!r}, first at {seen[leaf]}"))
+    ours = maxtext.RENAMED.get(leaf, leaf)
+    if ours in seen:
+      problems.append(Problem(f"{origin}: duplicate key {ours!r}, first at {seen[ours]}"))
       return
-    seen[leaf] = origin
+    seen[ours] = origin
     entries.append(Entry(leaf, node, origin))
 
   for key, node in top.items.items():
@@ -180,7 +186,7 @@ def _unknown(key: str, section: str | None, reason: str) -> str:
   return f"unknown key {section + '.' + key!r}{did_you_mean(key, here) or did_you_mean(key, LEAVES)}"
 
 
-def _coerced(entries: dict[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:
+def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:
   values: dict[str, object] = {}
   unset: list[str] = []
   for leaf, (_, kind) in LEAVES.items():

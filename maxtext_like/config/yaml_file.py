@@ -110,7 +110,7 @@ class _Reader:
       yield from yaml.parse(text, Loader=yaml.SafeLoader)
     except yaml.reader.ReaderError as error:
       line = text.count("\n", 0, error.position) + 1
-      raise self.error(line, f"character U+{ord(str(error.character)):04X} is not allowed in YAML") from error
+      raise self.error(line, f"character U+{int(error.character):04X} is not allowed in YAML") from error
     except yaml.MarkedYAMLError as error:
       mark = error.problem_mark or error.context_mark
       reason = " ".join(part for part in (error.problem, error.context) if part)

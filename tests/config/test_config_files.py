@@ -1,0 +1,89 @@
+"""Finding a configuration: by name, by path, misspelt, missing, a folder (fault F56); in a checkout and in a wheel."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
+from maxtext_like.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_models_are_found_by_name_and_path(monkeypatch, tmp_path):
+  file = configs_folder() / "models" / "gemma4-tiny.yml"
+  assert find_config("gemma4-tiny") == file
+  assert find_config(str(file)) == file
+  monkeypatch.chdir(tmp_path)
+  assert find_config("configs/models/gemma4-tiny.yml") == file  # as the README writes it, from anywhere
+  mine = tmp_path / "mine.yml"
+  mine.write_text("steps: 5\n")
+  assert find_config("mine.yml").resolve() == mine
+  assert find_config(str(mine)) == mine
+
+
+def test_every_model_of_the_project_is_listed():
+  assert model_names() == sorted(
+    [f"gemma3-{size}" for size in ("4b", "12b", "27b", "tiny")]
+    + [f"gemma4-{size}" for size in ("e2b", "e4b", "26b", "31b", "tiny", "moe-tiny", "e2b-tiny")]
+    + [f"deepseek{version}-{size}" for version in ("3", "3.2") for size in ("671b", "tiny")]
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "reason"),
+  [
+    ("gemma4-tniy", "gemma4-tniy: no such model or configuration file\n  fix: did you mean gemma4-tiny"),
+    ("Gemma4_31B", "did you mean gemma4-31b"),
+    ("deepseek3-671", "did you mean deepseek3-671b"),
+    ("configs/models/gemma4-32b.yml", "did you mean .*gemma4-31b"),
+    ("/nowhere/gemma3-4b.yml", "/nowhere/gemma3-4b.yml: no such model.*\n.*did you mean gemma3-4b"),
+    ("llama", "models are deepseek3-671b, "),
+    ("configs/models", "is a directory"),
+    ("/dev/null", "is not a regular file"),
+    ("", "no configuration named"),
+  ],
+)
+def test_what_is_not_there(name, reason, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  with pytest.raises(UserError, match=reason):
+    find_config(name)
+
+
+def test_labels_are_short(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  assert label_of(configs_folder() / "base.yml") == "configs/base.yml"
+  assert label_of(tmp_path / "a" / "b.yml") == "a/b.yml"
+  assert label_of(Path("/etc/x.yml")) == "/etc/x.yml"
+
+
+def test_an_installed_wheel_finds_its_own_copy(tmp_path):
+  # What the wheel holds: the package without the checkout around it, configs/ inside (pyproject's force-include).
+  shutil.copytree(ROOT / "maxtext_like" / "config", tmp_path / "maxtext_like" / "config")
+  shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
+  for name in ("__init__.py", "errors.py"):
+    shutil.copy(ROOT / "maxtext_like" / name, tmp_path / "maxtext_like" / name)
+  program = (
+    "from maxtext_like.config.load import load_config; import maxtext_like;"
+    "loaded = load_config('configs/models/gemma4-tiny.yml'); print(loaded.path); print(loaded.origins['training.steps'])"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, env={"PYTHONPATH": "."}
+  )
+  path, origin = done.stdout.splitlines()
+  assert Path(path) == tmp_path / "maxtext_like" / "configs" / "models" / "gemma4-tiny.yml"
+  assert origin.startswith("configs/models/gemma4-tiny.yml:")
+
+
+def test_a_damaged_installation_says_so(tmp_path):
+  shutil.copytree(ROOT / "maxtext_like" / "config", tmp_path / "maxtext_like" / "config")
+  for name in ("__init__.py", "errors.py"):
+    shutil.copy(ROOT / "maxtext_like" / name, tmp_path / "maxtext_like" / name)
+  program = "from maxtext_like.config.files import configs_folder; configs_folder()"
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, env={"PYTHONPATH": "."}
+  )
+  assert "configs/base.yml is missing; install maxtext-like again" in done.stderr

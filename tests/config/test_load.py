@@ -1,0 +1,163 @@
+"""Merging: origins, unknown keys, required keys, and a resolved configuration that loads to itself (faults F52, F53)."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxtext_like.config.files import configs_folder, model_names
+from maxtext_like.config.load import base_values, load_config
+from maxtext_like.config.schema import LEAVES, SECTIONS
+from maxtext_like.errors import UserError
+
+TINY = (configs_folder() / "models" / "gemma4-tiny.yml").read_text("utf-8")
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+  """Writes ``m.yml`` in the working directory."""
+  monkeypatch.chdir(tmp_path)
+
+  def write(text, data=None):
+    (tmp_path / "m.yml").write_bytes(text.encode() if data is None else data)
+    return "m.yml"
+
+  return write
+
+
+def test_origins_name_file_and_line():
+  loaded = load_config("gemma4-tiny", ["seed=3"])
+  lines = TINY.splitlines()
+  file, line = loaded.origins["model.emb_dim"].split(":")
+  assert file == "configs/models/gemma4-tiny.yml"
+  assert lines[int(line) - 1] == "  emb_dim: 128"
+  assert loaded.origins["training.seed"] == 'command line "seed=3"'
+  assert loaded.origins["training.adam_eps"].startswith("configs/base.yml:")
+  assert set(loaded.origins) == {f"{section}.{leaf}" for leaf, (section, _) in LEAVES.items()}
+
+
+def test_values_are_a_locked_config_dict():
+  values = load_config("gemma4-tiny").values
+  assert values.training.steps == 100
+  assert values.is_locked
+  with pytest.raises(AttributeError, match="stepz"):
+    setattr(values["training"], "stepz", 5)  # noqa: B010
+
+
+def test_model_name_is_the_files_unless_set(model):
+  assert load_config(model(TINY)).config.model.model_name == "m"
+  assert load_config(model(TINY), ["model_name=other"]).config.model.model_name == "other"
+
+
+@pytest.mark.parametrize(
+  ("text", "reason"),
+  [
+    (TINY.replace("  emb_dim: 128", "  embdim: 128"), r"m.yml:6: unknown key 'model.embdim', did you mean 'emb_dim'\?"),
+    (TINY + "\nflaot32_logits: true\n", r"m.yml:43: unknown key 'flaot32_logits', did you mean 'float32_logits'\?"),
+    (TINY + "\ntrainng:\n  steps: 5\n", r"m.yml:43: unknown section 'trainng', did you mean 'training'\?"),
+    (TINY + "\nmesh:\n  steps: 5\n", r"m.yml:44: 'steps' is a key of training, not of mesh"),
+    (TINY + "\nmesh: 5\n", r"m.yml:43: mesh is a section: put its keys below it"),
+    (TINY + "\nsteps: 5\n", r"m.yml:43: duplicate key 'steps', first at m.yml:38"),
+    (TINY.replace("steps: 100", "steps: 5.0"), r"m.yml:38: steps: '5.0' is not an int: write 5"),
+    (TINY.replace("steps: 100", "steps: {a: 1}"), r"m.yml:38: steps: a mapping where int is needed"),
+    (TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"), r"m.yml:38: steps: a mapping where int is needed"),
+    (TINY.replace("steps: 100", "steps:"), r"m.yml:38: steps: null where int is needed"),
+    (TINY.replace("dtype: float32", "dtype: float64", 1), r"m.yml:32: dtype: 'float64' is not one of float32, bfloat16"),
+    ("", r"the model file does not set decoder_block \(gemma3 \| gemma4 \| deepseek\), vocab_size \(int\)"),
+    ("model:\n", "the model file does not set decoder_block"),
+  ],
+)
+def test_faults_in_a_file(model, text, reason):
+  with pytest.raises(UserError, match=reason):
+    load_config(model(text))
+
+
+def test_all_faults_of_a_file_come_together(model):
+  text = TINY.replace("emb_dim", "embdim").replace("mlp_dim", "mlpdim")
+  with pytest.raises(UserError, match=r"(?s)2 problems.*m.yml:6: unknown key.*m.yml:7: unknown key"):
+    load_config(model(text))
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "0.0001", "1.0e-4"])
+def test_floats_without_a_point_are_floats(model, number):
+  text = TINY.replace("learning_rate: 3e-3", f"learning_rate: {number}")
+  assert load_config(model(text)).config.training.learning_rate == 1e-4
+
+
+def test_flat_and_dotted_files_mean_the_same(model):
+  sectioned = load_config(model(TINY)).config
+  flat = "\n".join(line.removeprefix("  ") for line in TINY.splitlines() if not line.rstrip().endswith(":"))
+  assert load_config(model(flat)).config == sectioned
+  dotted = TINY.replace("  steps: 100\n", "") + "training.steps: 100\n"
+  assert load_config(model(dotted)).config == sectioned
+
+
+def test_base_alone_is_no_model():
+  with pytest.raises(UserError, match="holds defaults, no model"):
+    load_config(configs_folder() / "base.yml")
+
+
+def test_base_has_exactly_the_keys_of_the_schema():
+  assert list(base_values()) == list(LEAVES)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_resolved_configuration_loads_to_itself(name, model):
+  loaded = load_config(name)
+  again = load_config(model(loaded.to_yaml()))
+  assert again.config == loaded.config
+  assert again.to_yaml().count("\n") == loaded.to_yaml().count("\n")
+
+
+def overrides():
+  """Random values that leave gemma4-tiny a possible configuration."""
+  text = st.text(st.characters(exclude_categories=("Cc", "Cs"), exclude_characters="/"), min_size=1, max_size=9)
+  names = text.filter(lambda t: t.strip() == t and t[0] not in "[{\"'" and t not in (".", "..", "~", "null"))
+  return st.fixed_dictionaries(
+    {},
+    optional={
+      "steps": st.integers(1, 10**12),
+      "seed": st.integers(0, 2**31),
+      "learning_rate": st.floats(1e-30, 1e30),
+      "adam_eps": st.floats(1e-300, 1.0),
+      "run_name": names,
+      "output_dir": names,
+      "tokenizer": names,
+      "mu_dtype": st.sampled_from(["null", "bfloat16"]),
+      "float32_gate_product": st.sampled_from(["auto", "true", "false"]),
+      "scan_layers": st.sampled_from(["true", "false"]),
+      "enable_checkpointing": st.sampled_from(["true", "false"]),
+      "final_logits_soft_cap": st.sampled_from(["null", "0.1", "7"]),
+      "trainable_parameters_mask": st.sampled_from(["[]", "['.*', \"a'b\"]", "[mlp, '\\d+']"]),
+      "layer_types": st.sampled_from(["null", "[sliding, global, global, sliding, sliding, global]"]),
+    },
+  )
+
+
+@given(overrides())
+@settings(deadline=None, max_examples=60)
+def test_random_configurations_survive_to_yaml_and_back(tmp_path_factory, changes):
+  loaded = load_config("gemma4-tiny", [f"{key}={value}" for key, value in changes.items()])
+  file = tmp_path_factory.mktemp("round") / "m.yml"
+  file.write_text(loaded.to_yaml(), encoding="utf-8")
+  assert load_config(file).config == loaded.config
+
+
+@given(st.text(max_size=20), st.sampled_from([None, *SECTIONS]))
+@settings(deadline=None)
+def test_random_keys_in_a_file_are_refused(tmp_path_factory, key, section):
+  if key in LEAVES or key in SECTIONS or any("\ud800" <= c <= "\udfff" for c in key):
+    return
+  quoted = "".join(f"\\U{ord(c):08x}" for c in key)
+  file = tmp_path_factory.mktemp("keys") / "m.yml"
+  file.write_text(f'"{quoted}": 1\n' if section is None else f'{section}:\n  "{quoted}": 1\n', encoding="utf-8")
+  with pytest.raises(UserError, match=r"m.yml:[12]: "):
+    load_config(file)
+
+
+def test_sections_are_of_their_types():
+  config = load_config("gemma4-tiny").config
+  assert all(isinstance(getattr(config, section), cls) for section, cls in SECTIONS.items())
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.training = None  # pyright: ignore

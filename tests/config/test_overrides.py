@@ -1,0 +1,127 @@
+"""The command line: every way of typing a value is understood or refused, none is ignored (faults F52, F55)."""
+
+import contextlib
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.overrides import is_key, leaf_of, parse_overrides
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.errors import UserError
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["steps=5"],
+    ["training.steps=5"],
+    ["--steps=5"],
+    ["--training.steps=5"],
+    ["-steps=5"],
+    ["--steps", "5"],
+    ["training.steps", "5"],
+    ["steps", "5"],
+    ["steps = 5"],
+    ["steps= 5"],
+    ["steps=7", "steps=5"],  # the last one counts, as in every shell script that appends to its arguments
+  ],
+)
+def test_understood(words):
+  loaded = load_config("gemma4-tiny", words)
+  assert loaded.config.training.steps == 5
+  assert loaded.origins["training.steps"].startswith('command line "')
+
+
+@pytest.mark.parametrize(
+  ("words", "reason"),
+  [
+    (["=5"], "no key before '='.*\n.*write KEY=5"),
+    (["steps="], "no value after '='.*\n.*write steps=VALUE"),
+    (["--steps="], "no value after '='"),
+    (["steps=", "5"], "no value after '='"),
+    (["steps", "=", "5"], "no value\n.*steps=VALUE without spaces"),
+    (["steps", "=5"], "no value\n.*steps=VALUE without spaces"),
+    (["steps"], "no value\n.*steps=VALUE"),
+    (["steps", "seed=3"], "'steps': no value"),
+    (["steps", "seed", "3"], "'steps': no value"),
+    (["--scan_layers", "--steps=5"], "no value"),
+    (["steps:", "5"], "write steps=VALUE"),
+    (["5"], "not a key=value"),
+    (["steps=5", "now"], "'now': not a key=value"),
+    (["--fast"], "unknown key 'fast'"),
+    (["stepz=5"], "command line \"stepz=5\": unknown key 'stepz', did you mean 'steps'?"),
+    (["training.stepz=5"], "did you mean 'training.steps'"),
+    (["model.steps=5"], "did you mean 'training.steps'"),
+    (["train.steps=5"], "unknown key 'train.steps', did you mean 'training.steps'"),
+    (["training.model.steps=5"], "unknown key"),
+    (["flaot32_logits=true"], "did you mean 'float32_logits'"),
+    (["STEPS=5"], "did you mean 'steps'"),
+    (["learning-rate=1"], "did you mean 'learning_rate'"),
+    (["xyzzy=1"], "--help-keys"),
+    (["training=5"], "unknown key 'training'"),
+    (["steps=five"], "steps: 'five' is not an int"),
+    (["hardware=/nowhere.yml"], "no such hardware file"),
+    (["nowhere.yml"], "no such hardware file"),
+    (["hardware=."], "is a directory"),
+  ],
+)
+def test_refused(words, reason):
+  with pytest.raises(UserError, match=reason.replace("?", "\\?").replace("(", "\\(")):
+    load_config("gemma4-tiny", words)
+
+
+def test_negative_numbers_are_values():
+  assert load_config("gemma4-tiny", ["--finite_check_steps", "-1"]).config.training.finite_check_steps == -1
+
+
+def test_text_values_keep_their_signs():
+  loaded = load_config("gemma4-tiny", ["dataset=text", "dataset_path=/a b/*.txt?x=1#y", "run_name=no"])
+  assert loaded.config.data.dataset_path == "/a b/*.txt?x=1#y"
+  assert loaded.config.logging.run_name == "no"
+
+
+def test_lists_and_null():
+  loaded = load_config("gemma4-tiny", ["trainable_parameters_mask=['.*mlp.*', norm]", "compilation_cache_dir=null"])
+  assert loaded.config.training.trainable_parameters_mask == (".*mlp.*", "norm")
+  assert loaded.config.logging.compilation_cache_dir is None
+
+
+def test_hardware_files_lie_between_model_and_command_line(tmp_path):
+  first, second = tmp_path / "a.yml", tmp_path / "b.yaml"
+  first.write_text("mesh:\n  ici_data_parallelism: 2\nsteps: 7\nseed: 1\n")
+  second.write_text("training:\n  seed: 2\n")
+  loaded = load_config("gemma4-tiny", ["max_to_keep=9", str(first), f"hardware={second}", "steps=8"])
+  assert (loaded.config.mesh.ici_data_parallelism, loaded.config.training.seed) == (2, 2)
+  assert (loaded.config.training.steps, loaded.config.checkpoint.max_to_keep) == (8, 9)
+  assert loaded.origins["training.seed"] == f"{second}:2"
+
+
+@given(st.text(st.characters(categories=("Ll", "Lu", "Nd"), include_characters="_.-"), min_size=1))
+def test_random_keys_are_known_or_refused_with_the_key(key):
+  if is_key(key):
+    assert leaf_of(key) == key.rpartition(".")[2]
+    return
+  with pytest.raises(KeyError, match=re.escape(repr(key))):
+    leaf_of(key)
+  with pytest.raises(UserError):
+    parse_overrides([f"{key}=1"])
+
+
+@given(st.lists(st.sampled_from([*LEAVES, "5", "=", "steps=3", "x", "-", "--", "--seed=1", "", "a=b"]), max_size=5))
+def test_no_word_is_ignored(words):
+  try:
+    hardware, entries = parse_overrides(words)
+  except UserError:
+    return
+  assert not hardware
+  used = sum(1 if "=" in e.origin else 2 for e in entries)
+  assert used == len(words)
+
+
+@given(st.lists(st.text(max_size=12), max_size=4))
+def test_any_words_are_understood_or_refused(words):
+  with contextlib.suppress(UserError):  # anything else is a fault of the parser
+    assert load_config("gemma4-tiny", words).config.model.emb_dim >= 1

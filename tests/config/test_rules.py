@@ -1,0 +1,102 @@
+"""Rules over sections: conflicts are listed together, each with both places and a remedy; useless keys are refused (F54)."""
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.rules import FAMILIES_OF_KEY, inactive_precision_keys
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.errors import UserError
+
+
+def error(name, *words):
+  with pytest.raises(UserError) as refused:
+    load_config(name, words)
+  return str(refused.value)
+
+
+def test_every_conflict_is_listed_with_places_and_remedies():
+  text = error("gemma4-tiny", "num_query_heads=5", "steps=-1", "sliding_window_size=0", "max_target_length=9000")
+  assert text.startswith("4 problems in the configuration\n")
+  for part in (
+    "num_query_heads = 5 is not divisible by num_kv_heads = 2",
+    'where: command line "num_query_heads=5"; configs/models/gemma4-tiny.yml:10 (num_kv_heads)',
+    "steps = -1 is below 1",
+    "fix: set steps to 1 or more",
+    "sliding_window_size = 0",
+    "max_target_length = 9000 is more than max_position_embeddings = 8192",
+  ):
+    assert part in text
+
+
+def test_one_conflict_is_one_message():
+  assert error("gemma4-tiny", "resume=true", "enable_checkpointing=false") == (
+    "resume: true with enable_checkpointing: false\n"
+    '  where: command line "resume=true"; command line "enable_checkpointing=false"\n'
+    "  fix: turn one of them around: a run without checkpoints cannot be resumed"
+  )
+
+
+def test_turning_checkpoints_off_turns_resume_off():
+  loaded = load_config("gemma4-tiny", ["enable_checkpointing=false"])
+  assert loaded.config.checkpoint.resume is False
+  assert loaded.origins["checkpoint.resume"] == "follows from enable_checkpointing: false"
+
+
+@pytest.mark.parametrize(
+  ("name", "words", "reason"),
+  [
+    ("gemma4-tiny", ["num_decoder_layers=5"], "the last of 5 layers would be sliding"),
+    ("gemma4-tiny", ["layer_types=[global, global, global, global, global, sliding]"], "the last of 6 layers"),
+    ("gemma4-tiny", ["use_double_wide_mlp=true"], "there are none"),
+    ("gemma4-tiny", ["share_kv_projections=false"], "global_num_kv_heads = 1 without share_kv_projections"),
+    ("gemma4-tiny", ["vocab_size_per_layer_input=512"], "without a per-layer embedding"),
+    ("gemma4-tiny", ["rope_type=linear"], "gemma4 has rope_type default"),
+    ("gemma3-tiny", ["rope_type=default"], "rope_type: default with rope_linear_scaling_factor = 8"),
+    ("gemma3-tiny", ["rope_linear_scaling_factor=1"], "rope_type: linear with rope_linear_scaling_factor = 1"),
+    ("deepseek3-tiny", ["num_kv_heads=2"], "num_kv_heads = 2 differs from num_query_heads = 4"),
+    ("deepseek3-tiny", ["beta_slow=32"], "beta_fast = 32 is not above beta_slow = 32"),
+    ("gemma4-tiny", ["eos_token_id=512"], "eos_token_id = 512 is outside the vocabulary of 512"),
+    ("gemma4-tiny", ["attention=cudnn_flash"], "cudnn_flash with dtype: float32"),
+    ("deepseek3-tiny", ["attention=cudnn_flash", "dtype=bfloat16"], "cudnn_flash with latent attention"),
+    ("deepseek3-tiny", ["sliding_window_size=16"], "sliding_window_size = 16 does nothing in decoder_block deepseek"),
+    ("gemma3-tiny", ["num_experts=4"], "num_experts = 4 does nothing in decoder_block gemma3"),
+    ("gemma4-tiny", ["use_indexer=true"], "use_indexer = true does nothing in decoder_block gemma4"),
+  ],
+)
+def test_conflicts(name, words, reason):
+  assert reason in error(name, *words)
+
+
+@pytest.mark.parametrize(
+  ("name", "key"),
+  [
+    ("gemma3-tiny", "indexer_float32_logits"),
+    ("gemma3-tiny", "float32_vision_pool"),
+    ("gemma3-tiny", "float32_gate_logits"),
+    ("gemma4-tiny", "indexer_float32_logits"),
+    ("gemma4-tiny", "float32_gate_logits"),
+    ("gemma4-tiny", "float32_weight_sum"),
+    ("deepseek3-tiny", "float32_vision_pool"),
+  ],
+)
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_precision_flag_that_the_model_has_no_use_for_is_refused(name, key, value):
+  text = error(name, f"{key}={value}")
+  assert f"{key} = {value} does nothing: the model has not got" in text
+  assert f'where: command line "{key}={value}"' in text
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_the_indexer_flag_belongs_to_every_deepseek(value):
+  config = load_config("deepseek3-tiny", [f"indexer_float32_logits={value}"]).config
+  assert config.precision.indexer_float32_logits is (value == "true")
+  assert not config.model.use_indexer
+
+
+def test_inactive_precision_keys_are_keys():
+  config = load_config("gemma3-tiny").config
+  assert all(LEAVES[key][0] == "precision" for key in inactive_precision_keys(config.model))
+
+
+def test_keys_of_families_are_model_keys():
+  assert all(LEAVES[key][0] == "model" for key in FAMILIES_OF_KEY)

@@ -1,0 +1,112 @@
+"""Sections: each refuses its own contradictions, and the mirror of the layers' Precision is exact."""
+
+import dataclasses
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.problems import InvalidSectionError
+from maxtext_like.config.schema import LEAVES, SECTIONS, MeshConfig, PrecisionConfig
+
+CONFIG = load_config("gemma4-tiny").config
+
+
+def test_precision_mirrors_the_layers_field_by_field():
+  from maxtext_like.layers.precision import Precision
+
+  ours = [(f.name, f.type) for f in dataclasses.fields(PrecisionConfig)]
+  theirs = [(f.name, f.type) for f in dataclasses.fields(Precision)]
+  assert ours == theirs
+
+
+def test_precision_defaults_are_the_layers():
+  from maxtext_like.config.load import base_values
+  from maxtext_like.layers.precision import Precision
+
+  base = base_values()
+  assert {f.name: base[f.name] for f in dataclasses.fields(Precision)} == dataclasses.asdict(Precision())
+
+
+def test_leaf_names_are_unique_over_sections():
+  assert len(LEAVES) == sum(len(dataclasses.fields(cls)) for cls in SECTIONS.values())
+  assert not set(LEAVES) & set(SECTIONS)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_sections_are_frozen_and_keyword_only(section):
+  value = getattr(CONFIG, section)
+  name = dataclasses.fields(value)[0].name
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    setattr(value, name, None)
+  with pytest.raises(TypeError):
+    SECTIONS[section](*dataclasses.asdict(value).values())
+  hash(value)  # a section may key a cache
+
+
+@pytest.mark.parametrize(
+  ("section", "changes", "reason"),
+  [
+    ("training", {"steps": 0}, "steps = 0 is below 1"),
+    ("training", {"steps": -3}, "steps = -3 is below 1"),
+    ("training", {"seed": -1}, "seed = -1"),
+    ("training", {"max_target_length": 1}, "max_target_length = 1"),
+    ("training", {"learning_rate": 0.0}, "learning_rate = 0.0 is not above 0"),
+    ("training", {"adam_b1": 1.0}, "adam_b1 = 1.0"),
+    ("training", {"sgd_momentum": -0.1}, "sgd_momentum"),
+    ("training", {"warmup_steps_fraction": 1.5}, "warmup_steps_fraction = 1.5"),
+    (
+      "training",
+      {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.5},
+      "more than the whole run",
+    ),
+    ("training", {"per_device_batch_size": 6, "gradient_accumulation_steps": 4}, "not divisible"),
+    ("training", {"finite_check_steps": -2}, "finite_check_steps = -2"),
+    ("training", {"loss_scale_init": 0.5}, "loss_scale_init"),
+    ("training", {"trainable_parameters_mask": ("ok", "(")}, "not a regular expression"),
+    ("data", {"eval_fraction": 1.0}, "eval_fraction = 1.0"),
+    ("data", {"eval_interval": 5, "eval_fraction": 0.0}, "eval_interval = 5 with eval_fraction = 0"),
+    ("data", {"eval_interval": -1}, "eval_interval = -1"),
+    ("data", {"dataset": "jsonl"}, "dataset: jsonl without dataset_path"),
+    ("data", {"dataset": "text", "dataset_path": ()}, "without dataset_path"),
+    ("data", {"dataset_path": "x.txt"}, "reads no files"),
+    ("data", {"tokenizer": ""}, "tokenizer is empty"),
+    ("data", {"dataset_documents_max": 0}, "dataset_documents_max = 0"),
+    ("checkpoint", {"enable_checkpointing": False}, "resume: true with enable_checkpointing: false"),
+    ("checkpoint", {"checkpoint_interval": 0}, "checkpoint_interval = 0"),
+    ("checkpoint", {"init_from": ""}, "init_from is empty"),
+    ("mesh", {"ici_data_parallelism": 0}, "ici_data_parallelism = 0"),
+    ("mesh", {"ici_data_parallelism": -1}, "are both -1"),
+    ("logging", {"run_name": "a/b"}, "not the name of a directory"),
+    ("logging", {"run_name": ".."}, "not the name of a directory"),
+    ("logging", {"output_dir": ""}, "output_dir is empty"),
+    ("logging", {"log_interval": 0}, "log_interval = 0"),
+    ("logging", {"compilation_cache_dir": ""}, "compilation_cache_dir is empty"),
+  ],
+)
+def test_contradictions(section, changes, reason):
+  with pytest.raises(InvalidSectionError, match=reason) as refused:
+    dataclasses.replace(getattr(CONFIG, section), **changes)
+  assert len(refused.value.problems) == 1
+  assert set(refused.value.problems[0].keys) <= set(LEAVES)
+
+
+def test_all_contradictions_of_a_section_come_together():
+  with pytest.raises(InvalidSectionError) as refused:
+    dataclasses.replace(CONFIG.training, steps=-1, learning_rate=-1.0, adam_b2=2.0)
+  assert [p.keys for p in refused.value.problems] == [("steps",), ("learning_rate",), ("adam_b2",)]
+
+
+@pytest.mark.parametrize(
+  ("data", "fsdp", "devices", "sizes"),
+  [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (-1, 4, 8, (2, 4)), (2, 4, 8, (2, 4)), (1, 1, 1, (1, 1))],
+)
+def test_mesh_works_out_the_rest(data, fsdp, devices, sizes):
+  mesh = MeshConfig(ici_data_parallelism=data, ici_fsdp_parallelism=fsdp)
+  assert mesh.axis_sizes(devices) == dict(zip(("data", "fsdp"), sizes, strict=True))
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(3, -1), (2, 2), (16, 1), (16, -1)])
+def test_mesh_that_does_not_multiply_to_the_devices(data, fsdp):
+  mesh = MeshConfig(ici_data_parallelism=data, ici_fsdp_parallelism=fsdp)
+  with pytest.raises(ValueError, match=f"ici_data_parallelism = {data}.*8 devices"):
+    mesh.axis_sizes(8)
