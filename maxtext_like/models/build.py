@@ -35,7 +35,7 @@ def build_decoder(
     ValueError: sizes that no model can have.
   """
   if model.decoder_block == "deepseek":
-    cfg, layers = deepseek.decoder(model, precision, attention, platform)
+    cfg, layers = deepseek.decoder(model, precision, attention)
   else:
     cfg, layers = gemma.decoder(model, precision, attention, platform)
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy)

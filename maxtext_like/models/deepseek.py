@@ -29,7 +29,7 @@ def _rope(m: ModelConfig) -> RopeConfig:
   )
 
 
-def _attention(m: ModelConfig, kernel: Kernel, platform: str) -> MLAConfig:
+def _attention(m: ModelConfig, kernel: Kernel) -> MLAConfig:
   indexer = None
   if m.use_indexer:
     indexer = IndexerConfig(
@@ -54,13 +54,10 @@ def _attention(m: ModelConfig, kernel: Kernel, platform: str) -> MLAConfig:
     indexer_sparse=m.indexer_sparse_training,
     indexer_loss_weight=m.indexer_loss_scaling_factor,
     kernel=kernel,
-    platform=platform,
   )
 
 
-def decoder(
-  m: ModelConfig, precision: Precision, kernel: Kernel, platform: str
-) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
+def decoder(m: ModelConfig, precision: Precision, kernel: Kernel) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
   """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
   mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
   moe = None
@@ -80,7 +77,7 @@ def decoder(
       shared_experts=m.shared_experts,
       load_balance_loss_weight=m.load_balance_loss_weight,
     )
-  attention, epsilon = _attention(m, kernel, platform), m.normalization_layer_epsilon
+  attention, epsilon = _attention(m, kernel), m.normalization_layer_epsilon
   layers = []
   for i in range(m.num_decoder_layers):
     dense = moe is None or i < m.first_num_dense_layers

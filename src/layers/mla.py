@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention_kernels import Kernel, choose_kernel, dot_product_attention
+from maxtext_like.layers.attention_kernels import Kernel, dot_product_attention
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm
@@ -37,7 +37,7 @@ class MLAConfig:
     indexer_sparse: attend to the selected keys; False is the dense warm-up, where the indexer is trained to predict
       attention and does not act on it.
     indexer_loss_weight: of the KL loss; 0 computes none.
-    kernel, platform: as in ``AttentionConfig``.
+    kernel: "auto" or "dot_product".
   """
 
   emb_dim: int
@@ -53,9 +53,11 @@ class MLAConfig:
   indexer_sparse: bool = True
   indexer_loss_weight: float = 0.0
   kernel: Kernel = "auto"
-  platform: str = "cpu"
 
   def __post_init__(self):
+    if self.kernel not in ("auto", "dot_product"):
+      # Heads of q.k and of v differ in size, the indexer selects keys, and its loss reads the probabilities.
+      raise ValueError(f"attention={self.kernel} does not do latent attention; use attention=auto or dot_product")
     if self.rope.dim != self.rope_dim:
       raise ValueError(f"rotary table of {self.rope.dim} dimensions for a rotary part of {self.rope_dim}")
 
@@ -146,10 +148,6 @@ class MLA:
     table = rope_table(c.rope, positions)
     q, q_latent = self._queries(p, x_BTD, table)
     k, v = self.expand(p, *self.latents(p, x_BTD, table))
-    # The heads of q.k and of v differ in size, which no kernel but the reference takes; an explicit one is refused here.
-    choose_kernel(
-      c.kernel, platform=c.platform, head_dim=q.shape[-1], value_dim=c.value_dim, dtype=self.precision.dtype, blocks=False
-    )
     visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
     mask, aux, scores = visible, {}, None
     if c.indexer:
