@@ -158,6 +158,12 @@ def test_bad_records_stop_or_are_skipped_and_counted_once():
   assert next(rows).tokens.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 8, 9]
   assert rows.counts()["bad"] == 1
   assert seen == [bad]
+  resumed = packer(documents, 10, repeat=True, on_bad_record="skip")
+  resumed.set_state(rows.get_state())
+  resumed.on_skip = seen.append
+  next(resumed)
+  assert resumed.counts()["bad"] == 1, "known from before: not counted or shown again"
+  assert seen == [bad]
   with pytest.raises(UserError, match=r"3 bad records, more than on_bad_record=skip accepts \(2"):
     next(packer([[5, 6], bad, bad, bad], on_bad_record="skip", bad_max=2))
 
