@@ -1,0 +1,158 @@
+"""The command line: exit codes, one message on stderr, no traceback unless asked for, and quick help (faults F49, F57)."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxtext_like.cli.main import VERBS, main, printable
+from maxtext_like.errors import DoesNotFitError, InterruptedRunError, NonFiniteError, RetryableError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(*words, env=None, cwd=ROOT, timeout=60):
+  """Runs the program as a user does; its environment is this one's without what would change its answers."""
+  kept = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS", "MAXTEXT_LIKE_DEBUG")}
+  return subprocess.run(
+    [sys.executable, *words],
+    cwd=cwd,
+    env=kept | {"PYTHONPATH": str(ROOT)} | (env or {}),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    check=False,
+  )
+
+
+def loaded_modules(*words):
+  """The modules that a command loads."""
+  code = (
+    "import sys; from maxtext_like.cli.main import main\n"
+    "try: main(sys.argv[1:])\n"
+    "except SystemExit: pass\n"
+    "print('\\n'.join(sys.modules), file=sys.stderr)"
+  )
+  return set(program("-c", code, *words).stderr.split())
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["--help"],
+    ["config", "--help"],
+    ["models", "--help"],
+    ["config", "gemma4-tiny"],
+    ["train", "--help-keys", "steps"],
+    ["train", "--help-keys"],
+    ["config", "gemma4-tniy"],
+    ["config", "gemma4-tiny", "stepz=5"],
+    ["nonsense"],
+  ],
+)
+def test_help_and_configuration_load_nothing_heavy(words):
+  heavy = {"jax", "jaxlib", "flax", "orbax", "grain", "tokenizers", "numpy", "optax"}
+  assert not heavy & loaded_modules(*words)
+
+
+def test_help_and_errors_are_quick():
+  for words in (["--help"], ["config", "gemma4-tiny", "stepz=5"], ["train", "--help-keys", "dtype"]):
+    times = []
+    for _ in range(3):  # the best of three: other programs share this machine
+      start = time.perf_counter()
+      program("-m", "maxtext_like", *words)
+      times.append(time.perf_counter() - start)
+    assert min(times) < 1
+
+
+@pytest.mark.parametrize("words", [("-m", "maxtext_like"), ("-m", "maxtext_like.cli.main")])
+def test_module_and_script_are_the_same_program(words):
+  assert program(*words, "--version").stdout == program("-m", "maxtext_like", "--version").stdout != ""
+
+
+def test_train_py_is_the_verb_train(tmp_path):
+  done = program(str(ROOT / "train.py"), "gemma4-tiny", "stepz=5", cwd=tmp_path)
+  assert done.returncode == 2
+  assert done.stderr == "error: command line \"stepz=5\": unknown key 'stepz', did you mean 'steps'?\n"
+  assert done.stdout == ""
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_no_words_is_wrong_usage(capsys):
+  assert main([]) == 2
+  assert main(["--help"]) == 0
+  text = capsys.readouterr().out
+  assert all(f"\n  {verb} " in text for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+  ("word", "reason"),
+  [
+    ("trian", "unknown verb 'trian', did you mean 'train'?"),
+    ("configs/models/gemma4-tiny.yml", "fix: maxtext-like train configs/models/gemma4-tiny.yml"),
+    ("xyzzy", "one of train, forward, compile, config, models"),
+  ],
+)
+def test_unknown_verbs(word, reason, capsys):
+  assert main([word]) == 2
+  assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("error", "code"),
+  [(UserError, 2), (NonFiniteError, 3), (DoesNotFitError, 4), (RetryableError, 42), (InterruptedRunError, 130)],
+)
+@pytest.mark.parametrize("debug", ["", "0", "1"])
+def test_exit_codes_and_messages(error, code, debug, monkeypatch, capsys):
+  def fail(argv):
+    raise error("what happened\n  where: here\n  fix: do that")
+
+  monkeypatch.setattr("maxtext_like.cli.config.run", fail)
+  monkeypatch.setenv("MAXTEXT_LIKE_DEBUG", debug)
+  assert main(["config"]) == code
+  stderr = capsys.readouterr().err
+  assert stderr.endswith("error: what happened\n  where: here\n  fix: do that\n")
+  assert ("Traceback" in stderr) == (debug == "1")
+
+
+def test_an_error_of_the_program_itself_keeps_its_traceback(monkeypatch):
+  def fail(argv):
+    raise RuntimeError("a bug")
+
+  monkeypatch.setattr("maxtext_like.cli.config.run", fail)
+  with pytest.raises(RuntimeError, match="a bug"):
+    main(["config"])
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+  def interrupt(argv):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr("maxtext_like.cli.config.run", interrupt)
+  assert main(["config"]) == 130
+  assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_closed_pipe_is_no_error():
+  command = f"{sys.executable} -m maxtext_like config gemma4-tiny | head -1; exit ${{PIPESTATUS[0]}}"
+  done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.stderr == ""
+  assert done.stdout.startswith("# Resolved configuration")
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys):
+  assert printable("a\x1b[2Jb\nc\x07é") == "a\\x1b[2Jb\nc\\x07é"
+  assert main(["config", "x\x1b[31m.yml"]) == 2
+  assert "\x1b" not in capsys.readouterr().err
+
+
+def test_the_message_of_a_bad_file_is_one_line_with_its_place(tmp_path):
+  (tmp_path / "m.yml").write_text("model:\n  emb_dim: !!python/object/apply:os.system ['touch canary']\n")
+  done = program("-m", "maxtext_like", "config", "m.yml", cwd=tmp_path)
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: m.yml:2: tag 'tag:yaml.org,2002:python/object/apply:os.system'")
+  assert done.stderr.count("\n") == 1
+  assert not (tmp_path / "canary").exists()
