@@ -1,0 +1,28 @@
+"""Reads a jaxpr: every equation, those inside loops, calls and custom derivatives included."""
+
+from collections.abc import Iterator
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+
+def equations(function, *args) -> Iterator:
+  """Every equation of the traced function, in the order of the program."""
+  return _walk(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _walk(jaxpr):
+  for e in jaxpr.eqns:
+    yield e
+    for inner in jaxprs_in_params(e.params):
+      yield from _walk(inner)
+
+
+def named(function, *args, name: str) -> list:
+  """The equations of one primitive."""
+  return [e for e in equations(function, *args) if e.primitive.name == name]
+
+
+def dtypes(equation) -> tuple[str, ...]:
+  """Dtypes of the operands, then of the results."""
+  return tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars))

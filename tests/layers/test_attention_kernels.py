@@ -1,0 +1,138 @@
+"""Attention written out, in float64 and per head; what the float32 flags do; which kernel is refused where."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equations import dtypes, equations
+from written_out import attention, causal
+
+from maxtext_like.layers.attention_kernels import attend, choose_kernel, dot_product_attention
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.precision import Precision
+
+RNG = np.random.default_rng(0)
+B, T, N, K, H, V = 2, 5, 6, 2, 4, 3
+Q, KEYS, VALUES = (RNG.normal(size=s) for s in [(B, T, N, H), (B, T, K, H), (B, T, K, V)])
+SEGMENTS = np.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+
+
+def arrays(dtype):
+  return tuple(jnp.asarray(a, dtype) for a in (Q, KEYS, VALUES))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+def test_against_float64(window, segments):
+  mask = causal(T, segments, window)
+  expected, probs = attention(Q, KEYS, VALUES, mask, 0.3)
+  out, got_probs = dot_product_attention(*arrays("float32"), jnp.asarray(mask), scale=0.3, precision=Precision(dtype="float32"))
+  np.testing.assert_allclose(out, expected, atol=2e-6)
+  np.testing.assert_allclose(got_probs.reshape(B, N, T, T), probs, atol=2e-6)
+  tokens = Tokens(None if segments is None else jnp.asarray(segments))
+  whole = attend(
+    *arrays("float32"),
+    tokens,
+    window=window,
+    bidirectional_blocks=False,
+    scale=0.3,
+    precision=Precision(dtype="float32"),
+    kernel="dot_product",
+  )
+  np.testing.assert_allclose(whole, expected, atol=2e-6)
+
+
+def test_query_heads_read_their_key_value_head_in_blocks():
+  """Changing key-value head 1 changes query heads 3, 4, 5 of 6 and no other."""
+  q, k, v = arrays("float32")
+  mask = jnp.asarray(causal(T))
+
+  @jax.jit
+  def run(v):
+    return dot_product_attention(q, k, v, mask, scale=1.0, precision=Precision(dtype="float32"))[0]
+
+  changed = np.asarray(jnp.abs(run(v.at[:, :, 1].add(1.0)) - run(v)).max((0, 1, 3)) > 0.1)
+  assert changed.tolist() == [False] * 3 + [True] * 3
+
+
+def test_padding_gets_zeros_and_a_finite_gradient():
+  mask = jnp.asarray(causal(T, SEGMENTS))
+
+  @jax.jit
+  def run(q, k, v):
+    out = dot_product_attention(q, k, v, mask, scale=1.0, precision=Precision(dtype="float32"))[0]
+    return jnp.sum(out**2), out
+
+  gradients, out = jax.grad(run, (0, 1, 2), has_aux=True)(*arrays("float32"))
+  assert (out[0, 4] == 0).all()
+  for g in gradients:
+    assert jnp.isfinite(g).all()
+    assert (g[0, 4] == 0).all()
+
+
+@pytest.mark.parametrize("qk", [True, False])
+@pytest.mark.parametrize("logits", [True, False])
+def test_each_flag_sets_its_own_dtype(qk, logits):
+  precision = Precision(dtype="bfloat16", float32_qk_product=qk, float32_logits=logits)
+  mask = jnp.asarray(causal(T))
+  found = list(equations(lambda *a: dot_product_attention(*a, mask, scale=0.3, precision=precision), *arrays("bfloat16")))
+  products = [dtypes(e) for e in found if e.primitive.name == "dot_general"]
+  (exponential,) = [dtypes(e) for e in found if e.primitive.name == "exp"]
+  assert products[0] == ("bfloat16", "bfloat16", "float32" if qk else "bfloat16")
+  assert exponential[0] == ("float32" if logits else "bfloat16")
+  assert products[1] == ("bfloat16",) * 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_float32_flags_bring_bfloat16_near_the_truth(head_dim):
+  """Gemma 4's scores have scale 1: at this size bfloat16 holds a score of 60 to 0.125, and exp makes that 13 %."""
+  rng = np.random.default_rng(head_dim)
+  q, k, v = (np.asarray(jnp.asarray(rng.normal(size=(1, 33, 2, head_dim)), jnp.bfloat16), np.float64) for _ in range(3))
+  mask = causal(33)
+  q *= 2
+  _, truth = attention(q, k, v, mask, 1.0)
+
+  def error(**flags):
+    precision = Precision(dtype="bfloat16", **flags)
+    low = (jnp.asarray(a, jnp.bfloat16) for a in (q, k, v))
+    probs = dot_product_attention(*low, jnp.asarray(mask), scale=1.0, precision=precision)[1]
+    return np.abs(np.asarray(probs, np.float64).reshape(truth.shape) - truth).max()
+
+  both, only_logits, neither = error(), error(float32_qk_product=False), error(float32_qk_product=False, float32_logits=False)
+  assert both < 1e-4
+  assert only_logits > 100 * both
+  assert neither > 100 * both
+
+
+GOOD = {"platform": "gpu", "head_dim": 128, "value_dim": 128, "dtype": "bfloat16", "blocks": False}
+REFUSED = [
+  ({"platform": "cpu"}, "not on cpu"),
+  ({"platform": "tpu"}, "not on tpu"),
+  ({"head_dim": 512, "value_dim": 512}, "512 is not a multiple of 8 up to 256"),
+  ({"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
+  ({"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
+  ({"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
+  ({"blocks": True}, "bidirectional image blocks"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_kernel_that_cannot_is_refused_by_name_and_passed_by_automatically(change, reason):
+  case = GOOD | change
+  with pytest.raises(ValueError, match=reason) as error:
+    choose_kernel("cudnn_flash", **case)
+  assert "attention=auto" in str(error.value)
+  assert choose_kernel("auto", **case) == "dot_product"
+  assert choose_kernel("dot_product", **case) == "dot_product"
+
+
+def test_every_reason_is_told_at_once():
+  with pytest.raises(ValueError, match=r"cpu.*512.*float32"):
+    choose_kernel("cudnn_flash", **GOOD | {"platform": "cpu", "head_dim": 512, "value_dim": 512, "dtype": "float32"})
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_the_fast_kernel_is_taken_where_it_honours_everything(platform):
+  assert choose_kernel("auto", **GOOD | {"platform": platform}) == "cudnn_flash"
+  assert choose_kernel("cudnn_flash", **GOOD | {"platform": platform}) == "cudnn_flash"
+  assert choose_kernel("dot_product", **GOOD) == "dot_product"

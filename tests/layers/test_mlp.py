@@ -1,0 +1,208 @@
+"""The gated MLP against float64; what float16 survives, exactly and counted; and that nothing of it costs bfloat16 anything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equations import equations
+from written_out import gelu, silu, tree64
+
+from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, MLP, MLPConfig, activate, float16_gated_product
+from maxtext_like.layers.precision import Precision
+
+D, F = 5, 7
+X = np.random.default_rng(0).normal(size=(2, 3, D))
+CFG = MLPConfig(emb_dim=D, mlp_dim=F)
+
+
+def params(random_params, factor=1.0):
+  p = random_params(MLP(CFG, Precision(dtype="float32")).params())
+  return {name: w * factor for name, w in p.items()}
+
+
+def written(p, x, activation=gelu):
+  return (activation(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+
+def forward(precision, p, x=X, activation="gelu"):
+  layer = MLP(MLPConfig(emb_dim=D, mlp_dim=F, activation=activation), precision)
+  return jax.jit(layer.forward)(p, jnp.asarray(x, jnp.float32))
+
+
+@pytest.mark.parametrize(("activation", "formula"), [("gelu", gelu), ("silu", silu)])
+def test_against_float64(activation, formula, random_params):
+  p = params(random_params)
+  out, rescued = forward(Precision(dtype="float32"), p, activation=activation)
+  np.testing.assert_allclose(out, written(tree64(p), X, formula), atol=2e-6)
+  assert rescued == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_params):
+  p = params(random_params)
+
+  def text(rescue):
+    layer = MLP(CFG, Precision(dtype=dtype, float16_rescue=rescue))
+    return jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer(p, x)))).lower(p, jnp.asarray(X, jnp.float32)).as_text()
+
+  assert text(True) == text(False)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "flag", "expected"),
+  [
+    ("bfloat16", "auto", "bfloat16"),
+    ("bfloat16", True, "float32"),
+    ("bfloat16", False, "bfloat16"),
+    ("float16", "auto", "float32"),
+    ("float16", True, "float32"),
+    ("float16", False, "float32"),  # the cube inside GELU overflows float16 at 41; the product is float16
+    ("float32", True, "float32"),
+    ("float32", False, "float32"),
+  ],
+)
+def test_dtype_inside_the_activation(dtype, flag, expected, random_params):
+  layer = MLP(CFG, Precision(dtype=dtype, float32_gate_product=flag))
+  found = equations(lambda p, x: layer(p, x), params(random_params), jnp.asarray(X, jnp.float32))
+  assert {str(e.outvars[0].aval.dtype) for e in found if e.primitive.name == "tanh"} == {expected}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("flag", ["auto", True, False])
+def test_low_precision_is_near_float64(dtype, flag, random_params):
+  p = params(random_params)
+  out, rescued = forward(Precision(dtype=dtype, float32_gate_product=flag), p)
+  exact = written(tree64(p), X)
+  tolerance = {"bfloat16": 3e-2, "float16": 3e-3}[dtype]
+  np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
+  assert out.dtype == ("float32" if dtype == "float16" else dtype)
+  assert rescued == 0
+
+
+# --- float16 beyond its range ---
+
+KEPT, PLAIN = Precision(dtype="float16"), Precision(dtype="float16", float32_gate_product=False)
+
+
+def gradients(precision, p, x):
+  layer = MLP(CFG, precision)
+
+  @jax.jit
+  def run(p, x):
+    (loss, rescued), g = jax.value_and_grad(
+      lambda p, x: (lambda out, n: (jnp.sum(jnp.tanh(out / 1e6)), n))(*layer.forward(p, x)), (0, 1), has_aux=True
+    )(p, x)
+    return loss, rescued, g
+
+  loss, rescued, g = run(p, jnp.asarray(x, jnp.float32))
+  assert jnp.isfinite(loss)
+  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(g))
+  return int(rescued)
+
+
+def test_a_product_beyond_float16_is_exact_to_float16_s_own_rounding(random_params):
+  """gate * up near 1e7: divided by a power of two before the last product and multiplied after, nothing is rescued."""
+  p = params(random_params, 30.0)
+  x = X * 60
+  out, rescued = forward(KEPT, p, x)
+  exact = written(tree64({n: w.astype(jnp.float16) for n, w in p.items()}), x.astype(np.float16).astype(np.float64))
+  hidden = gelu(x @ tree64(p)["gate"]) * (x @ tree64(p)["up"])
+  assert np.abs(hidden).max() > 20 * FLOAT16_SAFE_MAX
+  np.testing.assert_allclose(out, exact, atol=2e-3 * np.abs(exact).max())
+  assert rescued == 0
+  assert gradients(KEPT, p, x) == 0
+
+
+def test_an_output_beyond_float16_is_kept_too(random_params):
+  """The hidden numbers fit, the sum does not."""
+  p = params(random_params) | {"down": jnp.full((F, D), 3000.0)}
+  x = np.abs(X) * 20
+  p["gate"], p["up"] = jnp.abs(p["gate"]), jnp.abs(p["up"])
+  out, rescued = forward(KEPT, p, x)
+  exact = written(tree64(p), x)
+  assert exact.max() > 65504
+  np.testing.assert_allclose(out, exact, rtol=3e-3)
+  assert rescued == 0
+  assert gradients(KEPT, p, x) == 0
+
+
+def test_without_the_float32_product_the_rescue_clips_and_counts(random_params):
+  p = params(random_params, 30.0)
+  out, rescued = forward(PLAIN, p, X * 60)
+  assert jnp.isfinite(out).all()
+  gate = (X * 60) @ tree64(p)["gate"]
+  hidden = gelu(gate) * ((X * 60) @ tree64(p)["up"])
+  assert rescued == np.sum(np.abs(hidden) > FLOAT16_SAFE_MAX) > 0
+  assert gradients(PLAIN, p, X * 60) == rescued
+
+
+def test_gate_and_up_beyond_float16_are_neutralised_before_the_activation(random_params):
+  """The gate itself is infinite in float16: rescued behind the activation, the gradient would be NaN."""
+  p = params(random_params, 3000.0)
+  assert gradients(PLAIN, p, X * 60) > 0
+  unrescued = Precision(dtype="float16", float32_gate_product=False, float16_rescue=False)
+  assert not jnp.isfinite(forward(unrescued, p, X * 60)[0]).all()
+
+
+BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("where", ["gate", "up"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_bad_number_becomes_zero_with_zero_gradient_and_is_counted(bad, where, dtype):
+  good = {"gate": np.array([[1.0, 2.0, -3.0]]), "up": np.array([[4.0, 5.0, 6.0]])}
+  values = {name: a.copy() for name, a in good.items()}
+  values[where][0, 1] = BAD[bad]
+
+  def product(gate, up):
+    hidden, unit, rescued = float16_gated_product(gate, up, "gelu", KEPT)
+    return jnp.sum(hidden.astype(jnp.float32) * unit), (hidden, unit, rescued)
+
+  run = jax.jit(jax.grad(product, (0, 1), has_aux=True))
+  gradients, (hidden, unit, rescued) = run(*(jnp.asarray(values[name], dtype) for name in ("gate", "up")))
+  expected = gelu(good["gate"]) * good["up"]
+  expected[0, 1] = 0
+  np.testing.assert_allclose(hidden.astype(jnp.float32), expected, rtol=2e-3)
+  assert rescued == 1
+  assert unit == 1
+  for g in gradients:
+    assert jnp.isfinite(g).all()
+    assert g[0, 1] == 0
+    assert (np.asarray(g)[0, [0, 2]] != 0).any()
+
+
+def test_the_activation_s_float16_gradient_is_finite_up_to_the_largest_number():
+  gate = jnp.asarray([40.0, 42.0, -42.0, 3000.0, -3000.0, 65504.0, -65504.0], jnp.float16)
+  for activation in ("gelu", "silu"):
+    gradient = jax.jit(jax.grad(lambda g, a=activation: jnp.sum(activate(g, a).astype(jnp.float32))))(gate)
+    np.testing.assert_array_equal(gradient, [1, 1, 0, 1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("peak", [65279.0, 65280.0, 65281.0, 65280.0 * 2, 65280.0 * 2 + 64, 1e9, 1e30])
+def test_a_row_is_divided_by_the_smallest_power_of_two_that_fits(peak):
+  """silu of a large gate is the gate, so that the product is known exactly."""
+  gate = jnp.asarray([[100.0, 50.0], [100.0, 50.0]])
+  up = jnp.asarray([[peak / 100, peak / 128], [1.0, 2.0]])
+  hidden, unit, rescued = jax.jit(lambda g, u: float16_gated_product(g, u, "silu", KEPT))(gate, up)
+  largest = float(jnp.float32(100) * jnp.float32(peak / 100))
+  exponent = max(0, int(np.ceil(np.log2(largest / FLOAT16_SAFE_MAX))))
+  assert unit[:, 0].tolist() == [2.0**exponent, 1.0]
+  np.testing.assert_allclose(hidden[0].astype(jnp.float32) * unit[0], [peak, peak * 50 / 128], rtol=5e-4)
+  np.testing.assert_array_equal(hidden[1], [100.0, 100.0])
+  assert rescued == 0
+
+
+def test_without_rescue_a_bad_number_is_left_to_be_seen():
+  off = Precision(dtype="float16", float16_rescue=False)
+  hidden, _, rescued = float16_gated_product(jnp.asarray([[jnp.nan, 1.0]]), jnp.asarray([[1.0, 1.0]]), "gelu", off)
+  assert jnp.isnan(hidden).any()
+  assert rescued == 0
+
+
+def test_an_output_that_is_still_infinite_becomes_zero_and_is_counted(random_params):
+  """A weight above 65504 is infinite in float16."""
+  p = params(random_params) | {"down": jnp.full((F, D), 1e5)}
+  out, rescued = forward(KEPT, p)
+  assert (out == 0).all()
+  assert rescued == out.size

@@ -1,0 +1,107 @@
+"""``Precision.einsum``: the dtype of operands, accumulator and result, and a float32 product's gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equations import dtypes, named
+
+from maxtext_like.layers.precision import Precision
+
+RNG = np.random.default_rng(0)
+X, Y = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in [(2, 3, 5), (5, 7)])
+LOW = ["bfloat16", "float16"]
+
+
+def product(function):
+  """The one matrix product of a function of X and Y."""
+  (dot,) = named(function, X, Y, name="dot_general")
+  return dot
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("float32", [False, True])
+def test_operands_are_low_and_the_flag_keeps_the_accumulator(dtype, float32):
+  einsum = Precision(dtype=dtype).einsum
+  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, float32=float32))
+  assert dtypes(dot) == (dtype, dtype, "float32" if float32 else dtype)
+
+
+def test_in_float32_there_is_one_product_whatever_the_flags():
+  einsum = Precision(dtype="float32").einsum
+  texts = {
+    str(jax.make_jaxpr(lambda x, y, kw=kw: einsum("BTD,DF->BTF", x, y, **kw))(X, Y))
+    for kw in ({}, {"float32": True}, {"unbounded": True})
+  }
+  assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float16", "float32"), ("bfloat16", "bfloat16")])
+def test_an_unbounded_operand_is_not_rounded_to_float16(dtype, expected):
+  einsum = Precision(dtype=dtype).einsum
+  assert dtypes(product(lambda x, y: einsum("BTD,DF->BTF", x, y, unbounded=True))) == (expected,) * 3
+  big = einsum("BTD,DF->BTF", X * 1e5, Y, unbounded=True)
+  assert jnp.isfinite(big).all()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_float32_product_of_low_operands_is_exact(dtype):
+  x, y = X.astype(dtype), Y.astype(dtype)
+  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)
+  np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(y, np.float64), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1.5e-2), ("float16", 1e-3)])
+@pytest.mark.parametrize(
+  ("spec", "shapes"),
+  [
+    ("BTD,DF->BTF", [(2, 3, 5), (5, 7)]),
+    ("BTKGH,BSKH->BKGTS", [(2, 3, 2, 3, 5), (2, 4, 2, 5)]),
+    ("BTF,FD->BTD", [(2, 3, 5), (5, 7)]),
+    ("BTNH,NHD->BTD", [(2, 3, 2, 5), (2, 5, 7)]),
+  ],
+)
+def test_gradient_of_a_float32_product(dtype, tolerance, spec, shapes):
+  x, y = (jnp.asarray(RNG.normal(size=s), dtype).astype(jnp.float32) for s in shapes)
+  exact = jnp.einsum(spec, x, y)
+  cotangent = jnp.asarray(RNG.normal(size=exact.shape), jnp.float32)
+  low = Precision(dtype=dtype).einsum
+
+  @jax.jit
+  def gradients(x, y, g):
+    plain, flagged = (lambda x, y: jnp.einsum(spec, x, y)), (lambda x, y: low(spec, x, y, float32=True))
+    return jax.vjp(flagged, x, y)[1](g), jax.vjp(plain, x, y)[1](g)
+
+  for got, expected in zip(*gradients(x, y, cotangent), strict=True):
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, atol=tolerance * float(jnp.abs(expected).max()))
+
+
+def test_a_large_cotangent_of_a_float16_product_is_not_rounded_to_float16():
+  """1e6 * 1e-3: the cotangent alone would be infinite in float16."""
+  low = Precision(dtype="float16").einsum
+  _, pull = jax.vjp(lambda x: low("BTD,DF->BTF", x, jnp.full((5, 7), 1e-3), float32=True), X)
+  (gradient,) = pull(jnp.full((2, 3, 7), 1e6))
+  np.testing.assert_allclose(gradient, np.full((2, 3, 5), 7e3), rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "residual_dtype", "expected"),
+  [
+    ("bfloat16", None, "bfloat16"),
+    ("float32", None, "float32"),
+    ("float16", None, "float32"),
+    ("float16", "float16", "float16"),
+    ("bfloat16", "float32", "float32"),
+  ],
+)
+def test_residual_dtype(dtype, residual_dtype, expected):
+  assert Precision(dtype=dtype, residual_dtype=residual_dtype).residual == expected
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matmul_precision_reaches_the_product(dtype, precision):
+  einsum = Precision(dtype=dtype, matmul_precision=precision).einsum
+  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, float32=True))
+  assert dot.params["precision"] == (jax.lax.Precision(precision),) * 2

@@ -1,0 +1,73 @@
+"""The equations written out in float64 numpy, plainly and without regard to speed: what the layers are compared with."""
+
+import numpy as np
+
+
+def tree64(tree):
+  """A nested dict of arrays as float64 numpy."""
+  return {k: tree64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
+
+
+def rms(x, scale=1.0, epsilon=1e-6):
+  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
+
+
+def layer_norm(x, scale, bias, epsilon=1e-6):
+  centred = x - x.mean(-1, keepdims=True)
+  return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * scale + bias
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+  return x * sigmoid(x)
+
+
+def gelu(x):
+  return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x, mask):
+  """Softmax over the masked-in entries of the last axis; zeros where there are none."""
+  out = np.zeros(np.broadcast_shapes(x.shape, mask.shape))
+  x, mask = np.broadcast_to(x, out.shape), np.broadcast_to(mask, out.shape)
+  for index in np.ndindex(out.shape[:-1]):
+    seen = mask[index]
+    if seen.any():
+      e = np.exp(x[index][seen] - x[index][seen].max())
+      out[index][seen] = e / e.sum()
+  return out
+
+
+def rope(x, positions, inv_freq, *, interleave=False, factor=1.0):
+  """Rotates the pairs of the last axis of x [B, T, N, H]; the result is in half-split order either way."""
+  first, second = (x[..., 0::2], x[..., 1::2]) if interleave else np.split(x, 2, axis=-1)
+  turned = (first + 1j * second) * factor * np.exp(1j * positions[..., None, None] * inv_freq)
+  return np.concatenate([turned.real, turned.imag], -1)
+
+
+def causal(positions_count, segments=None, window=None):
+  """bool [B or 1, T, S]."""
+  i, j = np.arange(positions_count)[:, None], np.arange(positions_count)[None]
+  mask = (j <= i)[None]
+  if window is not None:
+    mask = mask & (j > i - window)[None]
+  if segments is not None:
+    mask = mask & (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
+  return mask
+
+
+def attention(q, k, v, mask, scale):
+  """q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], mask [B or 1, T, S] -> out [B, T, N, V], probabilities [B, N, T, S]."""
+  B, T, N, _ = q.shape
+  out = np.zeros((B, T, N, v.shape[-1]))
+  probs = np.zeros((B, N, T, k.shape[1]))
+  mask = np.broadcast_to(mask, (B, *mask.shape[1:]))
+  for b in range(B):
+    for n in range(N):
+      kv = n // (N // k.shape[2])
+      probs[b, n] = softmax(q[b, :, n] @ k[b, :, kv].T * scale, mask[b])
+      out[b, :, n] = probs[b, n] @ v[b, :, kv]
+  return out, probs
