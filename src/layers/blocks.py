@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.attention import Attention, AttentionConfig
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mla import MLA, MLAConfig
-from maxtext_like.layers.mlp import MLP, MLPConfig, activate, float16_gated_product
+from maxtext_like.layers.mlp import MLP, MLPConfig, activate, float16_gated_product, rescue_output
 from maxtext_like.layers.moe import MoE, MoEConfig
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant
@@ -135,7 +135,9 @@ class GemmaLayer:
       aux |= _moe_aux(moe_aux, ctx) | {"rescued": rescued + moe_aux["rescued"]}
     x = x + norm(p["post_mlp_norm"], out, residual)
     if c.per_layer_dim:
-      x = x + norm(p["ple"]["norm"], self._per_layer(p["ple"], x, per_layer_input), residual)
+      out, rescued = self._per_layer(p["ple"], x, per_layer_input)
+      x = x + norm(p["ple"]["norm"], out, residual)
+      aux["rescued"] = aux["rescued"] + rescued
     if c.layer_scalar:
       x = x * p["layer_scalar"].astype(residual)
     new_carry = carry | {"x": x}
@@ -148,15 +150,18 @@ class GemmaLayer:
     return new_carry, aux
 
   def _per_layer(self, p, x, per_layer_input):
-    """projection(gelu(gate(x)) * input), float32: a norm follows, and amplifies what rounding leaves of a small product."""
+    """projection(gelu(gate(x)) * input), float32: a norm follows, and amplifies what rounding leaves of a small product.
+
+    Returns [B, T, D] and the number of rescued values.
+    """
     gate = self.precision.einsum("BTD,DP->BTP", x, p["gate"], float32=True, unbounded=True)
     per_layer_input = per_layer_input.astype(jnp.float32)
     if self.precision.dtype == "float16":
-      # Scaling the operand scales the output, which the norm that follows takes out again.
-      hidden, unit, _ = float16_gated_product(gate, per_layer_input, self.cfg.mlp.activation, self.precision)
-      return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True) * unit
+      hidden, unit, rescued = float16_gated_product(gate, per_layer_input, self.cfg.mlp.activation, self.precision)
+      out = self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True) * unit
+      return rescue_output(out, rescued, self.precision)
     hidden = activate(gate, self.cfg.mlp.activation) * per_layer_input
-    return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True)
+    return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True, kw_only=True)

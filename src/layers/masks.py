@@ -50,8 +50,11 @@ def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | Non
 
 
 def masked_fill(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """x where the mask is true, else a large negative number that is finite in x's dtype (-0.7 of its maximum)."""
-  return jnp.where(mask, x, jnp.asarray(-0.7 * float(jnp.finfo(x.dtype).max), x.dtype))
+  """x where the mask is true, else the lowest finite number of x's dtype, which no visible entry can be below.
+
+  Nothing may be added to the result: it would become infinite.
+  """
+  return jnp.where(mask, x, jnp.finfo(x.dtype).min)
 
 
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
