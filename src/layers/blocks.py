@@ -24,7 +24,7 @@ from maxtext_like.layers.precision import Precision
 Carry = dict[str, Any]  # {"x": [B, T, D]} and {"kv": {slot: (k, v)}} where layers share keys and values
 Aux = dict[str, jax.Array]
 
-CAPTURES = ("hidden", "router", "indexer", "ple")
+CAPTURES = ("hidden", "router", "indexer", "ple", "vision")
 
 
 @jax.tree_util.register_dataclass

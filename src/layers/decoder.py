@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.blocks import CAPTURES, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, PerLayerInput, PerLayerInputConfig, soft_cap
-from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import stack
 from maxtext_like.layers.partition import constrain_batch
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.vision_gemma3 import Siglip, SiglipConfig
+from maxtext_like.layers.vision_gemma4 import Gemma4Vision, Gemma4VisionConfig
 
 Layer = GemmaLayer | DeepSeekLayer
 RematPolicy = Literal["none", "minimal", "full", "save_attention"]
@@ -82,7 +84,9 @@ class DecoderConfig:
     norm: the final norm.
     per_layer_input: the extra embedding of E2B and E4B; None: none.
     kv_slots: (name, key-value heads, head dimension) of keys and values that travel between layers.
-    pad_token_id: the token that stands for an image in the per-layer table.
+    vision: the tower that turns images into tokens; None: text only.
+    image_token_id: the token whose embedding an image's features take the place of.
+    pad_token_id: the token that is looked up for an image, in the per-layer table too.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same blocks over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
   """
@@ -93,6 +97,8 @@ class DecoderConfig:
   final_soft_cap: float | None = None
   per_layer_input: PerLayerInputConfig | None = None
   kv_slots: tuple[tuple[str, int, int], ...] = ()
+  vision: SiglipConfig | Gemma4VisionConfig | None = None
+  image_token_id: int = -1
   pad_token_id: int = 0
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
@@ -126,11 +132,20 @@ class Decoder:
   def _head(self) -> Head:
     return Head(self.cfg.embedding, self.precision)
 
+  @property
+  def _vision(self) -> Siglip | Gemma4Vision | None:
+    tower = self.cfg.vision
+    if tower is None:
+      return None
+    return Siglip(tower, self.precision) if isinstance(tower, SiglipConfig) else Gemma4Vision(tower, self.precision)
+
   def params(self) -> dict:
     c = self.cfg
     spec: dict[str, Any] = {"embedding": self._embedding.params()}
     if c.per_layer_input:
       spec["ple"] = PerLayerInput(c.per_layer_input, self.precision).params()
+    if self._vision:
+      spec["vision"] = self._vision.params()
     spec |= {s.name: s.params() for s in self.stacks}
     spec["final_norm"] = RMSNorm(c.norm, self.precision).params()
     if not c.tied:
@@ -143,7 +158,9 @@ class Decoder:
     Args:
       p: parameters.
       batch: int32 [B, T] arrays: "tokens"; "positions" (default: 0, 1, 2, ...); "segments" (0 is padding; default: every
-        row is one document); "blocks" (0 is text, images count from 1; default: none).
+        row is one document); "token_types" (1 image, 2 video, 0 text: which tokens see each other both ways; default:
+        none do). With images, in the order in which the rows name them: "pixel_values" and, for Gemma 4,
+        "image_position_ids" (see the towers); what follows the last named image is left unused.
       capture: names of ``blocks.CAPTURES`` to hand out.
 
     Returns:
@@ -162,7 +179,7 @@ class Decoder:
 
     aux always: "rescued" int32; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an indexer
     "indexer_loss", the mean over layers. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm",
-    "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx", "ple.layerNN".
+    "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx", "ple.layerNN", "vision.*".
     """
     if unknown := set(capture) - set(CAPTURES):
       raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
@@ -171,8 +188,11 @@ class Decoder:
     positions = batch.get("positions")
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    ctx = Context(positions, Tokens(batch.get("segments"), batch.get("blocks")), frozenset(capture))
-    x = constrain_batch(self._embedding(p["embedding"], tokens))
+    types = batch.get("token_types")
+    blocks = None if types is None else image_blocks(types)
+    ctx = Context(positions, Tokens(batch.get("segments"), blocks), frozenset(capture))
+    x, tokens, vision_aux = self._embed(p, batch)
+    x = constrain_batch(x)
     embedded = x
     per_layer = None
     if self.cfg.per_layer_input:
@@ -190,7 +210,25 @@ class Decoder:
     aux = _totals(collected) | _captured(collected)
     if "hidden" in capture:
       aux |= {"hidden.embed": embedded, "hidden.final_norm": x}
+    if "vision" in capture:
+      aux |= vision_aux
     return x, aux
+
+  def _embed(self, p: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+    """Embedded input [B, T, D], the tokens that were looked up, and the tower's aux."""
+    tokens, vision = batch["tokens"], self._vision
+    if vision is None or "pixel_values" not in batch:
+      return self._embedding(p["embedding"], tokens), tokens, {}
+    features, valid, aux = vision(p["vision"], batch["pixel_values"], batch.get("image_position_ids"))
+    is_image = tokens == self.cfg.image_token_id
+    tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
+    x = self._embedding(p["embedding"], tokens)
+    # The n-th image token of the batch, in reading order, takes the n-th valid feature.
+    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
+    order = jnp.argsort(~valid.reshape(-1), stable=True)
+    nth = jnp.cumsum(is_image.reshape(-1)) - 1
+    chosen = flat[order][jnp.clip(nth, 0, flat.shape[0] - 1)].reshape(x.shape)
+    return jnp.where(is_image[..., None], chosen, x), tokens, aux | {"vision.valid": valid}
 
   def _run(self, s: Stack, p: dict, carry: Carry, ctx: Context, per_layer: jax.Array | None) -> tuple[Carry, dict[str, Aux]]:
     """Runs one stack. Every leaf of aux has a leading axis of ``repeats``."""

@@ -49,6 +49,20 @@ def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | Non
   return mask
 
 
+def image_blocks(token_types: jax.Array) -> jax.Array:
+  """Blocks of ``Tokens``: every run of image (1) or video (2) tokens of a row is one block, numbered from 1.
+
+  Args:
+    token_types: int32 [B, T]: 0 text, 1 image, 2 video; other types count as text.
+
+  Returns:
+    int32 [B, T].
+  """
+  image = (token_types == 1) | (token_types == 2)
+  before = jnp.pad(image, ((0, 0), (1, 0)))[:, :-1]
+  return jnp.where(image, jnp.cumsum(image & ~before, axis=1), 0).astype(jnp.int32)
+
+
 def masked_fill(x: jax.Array, mask: jax.Array) -> jax.Array:
   """x where the mask is true, else the lowest finite number of x's dtype, which no visible entry can be below.
 

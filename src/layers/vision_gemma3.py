@@ -1,0 +1,153 @@
+"""The vision tower of Gemma 3 (SigLIP) and its projector: from pixels to image tokens for the decoder.
+
+I images, P patches of one image, C channels, D tower width, N heads, H head, F MLP, O decoder width, S image tokens.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.attention_kernels import dot_product_attention
+from maxtext_like.layers.mlp import activate
+from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
+from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig:
+  """Sizes of the tower and of its projector.
+
+  Attributes:
+    image_size, patch_size: side of an image and of a patch, in pixels.
+    channels: C.
+    emb_dim, mlp_dim, num_layers, num_heads: D, F, depth, N.
+    tokens_per_image: S, a square number that divides the grid of patches.
+    output_dim: O.
+    epsilon: of every norm, the projector's included.
+  """
+
+  image_size: int
+  patch_size: int
+  emb_dim: int
+  mlp_dim: int
+  num_layers: int
+  num_heads: int
+  tokens_per_image: int
+  output_dim: int
+  channels: int = 3
+  epsilon: float = 1e-6
+
+  def __post_init__(self):
+    if self.image_size % self.patch_size or self.emb_dim % self.num_heads:
+      raise ValueError(f"image of {self.image_size} in patches of {self.patch_size}, {self.emb_dim} in {self.num_heads} heads")
+    if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
+      raise ValueError(f"a grid of {self.side} x {self.side} patches cannot be pooled to {self.tokens_per_image} tokens")
+
+  @property
+  def side(self) -> int:
+    """Patches along one side of an image."""
+    return self.image_size // self.patch_size
+
+  @property
+  def side_out(self) -> int:
+    """Image tokens along one side."""
+    return int(self.tokens_per_image**0.5)
+
+
+@dataclass(frozen=True)
+class SiglipLayer:
+  """Norm, full attention, add; norm, MLP, add; everything with biases (Zhai et al. 2023)."""
+
+  cfg: SiglipConfig
+  precision: Precision
+
+  @property
+  def _norm(self) -> LayerNorm:
+    return LayerNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, N, F = c.emb_dim, c.num_heads, c.mlp_dim
+    H = D // N
+
+    def bias(*shape):
+      return Param(shape, (None,) * len(shape), dtype, constant(0.0))
+
+    attention = {name: Param((D, N, H), ("embed", "heads", "head_dim"), dtype) for name in "qkv"}
+    attention |= {f"{name}_bias": bias(N, H) for name in "qkv"}
+    attention |= {"o": Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "o_bias": bias(D)}
+    mlp = {
+      "up": Param((D, F), ("embed", "mlp"), dtype),
+      "up_bias": bias(F),
+      "down": Param((F, D), ("mlp", "embed"), dtype),
+      "down_bias": bias(D),
+    }
+    return {"pre_attention_norm": self._norm.params(), "attention": attention, "pre_mlp_norm": self._norm.params(), "mlp": mlp}
+
+  def __call__(self, p: dict, x_IPD: jax.Array) -> jax.Array:
+    """x: [I, P, D] in the residual dtype; returns the same."""
+    c, einsum, cast, residual = self.cfg, self.precision.einsum, self.precision.cast, self.precision.residual
+    a, y = p["attention"], self._norm(p["pre_attention_norm"], x_IPD)
+    q, k, v = (einsum("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
+    everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
+    scale = (c.emb_dim // c.num_heads) ** -0.5
+    out, _ = dot_product_attention(q, k, v, everything, scale=scale, precision=self.precision)
+    x_IPD = x_IPD + (einsum("IPNH,NHD->IPD", out, a["o"]) + cast(a["o_bias"])).astype(residual)
+    m, y = p["mlp"], self._norm(p["pre_mlp_norm"], x_IPD)
+    hidden = activate(einsum("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
+    return x_IPD + (einsum("IPF,FD->IPD", hidden, m["down"]) + cast(m["down_bias"])).astype(residual)
+
+
+@dataclass(frozen=True)
+class Siglip:
+  """Patches, learned positions, a stack of layers, a norm; then pooling, a norm and a projection to the decoder's width."""
+
+  cfg: SiglipConfig
+  precision: Precision
+
+  @property
+  def _final_norm(self) -> LayerNorm:
+    return LayerNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon), self.precision)
+
+  @property
+  def _projector_norm(self) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon, scale_plus_one=True), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, inputs = c.emb_dim, c.channels * c.patch_size**2
+    return {
+      "patch": {"kernel": Param((inputs, D), (None, "embed"), dtype), "bias": Param((D,), (None,), dtype, constant(0.0))},
+      "positions": Param((c.side**2, D), (None, "embed"), dtype, normal(0.02)),
+      "layers": stack(SiglipLayer(c, self.precision).params(), c.num_layers),
+      "final_norm": self._final_norm.params(),
+      "projector": {"norm": self._projector_norm.params(), "kernel": Param((D, c.output_dim), ("embed", None), dtype)},
+    }
+
+  def __call__(self, p: dict, pixels: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, jax.Array, dict]:
+    """Image tokens.
+
+    Args:
+      p: parameters.
+      pixels: [I, C, image_size, image_size] in [-1, 1].
+      positions: unused; every image has the same grid.
+
+    Returns:
+      [I, S, O] in ``dtype``; bool [I, S], all true; aux: "vision.tower_out" [I, P, D], "vision.projected".
+    """
+    c, precision = self.cfg, self.precision
+    I, g, s = pixels.shape[0], c.side, c.patch_size
+    patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
+    x = precision.einsum("IPK,KD->IPD", patches, p["patch"]["kernel"]) + precision.cast(p["patch"]["bias"])
+    x = (x + precision.cast(p["positions"])).astype(precision.residual)
+    layer = SiglipLayer(c, precision)
+    x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
+    tower = self._final_norm(p["final_norm"], x)
+    pool = g // c.side_out
+    grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
+    pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)
+    out = precision.einsum("ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
+    valid = jnp.ones((I, c.tokens_per_image), bool)
+    return out, valid, {"vision.tower_out": tower, "vision.projected": out}

@@ -1,0 +1,212 @@
+"""The vision tower of Gemma 4 and its projector: patches of any aspect ratio, two-dimensional rope, pooling by position.
+
+I images, P patches of one image (padding included), D tower width, N heads, H head, F MLP, S pooled tokens, O decoder width.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.attention_kernels import dot_product_attention
+from maxtext_like.layers.mlp import activate, float16_gated_product, keep_float32, rescue_output
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+
+_FLOAT32_MAX = 3.4028234e38
+_CLIPPED = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4VisionConfig:
+  """Sizes of the tower and of its projector.
+
+  Attributes:
+    patch_size: side of a patch, in pixels; a patch is 3 * patch_size ** 2 numbers, (row, column, channel).
+    emb_dim, mlp_dim, num_layers, num_heads, head_dim: D, F, depth, N, H.
+    position_table_size: rows of the position table of each axis.
+    pooling: patches along one side of a pooled token.
+    rope_theta: base wavelength.
+    standardize: pooled features are shifted and scaled by stored statistics (26B, 31B).
+    clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
+    output_dim: O.
+    epsilon: of every norm.
+  """
+
+  patch_size: int
+  emb_dim: int
+  mlp_dim: int
+  num_layers: int
+  num_heads: int
+  head_dim: int
+  position_table_size: int
+  output_dim: int
+  pooling: int = 3
+  rope_theta: float = 100.0
+  standardize: bool = False
+  clipped: bool = False
+  epsilon: float = 1e-6
+
+  def __post_init__(self):
+    if self.head_dim % 4:
+      raise ValueError(f"two-dimensional rope needs a head dimension that 4 divides, got {self.head_dim}")
+
+
+@dataclass(frozen=True)
+class Gemma4VisionLayer:
+  """Norm, full attention, norm, add; norm, gated MLP, norm, add; linears may clip."""
+
+  cfg: Gemma4VisionConfig
+  precision: Precision
+
+  def _norm(self, dim: int, *, with_scale: bool = True) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=dim, epsilon=self.cfg.epsilon, with_scale=with_scale), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, N, H, F = c.emb_dim, c.num_heads, c.head_dim, c.mlp_dim
+    norm, head_norm = self._norm(D).params(), self._norm(H).params()
+    spec = {
+      "pre_attention_norm": norm,
+      "attention": {name: Param((D, N, H), ("embed", "heads", "head_dim"), dtype) for name in "qkv"}
+      | {"o": Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "q_norm": head_norm, "k_norm": head_norm},
+      "post_attention_norm": norm,
+      "pre_mlp_norm": norm,
+      "mlp": {
+        "gate": Param((D, F), ("embed", "mlp"), dtype),
+        "up": Param((D, F), ("embed", "mlp"), dtype),
+        "down": Param((F, D), ("mlp", "embed"), dtype),
+      },
+      "post_mlp_norm": norm,
+    }
+    if c.clipped:
+      # float32 whatever weight_dtype: the bounds of an unclipped linear are the largest finite numbers.
+      for part, names in _CLIPPED.items():
+        spec[part]["clip"] = {
+          name: {
+            side: Param((), (), "float32", constant(-_FLOAT32_MAX if side.endswith("min") else _FLOAT32_MAX), trainable=False)
+            for side in ("input_min", "input_max", "output_min", "output_max")
+          }
+          for name in names
+        }
+    return spec
+
+  def _linear(self, p: dict, name: str, spec: str, x: jax.Array, *, float32: bool = False) -> jax.Array:
+    if not self.cfg.clipped:
+      return self.precision.einsum(spec, x, p[name], float32=float32)
+    bounds = p["clip"][name]
+    x = jnp.clip(x.astype(jnp.float32), bounds["input_min"], bounds["input_max"])
+    y = jnp.clip(
+      self.precision.einsum(spec, x, p[name], float32=True).astype(jnp.float32), bounds["output_min"], bounds["output_max"]
+    )
+    return y if float32 else self.precision.cast(y)
+
+  def _rotate(self, x, tables):
+    """The first half of a head turns with the column, the second with the row."""
+    halves = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([rotate(half, table) for half, table in zip(halves, tables, strict=True)], axis=-1)
+
+  def __call__(self, p: dict, x_IPD: jax.Array, tables, visible: jax.Array) -> jax.Array:
+    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; visible: bool [I, P, P], which keys are patches."""
+    c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
+    head_norm = self._norm(c.head_dim)
+    a, y = p["attention"], norm(p["pre_attention_norm"], x_IPD)
+    q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
+    k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
+    v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
+    out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
+    x_IPD = x_IPD + norm(p["post_attention_norm"], self._linear(a, "o", "IPNH,NHD->IPD", out), residual)
+    return x_IPD + norm(p["post_mlp_norm"], self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD)), residual)
+
+  def _mlp(self, p, y):
+    float32 = keep_float32(self.precision)
+    gate = self._linear(p, "gate", "IPD,DF->IPF", y, float32=float32)
+    up = self._linear(p, "up", "IPD,DF->IPF", y, float32=float32)
+    if self.precision.dtype != "float16":
+      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up)
+    if self.cfg.clipped:
+      # The bounds are those of the unscaled product, so no row may be rescaled; they keep it inside float16.
+      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up, float32=True)
+    hidden, unit, rescued = float16_gated_product(gate, up, "gelu", self.precision)
+    return rescue_output(self._linear(p, "down", "IPF,FD->IPD", hidden, float32=True) * unit, rescued, self.precision)[0]
+
+
+@dataclass(frozen=True)
+class Gemma4Vision:
+  """Patches with positions, a stack of layers, pooling by position, standardisation, a norm and a projection."""
+
+  cfg: Gemma4VisionConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D = c.emb_dim
+    spec = {
+      "patch": Param((3 * c.patch_size**2, D), (None, "embed"), dtype),
+      "positions": Param((2, c.position_table_size, D), (None, None, "embed"), dtype, normal(0.02)),
+      "layers": stack(Gemma4VisionLayer(c, self.precision).params(), c.num_layers),
+      "projector": Param((D, c.output_dim), ("embed", None), dtype),
+    }
+    if c.standardize:
+      # Statistics of the released tower, up to 5e4: never trained, never rounded.
+      spec["std_bias"] = Param((D,), (None,), "float32", constant(0.0), trainable=False)
+      spec["std_scale"] = Param((D,), (None,), "float32", constant(1.0), trainable=False)
+    return spec
+
+  def __call__(self, p: dict, pixels: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
+    """Image tokens.
+
+    Args:
+      p: parameters.
+      pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
+      positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
+
+    Returns:
+      [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into; aux: "vision.pooled"
+      (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...].
+    """
+    c, precision = self.cfg, self.precision
+    live = positions[..., 0] >= 0
+    x = precision.einsum("IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
+    at = jnp.maximum(positions, 0)
+    place = p["positions"][0][at[..., 0]] + p["positions"][1][at[..., 1]]
+    x = (x + jnp.where(live[..., None], precision.cast(place), 0)).astype(precision.residual)
+    rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
+    tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
+    visible = jnp.broadcast_to(live[:, None, :], (*live.shape, live.shape[1]))
+    layer = Gemma4VisionLayer(c, precision)
+    x, _ = jax.lax.scan(lambda x, row: (layer(row, x, tables, visible), None), x, p["layers"])
+    pooled, valid = self._pool(x, positions, live)
+    features = self._standardize(p, pooled)
+    normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
+    out = precision.einsum("ISD,DO->ISO", normed, p["projector"])
+    aux = {"vision.pooled": pooled.astype(jnp.float32) * c.emb_dim**0.5, "vision.tower_out": features, "vision.projected": out}
+    return out, valid, aux
+
+  def _pool(self, x, positions, live):
+    """Mean over squares of pooling x pooling patches: float32 [I, S, D], and which squares hold a patch."""
+    c = self.cfg
+    columns = jnp.max(jnp.where(live, positions[..., 0], 0), axis=1) + 1
+    square = positions[..., 0] // c.pooling + (columns // c.pooling)[:, None] * (positions[..., 1] // c.pooling)
+    square = jnp.where(live, square, -1)
+    member = jax.nn.one_hot(square, x.shape[1] // c.pooling**2, dtype=jnp.float32)
+    pooled = jnp.einsum("IPS,IPD->ISD", member, x.astype(jnp.float32), precision="highest") / c.pooling**2
+    return pooled, jnp.any(member > 0, axis=1)
+
+  def _standardize(self, p, pooled):
+    """sqrt(D) * pooled, shifted and scaled.
+
+    float32 by ``float32_vision_pool``: pooled * sqrt(D) reaches 7.9e4. Without it the same numbers in ``dtype`` with
+    sqrt(D) folded into the statistics, (h - bias / root) * (scale * root), where nothing large appears; without
+    statistics the factor is left out, since the norm that follows takes it out.
+    """
+    root, precision = self.cfg.emb_dim**0.5, self.precision
+    if precision.float32_vision_pool:
+      features = pooled * root
+      return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features
+    if not self.cfg.standardize:
+      return precision.cast(pooled)
+    bias, scale = precision.cast(p["std_bias"] / root), precision.cast(p["std_scale"] * root)
+    return (precision.cast(pooled) - bias) * scale
