@@ -1,0 +1,138 @@
+"""The lightning indexer: exactly k keys with a fixed order among equals, its loss, its precision flag. Scores: test_mla.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equations import dtypes, equations
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_out import causal
+
+from maxtext_like.layers.indexer import Indexer, IndexerConfig, index_distribution, indexer_loss
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig
+
+T, D, R, HEADS, DIM = 6, 11, 5, 3, 7
+ROPE = RopeConfig(dim=4, theta=100.0)
+
+
+def indexer(topk, **flags):
+  cfg = IndexerConfig(emb_dim=D, q_lora_rank=R, num_heads=HEADS, head_dim=DIM, topk=topk, rope=ROPE)
+  return Indexer(cfg, Precision(**{"dtype": "float32"} | flags))
+
+
+SELECT = {topk: jax.jit(indexer(topk).select) for topk in (1, 3, T, T + 5)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  topk=st.sampled_from(sorted(SELECT)),
+  # Few values, so that most rows hold ties; scores may be negative and exactly zero.
+  scores=st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0]), min_size=T * T, max_size=T * T),
+  segments=st.lists(st.integers(0, 2), min_size=T, max_size=T),
+)
+def test_exactly_k_of_the_visible_and_the_earlier_of_equals(topk, scores, segments):
+  rows = np.array(scores).reshape(1, T, T)
+  mask = causal(T, np.array([segments]))
+  chosen, indices = SELECT[topk](jnp.asarray(rows, jnp.float32), jnp.asarray(mask))
+  for t in range(T):
+    visible = np.flatnonzero(mask[0, t])
+    best = sorted(visible, key=lambda s, row=rows[0, t]: (-row[s], s))[:topk]
+    assert set(np.flatnonzero(chosen[0, t])) == set(best)
+  assert indices.shape == (1, T, min(topk, T))
+  assert all(len(set(row)) == min(topk, T) for row in indices[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_very_low_score_beats_a_masked_key(dtype):
+  scores = jnp.full((1, 3, 3), float(jnp.finfo(dtype).min) * 0.9, dtype)
+  mask = jnp.asarray([[[False, False, True], [False, True, True], [True, True, True]]])
+  chosen, _ = SELECT[1](scores, mask)
+  assert chosen[0].tolist() == [[False, False, True], [False, True, False], [True, False, False]]
+
+
+def test_selection_has_no_gradient():
+  layer = indexer(2)
+  scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, T)), jnp.float32)
+
+  def kept(s):
+    chosen, _ = layer.select(s, jnp.ones((1, T, T), bool))
+    return jnp.sum(jnp.where(chosen, 1.0, 0.0))
+
+  assert (jax.grad(kept)(scores) == 0).all()
+
+
+def written_divergence(scores, probs, mask, live):
+  total = 0.0
+  for b, t in np.ndindex(scores.shape[:2]):
+    seen = np.broadcast_to(mask, scores.shape)[b, t]
+    p = np.where(seen, probs[b, t], 0)
+    if live[b, t] and p.sum() > 0:
+      p = p / p.sum()
+      e = np.where(seen, np.exp(scores[b, t] - scores[b, t][seen].max()), 0)
+      q = e / e.sum()
+      total += sum(p[s] * np.log(p[s] / q[s]) for s in range(len(p)) if p[s] > 0)
+  return total / max(live.sum(), 1)
+
+
+def test_loss_and_gradient_against_numpy():
+  rng = np.random.default_rng(0)
+  scores, probs = rng.normal(size=(2, T, T)), rng.uniform(size=(2, T, T)) * 3
+  probs[0, 3, :2] = 0  # a probability of exactly zero
+  segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0]])
+  mask, live = causal(T, segments), segments > 0
+  arrays = [jnp.asarray(a, jnp.float32) for a in (scores, probs)]
+  run = jax.jit(jax.value_and_grad(indexer_loss, (0, 1)))
+  loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(live))
+  np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, live), rtol=1e-5)
+  # d KL(p || softmax(I)) / dI = softmax(I) - p, over the mean's tokens.
+  target = np.where(mask, probs, 0)
+  target = target / np.maximum(target.sum(-1, keepdims=True), 1e-30)
+  e = np.where(mask, np.exp(scores), 0)
+  expected = np.where(live[..., None], e / np.maximum(e.sum(-1, keepdims=True), 1e-30) - target, 0) / live.sum()
+  np.testing.assert_allclose(gradient, expected, atol=1e-6)
+  assert (to_probs == 0).all()
+  np.testing.assert_allclose(
+    jax.jit(index_distribution)(arrays[0], jnp.asarray(mask)), e / np.maximum(e.sum(-1, keepdims=True), 1e-30), atol=1e-6
+  )
+
+
+def test_loss_is_zero_where_both_agree_and_without_tokens():
+  rng = np.random.default_rng(0)
+  scores = jnp.asarray(rng.normal(size=(1, T, T)), jnp.float32)
+  mask = jnp.asarray(causal(T))
+  assert indexer_loss(scores, 7 * index_distribution(scores, mask), mask) == pytest.approx(0, abs=1e-6)
+  loss, gradient = jax.value_and_grad(indexer_loss)(scores, jnp.ones((1, T, T)), mask & False, jnp.zeros((1, T), bool))
+  assert loss == 0
+  assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_float32_flag_sets_the_dtype_of_product_relu_and_sum(flag, random_params):
+  layer = indexer(3, dtype="bfloat16", indexer_float32_logits=flag)
+  p = random_params(layer.params())
+  x, latent = jnp.ones((1, T, D), jnp.bfloat16), jnp.ones((1, T, R), jnp.bfloat16)
+  found = list(equations(layer, p, x, latent, jnp.arange(T)[None]))
+  products = [dtypes(e) for e in found if e.primitive.name == "dot_general"]
+  wanted = "float32" if flag else "bfloat16"
+  # q and k projections in the dtype of activations; then q.k, the heads' weights and the sum over heads.
+  assert products[:2] == [("bfloat16",) * 3] * 2
+  assert products[2] == ("bfloat16", "bfloat16", wanted)
+  assert products[3:] == [(wanted,) * 3] * 2
+  (relu,) = [dtypes(e)[-1] for e in found if e.primitive.name == "max"]
+  assert relu == wanted
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"topk": 0}, "at least 1 key"),
+    ({"head_dim": 2}, "rotary dimension 4 exceeds the index head dimension 2"),
+    ({"q_lora_rank": 0}, "reads the query latent"),
+  ],
+)
+def test_impossible_sizes_are_refused(change, message):
+  good = {"emb_dim": D, "q_lora_rank": R, "num_heads": HEADS, "head_dim": DIM, "topk": 2, "rope": ROPE}
+  with pytest.raises(ValueError, match=message):
+    IndexerConfig(**good | change)
