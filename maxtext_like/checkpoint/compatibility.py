@@ -156,9 +156,7 @@ def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[st
   return complaints
 
 
-def _check_dtypes(
-  where: str, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, allow: bool
-) -> None:
+def _check_dtypes(where: str, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, allow: bool) -> None:
   changed = [(name, saved[name]["dtype"], leaf["dtype"]) for name, leaf in wanted.items()]
   changed = [change for change in changed if change[1] != change[2]]
   fixed = [change for change in changed if not (_is_float(change[1]) and _is_float(change[2]))]

@@ -13,8 +13,10 @@ training loop calls ``poll`` every step; a failed save surfaces there.
 
 import atexit
 import dataclasses
+import errno
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -70,6 +72,8 @@ class CheckpointManager:
     asynchronous: write behind the training; False waits for every save.
     attempts: consecutive failed saves after which the run ends with a RetryableError.
     backoff_seconds: wait after the first failure; doubles with each.
+    patience_seconds: how long a save waits for the one before it, before it is skipped. Enough for a small state, so that
+      small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
 
   Raises:
     UserError: the directory cannot be made or read.
@@ -86,6 +90,7 @@ class CheckpointManager:
     asynchronous: bool = True,
     attempts: int = 3,
     backoff_seconds: float = 1.0,
+    patience_seconds: float = 2.0,
   ):
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
@@ -100,6 +105,7 @@ class CheckpointManager:
     self._asynchronous = asynchronous
     self._attempts = attempts
     self._backoff_seconds = backoff_seconds
+    self._patience_seconds = patience_seconds
     self._consecutive_failures = 0
     self._retry_at: float | None = None
     self._pending: _Pending | None = None
@@ -140,7 +146,9 @@ class CheckpointManager:
       UserError: not even one more checkpoint fits.
     """
     size = tree.total_bytes(tree.flatten(state))
-    free = shutil.disk_usage(self.directory).free
+    free = _free_bytes(self.directory)
+    if free is None:
+      return
     existing = len(self.complete_steps())
     wanted = size * max(1, (self._max_to_keep or 1) + 1 - existing)
     if free < size:
@@ -188,12 +196,12 @@ class CheckpointManager:
       RetryableError: the last ``attempts`` saves failed.
       ValueError: ``extra`` is not JSON or a leaf is not an array.
     """
+    begin = time.monotonic()
+    self._join(self._patience_seconds)
     self.poll()
     if not bool(finite):
       self.statistics.refused_nonfinite += 1
-      _log.error(
-        "checkpoint of step %d refused: the state is not finite; step %s is kept", step, self.latest_complete()
-      )
+      _log.error("checkpoint of step %d refused: the state is not finite; step %s is kept", step, self.latest_complete())
       return False
     if self._pending is not None:
       self.statistics.skipped_busy += 1
@@ -216,12 +224,14 @@ class CheckpointManager:
       files={},
       versions=manifest.versions(),
     )
-    begin = time.monotonic()
     pending = _Pending(step, tree.total_bytes(flat))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     try:
       path = self._steps.path(step)
+      free = _free_bytes(self.directory)
+      if free is not None and free < pending.needed_bytes:  # filling the disk would break the run's other files too
+        raise OSError(errno.ENOSPC, "not started: the disk is too full")
       if path.exists():  # a damaged or foreign directory in the way; a complete step was met above
         self._steps.set_aside(step)
       path.mkdir()
@@ -297,24 +307,24 @@ class CheckpointManager:
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
     path = self._steps.path(pending.step)
-    free = shutil.disk_usage(self.directory).free  # before the half-written step goes
+    free = _free_bytes(self.directory)  # before the half-written step goes
     shutil.rmtree(path, ignore_errors=True)  # writers that still run may put files back; the next start cleans again
     self._checkpointer = None
     last = self._consecutive_failures >= self._attempts
     kept = self.latest_complete()
-    reason = " ".join(str(pending.error).split())[:300] or type(pending.error).__name__
     message = (
       f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): {path}: "
-      f"needs {megabytes(pending.needed_bytes)}, {megabytes(free)} were free: {reason}; "
+      f"needs {megabytes(pending.needed_bytes)}, {megabytes(free) if free is not None else 'unknown'} were free: "
+      f"{_reason(pending.error)}; "
       + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
       + ("" if last else f"; trying again in {delay:.0f} s")
     )
     _log.error("%s", message)
     return message
 
-  def _join(self) -> None:
+  def _join(self, timeout: float | None = None) -> None:
     if self._pending is not None and self._pending.thread.ident is not None:
-      self._pending.thread.join()
+      self._pending.thread.join(timeout)
 
   def wait(self) -> bool:
     """Waits for the save under way; returns whether there was none or it is complete.
@@ -420,6 +430,20 @@ class CheckpointManager:
     return None
 
 
+def _free_bytes(path: Path) -> int | None:
+  """Returns the free bytes of a file system; None where it does not know (some network file systems say 0 of 0)."""
+  usage = shutil.disk_usage(path)
+  return usage.free if usage.total else None
+
+
+def _reason(error: Exception) -> str:
+  """Returns one line for an error; of TensorStore's kilobytes only what the operating system said."""
+  if isinstance(error, OSError) and error.strerror:
+    return error.strerror
+  said = re.search(r"os_error_code='(\d+)'", str(error))
+  return os.strerror(int(said[1])) if said else " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _told_by_us(entry: logging.LogRecord) -> bool:
-  """Drops orbax's traceback of a failed asynchronous save; ``_settle`` tells the same in one line."""
-  return "Handler Commit operations or the Commit" not in str(entry.msg)
+  """Drops orbax's two tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
+  return not any(part in str(entry.msg) for part in ("Handler Commit operations or", "_SignalingThread.run() raised"))

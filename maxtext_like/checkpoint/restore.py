@@ -77,8 +77,7 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
   shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}
   stored_dtypes = {name: jnp.dtype(stored.leaves[name]["dtype"]) for name in wanted}
   template = {
-    name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name])
-    for name, leaf in wanted.items()
+    name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name]) for name, leaf in wanted.items()
   }
   arguments = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
@@ -87,9 +86,7 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     flat = checkpointer.restore(
       step_directory / manifest.STATE_NAME,
-      args=ocp.args.PyTreeRestore(
-        item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)
-      ),
+      args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
     )
   for name, leaf in wanted.items():
     if stored_dtypes[name] != leaf.dtype:

@@ -63,10 +63,14 @@ class StepDirectories:
         _log.warning("%s is not a checkpoint (it holds %s); left alone", path, ", ".join(sorted(names)[:3]))
 
   def drop_old(self, keep: int | None) -> None:
-    """Keeps the newest ``keep`` complete steps. The manifest goes first: a half-deleted step never counts."""
-    if keep is None:
-      return
-    for step in self.complete()[:-keep]:
+    """Keeps the newest ``keep`` complete steps, all with None, and no damaged twin of a complete one.
+
+    The manifest goes first: a half-deleted step never counts.
+    """
+    complete = self.complete()
+    for step in complete:
+      shutil.rmtree(self.directory / f"{step}{_CORRUPT}", ignore_errors=True)
+    for step in complete[:-keep] if keep else []:
       (self.path(step) / manifest.FILE_NAME).unlink()
       shutil.rmtree(self.path(step))
 

@@ -100,7 +100,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, caplog):
 def test_a_save_during_a_save_is_skipped_and_counted(tmp_path, caplog, monkeypatch):
   original = manifest.hash_files
   monkeypatch.setattr(manifest, "hash_files", lambda path: (time.sleep(0.5), original(path))[1])
-  with CheckpointManager(tmp_path) as manager:
+  with CheckpointManager(tmp_path, patience_seconds=0.1) as manager:
     assert manager.save(1, {"x": jnp.arange(3.0)})
     assert manager.busy
     assert not manager.save(2, {"x": jnp.arange(3.0)})
@@ -359,6 +359,18 @@ def test_preflight(tmp_path, caplog, monkeypatch):
     free = 4_000_000
     manager.preflight(state)
     assert not caplog.records
+
+
+def test_a_save_that_cannot_fit_is_not_started(tmp_path, caplog, monkeypatch):
+  state = {"x": jnp.zeros((250_000,))}
+  with CheckpointManager(tmp_path, backoff_seconds=0.01) as manager:
+    assert manager.save_and_wait(1, state)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 900_000))
+    assert not manager.save(2, state)
+    assert "step 2 failed (1 of 3)" in caplog.text
+    assert "needs 1.00 MB, 0.90 MB were free: not started: the disk is too full; step 1 is kept" in caplog.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))  # one that does not know
+    assert manager.save_and_wait(3, state)
 
 
 def test_bad_arguments_and_states(tmp_path):

@@ -1,0 +1,166 @@
+"""Starts, watches, kills and damages training programs for tests/faults."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DRIVER = Path(__file__).with_name("driver.py")
+
+
+class Forked:
+  """A program that was forked off the process with everything imported; it has the face of a ``subprocess.Popen``."""
+
+  def __init__(self, server, arguments, environment, log):
+    request = {"arguments": arguments, "environment": environment, "log": str(log)}
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    self.pid = int(server.stdout.readline())
+    self._code = Path(f"{log}.code")
+
+  def poll(self):
+    """Returns the exit code, or None while it runs."""
+    return int(self._code.read_text()) if self._code.exists() else None
+
+  def wait(self, timeout=120.0):
+    """Returns the exit code when it has one."""
+    deadline = time.monotonic() + timeout
+    while (code := self.poll()) is None:
+      if time.monotonic() > deadline:
+        raise subprocess.TimeoutExpired("driver.py", timeout)
+      time.sleep(0.003)
+    return code
+
+  def send_signal(self, number):
+    """Sends a signal to a program that still runs."""
+    if self.poll() is None:
+      os.kill(self.pid, number)
+
+  def kill(self):
+    """SIGKILL."""
+    self.send_signal(signal.SIGKILL)
+
+
+class Runs:
+  """One output directory, in which a program trains runs."""
+
+  def __init__(self, output_dir, environment, server):
+    self.output_dir = output_dir
+    self.environment = environment
+    self.server = server
+
+  def command(self, name, **keys):
+    """The command line of a run."""
+    return [sys.executable, str(DRIVER), str(self.output_dir), name, *(f"{key}={keys[key]}" for key in keys)]
+
+  def start(self, name, devices=1, **keys):
+    """Starts a run; its lines go to a file, so that a killed program loses none."""
+    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
+    self.log.touch()
+    return Forked(self.server, self.command(name, **keys)[2:], environment, self.log)
+
+  def run(self, name, **keys):
+    """Trains to the end; returns exit code and everything it printed."""
+    process = self.start(name, **keys)
+    log = self.log
+    try:
+      return process.wait(timeout=120), log.read_text()
+    finally:
+      process.kill()
+      process.wait()
+
+  def wait_for(self, pattern, process, timeout=60):
+    """Waits until the newest run's output matches."""
+    deadline = time.monotonic() + timeout
+    while not re.search(pattern, text := self.log.read_text()):
+      assert process.poll() is None, f"ended with {process.poll()} before {pattern!r}:\n{text}"
+      assert time.monotonic() < deadline, f"no {pattern!r} in\n{text}"
+      time.sleep(0.005)
+
+  def checkpoints(self, name):
+    """Directory of a run's checkpoints."""
+    return self.output_dir / name / "checkpoints"
+
+  def complete(self, name):
+    """The steps whose manifest is there."""
+    return sorted(int(path.parent.name) for path in self.checkpoints(name).glob("*/COMPLETE.json"))
+
+  def state(self, name, step):
+    """A step's arrays by name, verified."""
+    return read_state(self.checkpoints(name) / str(step))
+
+  def losses(self, name):
+    """Loss of each step; where a step was trained again after a kill, all its losses must agree."""
+    found = {}
+    for line in (self.output_dir / name / "metrics.jsonl").read_text().splitlines():
+      if not line.endswith("}"):
+        continue  # cut short by a kill
+      entry = json.loads(line)
+      assert found.setdefault(entry["step"], entry["loss"]) == entry["loss"], entry
+    return found
+
+
+def read_state(step_directory):
+  """Reads every array of a step, in this process, after checking its hashes."""
+  import jax
+
+  from maxtext_like.checkpoint import manifest, restore
+
+  stored = manifest.read(step_directory)
+  manifest.check_hashes(step_directory, stored)
+  like = {name: jax.ShapeDtypeStruct(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for name, leaf in stored.leaves.items()}
+  return {name: np.asarray(array) for name, array in restore.read(step_directory, stored, like).items()}
+
+
+def assert_bitwise_equal(one, other):
+  """Compares two dictionaries of arrays to the last bit."""
+  assert one.keys() == other.keys()
+  for name in one:
+    assert one[name].dtype == other[name].dtype, name
+    assert one[name].tobytes() == other[name].tobytes(), name
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+  """Environment of the programs: CPU, one compilation cache for all."""
+  return {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": str(ROOT),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+
+@pytest.fixture(scope="session")
+def server(environment):
+  """The process that programs are forked off."""
+  command = [sys.executable, str(DRIVER.with_name("preloaded.py"))]
+  with subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as p:
+    yield p
+    p.kill()
+
+
+@pytest.fixture
+def runs(tmp_path, environment, server):
+  """A fresh output directory."""
+  return Runs(tmp_path, environment, server)
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory, environment, server):
+  """The run that nothing happens to: 30 steps, checkpoints 20, 25, 30."""
+  runs = Runs(tmp_path_factory.mktemp("unbroken"), environment, server)
+  code, text = runs.run("unbroken")
+  assert code == 0, text
+  assert runs.complete("unbroken") == [20, 25, 30]
+  return runs

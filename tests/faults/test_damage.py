@@ -1,0 +1,91 @@
+"""Damages what lies on the disk between two runs: flipped bytes, missing files, phantom steps, other configurations."""
+
+import shutil
+
+import pytest
+from conftest import Runs, assert_bitwise_equal
+
+
+@pytest.fixture
+def copy(runs, unbroken):
+  """The unbroken run's directory, to be damaged: checkpoints 20, 25, 30."""
+  shutil.copytree(unbroken.output_dir / "unbroken", runs.output_dir / "unbroken")
+  return runs
+
+
+def largest_file(runs, step):
+  files = [path for path in (runs.checkpoints("unbroken") / str(step) / "state").rglob("*") if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_a_byte(path):
+  content = bytearray(path.read_bytes())
+  content[len(content) // 3] ^= 16
+  path.write_bytes(content)
+
+
+def test_f08_f09_f11_damaged_steps(copy: Runs, unbroken: Runs):
+  """A flipped byte in the newest, a missing file in the one before, an empty directory above: the third is used."""
+  flip_a_byte(largest_file(copy, 30))
+  largest_file(copy, 25).unlink()
+  (copy.checkpoints("unbroken") / "100").mkdir()
+  code, text = copy.run("unbroken")
+  assert code == 0, text
+  assert "100 is not a complete checkpoint (an interrupted save); removed" in text
+  assert "step 30 is corrupt: file " in text
+  assert "has changed since it was written" in text
+  assert "step 25 is corrupt: file " in text
+  assert text.count("; using step 20") == 2
+  assert "start 20\n" in text
+  assert copy.complete("unbroken") == [20, 25, 30]
+  assert not list(copy.checkpoints("unbroken").glob("*.corrupt"))
+  assert_bitwise_equal(copy.state("unbroken", 30), unbroken.state("unbroken", 30))
+  assert copy.losses("unbroken") == unbroken.losses("unbroken")
+
+
+def test_f08_nothing_valid_is_left(copy: Runs):
+  for step in (20, 25, 30):
+    largest_file(copy, step).write_bytes(b"")
+  code, text = copy.run("unbroken")
+  assert code == 2, text
+  assert "no valid checkpoint is left" in text
+  assert "start " not in text.partition("error:")[0]
+  assert "Traceback" not in text
+
+
+def test_f70_a_finished_run_started_again(copy: Runs):
+  before = {path: path.stat().st_mtime_ns for path in copy.output_dir.rglob("*") if path.is_file()}
+  code, text = copy.run("unbroken")
+  assert (code, "already at step 30 of 30" in text) == (0, True), text
+  after = {path: path.stat().st_mtime_ns for path in copy.output_dir.rglob("*") if path.is_file()}
+  changed = [path.name for path in after if before.get(path) != after[path] and not path.name.startswith(("log", "run.lock"))]
+  assert changed == []
+
+
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    ({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16"),  # F13
+    ({"heads": 8}, "model.heads: checkpoint 4, this run 8"),  # F14: no shape shows it
+    ({"width": 32}, "params.w: checkpoint (64, 64), this run (32, 32)"),  # F15
+  ],
+)
+def test_f13_f14_f15_another_configuration(copy: Runs, keys, expected):
+  code, text = copy.run("unbroken", **keys)
+  assert code == 2, text
+  assert expected in text
+  assert "Traceback" not in text
+  assert copy.complete("unbroken") == [20, 25, 30]
+
+
+def test_f12_other_numbers_of_devices(runs: Runs):
+  """Written by 8 devices, read by 1, and back: every array is bitwise what was written."""
+  last = None
+  for devices, steps in ((8, 3), (1, 6), (8, 9)):
+    code, text = runs.run("a", devices=devices, steps=steps, interval=100)
+    assert code == 0, text
+    assert f"start {steps - 3}\n" in text
+    hashes = dict(line.split()[1:] for line in text.splitlines() if line.startswith("hash "))
+    assert last is None or hashes["restored"] == last
+    last = hashes["saved"]
+  assert runs.complete("a") == [3, 6, 9]

@@ -1,0 +1,77 @@
+"""Runs that end badly by themselves: full disks, programs that close nothing, states that are not finite, two at once."""
+
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT, Runs
+
+
+@pytest.mark.parametrize("end", ["return", "exception", "sys.exit"])
+def test_f07_a_program_that_ends_right_after_save(runs: Runs, end):
+  """Whoever forgets to close the manager never ends with 0 and without the last step."""
+  code, text = runs.run("a", end=end, steps=5)
+  assert code != 0 or runs.complete("a") == [5], text
+  if code != 0:
+    assert "checkpoint of step 5 failed" in text
+
+
+def test_f22_a_state_that_is_not_finite(runs: Runs):
+  code, text = runs.run("a", nan_at=18, keep=1, steps=23)
+  assert code == 0, text
+  assert runs.complete("a") == [15]
+  assert "checkpoint of step 20 refused: the state is not finite; step 15 is kept" in text
+  assert "checkpoint of step 23 refused" in text
+
+
+def test_f18_two_runs_in_one_directory(runs: Runs):
+  first = runs.start("a", pause=0.5)
+  runs.wait_for("step 1\n", first)
+  code, text = runs.run("a")
+  first.kill()
+  first.wait()
+  assert code == 2, text
+  assert f"in use by process {first.pid} on " in text
+  assert "started 20" in text
+
+
+FULL_DISK = """
+set -e
+mount -t tmpfs -o size=100m none {disk}
+{program} steps=2 > {log}.0 2>&1
+used=$(df --output=used -B1 {disk} | tail -n 1)
+# Room for the arrays of one more checkpoint, but not for its files: only writing finds out.
+mount -o remount,size=$((used + 12000000 + 49152)) none {disk}
+set +e
+{program} > {log}.1 2>&1; echo "code $?" >> {log}.1
+ls {disk}/output/a/checkpoints > {log}.ls
+mount -o remount,size=100m none {disk}
+{program} > {log}.2 2>&1; echo "code $?" >> {log}.2
+"""
+
+
+def can_mount():
+  """Says whether this user may mount a tmpfs in a namespace of its own."""
+  if shutil.which("unshare") is None:
+    return False
+  return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
+def test_f05_full_disk(runs: Runs, tmp_path):
+  """The disk fills up while step 4 is written: told, tried again, 42 in the end; with room again the run goes on."""
+  disk = tmp_path / "disk"
+  disk.mkdir()
+  inside = Runs(disk / "output", runs.environment, None)
+  program = " ".join(inside.command("a", width=1000, interval=2, keep=1, pause=0.05)) + " steps=12"
+  script = FULL_DISK.format(disk=disk, program=program, log=tmp_path / "log")
+  subprocess.run(["unshare", "-m", "sh", "-c", script], env=runs.environment, cwd=ROOT, check=True, timeout=240)
+  first, second = ((tmp_path / f"log.{number}").read_text() for number in (1, 2))
+  assert first.endswith("code 42\n"), first
+  assert f"checkpoint of step 4 failed (1 of 3): {disk}/output/a/checkpoints/4: needs 12.00 MB, " in first
+  assert "were free: No space left on device; step 2 is kept; trying again in" in first
+  assert "failed (3 of 3)" in first
+  assert "step 6\n" in first  # training went on between the tries
+  assert (tmp_path / "log.ls").read_text() == "2\n"
+  assert second.endswith("code 0\n"), second
+  assert "start 2\n" in second

@@ -1,0 +1,91 @@
+"""Kills training programs: SIGKILL while a checkpoint is written, SIGTERM, Ctrl-C, twenty times at random."""
+
+import random
+import signal
+import time
+
+import pytest
+from conftest import assert_bitwise_equal
+
+
+def kill_in_save(runs, name, delay, **keys):
+  """Kills a run ``delay`` seconds after its next checkpoint directory appears; returns that step."""
+  before = set(runs.checkpoints(name).iterdir()) if runs.checkpoints(name).exists() else set()
+  process = runs.start(name, **keys)
+  deadline = time.monotonic() + 60
+  while process.poll() is None and time.monotonic() < deadline:
+    new = {path for path in runs.checkpoints(name).glob("*") if path.name.isdecimal()} - before
+    if new and "start " in runs.log.read_text():
+      time.sleep(delay)
+      break
+    time.sleep(0.0005)
+  process.kill()
+  assert process.wait() == -signal.SIGKILL, runs.log.read_text()
+
+
+def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
+  """The step that was being written is never taken for one; the run ends as if nothing had happened."""
+  for delay in (0.0, 0.02, 0.05, 0.1):
+    complete = runs.complete("a")
+    kill_in_save(runs, "a", delay, pause=0.02)
+    assert set(complete[-2:]) <= set(runs.complete("a"))
+  # The leftover of one more killed save, as orbax leaves it, whatever the delays above happened to hit.
+  (runs.checkpoints("a") / "29" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+  newest = max(runs.complete("a"), default=0)
+  code, text = runs.run("a")
+  assert code == 0, text
+  assert f"start {newest}\n" in text
+  assert "29 is not a complete checkpoint (an interrupted save); removed" in text
+  assert runs.complete("a")[-1] == 30
+  assert_bitwise_equal(runs.state("a", 30), unbroken.state("unbroken", 30))
+  assert runs.losses("a") == unbroken.losses("unbroken")
+  assert not list(runs.checkpoints("a").glob("**/*tmp*"))
+
+
+def test_f02_f04_signals(runs, unbroken):
+  """SIGTERM: exit 42; Ctrl-C: 130; both after a checkpoint, from which the run goes on. Twice: at once, without."""
+  for number, code in ((signal.SIGTERM, 42), (signal.SIGINT, 130)):
+    process = runs.start("a", pause=0.1)
+    runs.wait_for(r"step \d+\n", process)
+    time.sleep(0.15)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code, runs.log.read_text()
+    text = runs.log.read_text()
+    step = int(text.rpartition("\nstep ")[2].split()[0])
+    assert f"error: stopped by {number.name} after step {step}, saved in {runs.checkpoints('a')}/{step}; to go on" in text
+    assert runs.complete("a")[-1] == step
+  process = runs.start("a", pause=5)
+  runs.wait_for(r"step \d+\n", process)
+  process.send_signal(signal.SIGTERM)
+  runs.wait_for("stopping after this step", process)
+  begin = time.monotonic()
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=30) == 128 + signal.SIGTERM
+  assert time.monotonic() - begin < 2
+  assert runs.complete("a")[-1] == step
+  code, text = runs.run("a")
+  assert code == 0, text
+  assert "taking over the lock of process" in text
+  assert_bitwise_equal(runs.state("a", 30), unbroken.state("unbroken", 30))
+  assert runs.losses("a") == unbroken.losses("unbroken")
+
+
+@pytest.mark.slow
+def test_f24_twenty_random_kills(runs):
+  """SIGKILL at twenty random moments, start-up included; nothing of it shows in weights or losses."""
+  steps = 150
+  code, text = runs.run("unbroken", steps=steps)
+  assert code == 0, text
+  moments = random.Random(20)
+  for _ in range(20):
+    process = runs.start("killed", steps=steps, pause=0.1)
+    if moments.random() < 0.75:
+      runs.wait_for(r"step \d+\n", process)
+    time.sleep(moments.uniform(0, 0.9))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, runs.log.read_text()
+  code, text = runs.run("killed", steps=steps)
+  assert code == 0, text
+  assert int(text.partition("start ")[2].split()[0]) > 0
+  assert_bitwise_equal(runs.state("killed", steps), runs.state("unbroken", steps))
+  assert runs.losses("killed") == runs.losses("unbroken")
