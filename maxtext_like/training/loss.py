@@ -61,7 +61,7 @@ class LossLayer:
       batch: int32 [B, T] arrays, "targets" among them.
 
     Returns:
-      ({"cross_entropy", "z_loss"} float32 sums over the real targets, aux of ``Decoder.hidden``).
+      ({"cross_entropy", and "z_loss" with a weight} float32 sums over the real targets, aux of ``Decoder.hidden``).
     """
     x_BTD, aux = self.decoder.hidden(p, batch)
     targets = batch["targets"]
@@ -82,7 +82,8 @@ class LossLayer:
         return total + jax.checkpoint(piece, prevent_cse=False)(head, *xs), None
 
       (cross_entropy, z_loss), _ = jax.lax.scan(add, jnp.zeros(2, jnp.float32), (x_nBCD, targets_nBC))
-    return {"cross_entropy": cross_entropy, "z_loss": z_loss}, aux
+    sums = {"cross_entropy": cross_entropy}
+    return sums | ({"z_loss": z_loss} if self.z_loss else {}), aux
 
 
 def _cut(x_BT: jax.Array, pieces: int, fill: int) -> jax.Array:

@@ -109,13 +109,24 @@ class Program:
       places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
       return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
-  def lower_step(self) -> Any:
-    """The train step: (state, batch, check) -> (state, metrics). It takes the state's memory for the next state."""
+  def lower_around(self) -> Any:
+    """The program that makes the state at step 0 around given parameters, whose memory it takes."""
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+    with jax.set_mesh(self.mesh):
+      return jax.jit(self._around, donate_argnums=0, out_shardings=places).lower(self.abstract_state["params"])
+
+  def lower_step(self, platform: str | None = None) -> Any:
+    """The train step: (state, batch, check) -> (state, metrics). It takes the state's memory for the next state.
+
+    Args:
+      platform: what it is lowered for, where this process does not run on it ("tpu", ahead of time).
+    """
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     with jax.set_mesh(self.mesh):
       check = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated(self.mesh))
       program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
-      return program.lower(self.abstract_state, self.abstract_batch, check)
+      traced = program.trace(self.abstract_state, self.abstract_batch, check)
+      return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
   def lower_eval(self) -> Any:
     """The held-out loss: (params, batch) -> (sum of the cross entropies, number of real targets)."""

@@ -1,0 +1,28 @@
+"""``maxtext-like train``: trains a model; also behind ``python train.py``."""
+
+from maxtext_like.cli.arguments import split_configuration
+from maxtext_like.config.load import load_config
+
+DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
+EXAMPLES = """examples:
+  maxtext-like train gemma4-tiny
+  maxtext-like train gemma4-tiny steps=200 run_name=first dtype=bfloat16
+  maxtext-like train gemma4-31b gpu/h200.yml steps=2 finite_check_steps=2
+  maxtext-like train --help-keys learning
+
+A run is the directory output_dir/run_name, runs/gemma4-tiny by default: config.yml, env.json, metrics.jsonl,
+finiteness.json, tensorboard/, checkpoints/ and, at the end, report.html.
+
+exit codes: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers; 4 does not fit the machine;
+42 stopped by SIGTERM or a fault that a restart can mend; 130 stopped by Ctrl-C"""
+
+
+def run(argv: list[str]) -> int:
+  """Trains; see ``DESCRIPTION``."""
+  config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
+  loaded = load_config(config, overrides)
+  for note in loaded.notes:
+    print(f"note: {note}")
+  from maxtext_like.training.run import train
+
+  return train(loaded)

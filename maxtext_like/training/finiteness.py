@@ -1,0 +1,219 @@
+"""The step-1 finiteness check: loss0, gradients, parameters after the update, loss1; and the guard that watches every step.
+
+The looking is done inside the compiled step (``step.py``); this module turns its flags into four lines, a file, and an
+error that says which of the four failed, where, and which precision keys to try.
+"""
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import NonFiniteError
+
+_log = logging.getLogger(__name__)
+CHECKS = ("loss0", "gradients", "parameters", "loss1")
+SHOWN = 8  # names of non-finite arrays that are listed
+
+Report = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+  """What the host knows about a finished step.
+
+  Attributes:
+    step: finished steps, this one included.
+    scalars: metrics as Python numbers.
+    finite: "loss", "gradients", "parameters": numpy bools, the latter two by parameter row.
+  """
+
+  step: int
+  scalars: dict[str, float]
+  finite: dict[str, np.ndarray]
+
+
+def model_order(name: str) -> tuple:
+  """Sorts parameter names as a forward pass meets them."""
+  if layer := re.match(r"layers\.(\d+)\.(.*)", name):
+    return (1, int(layer[1]), layer[2])
+  return (2 if name.startswith(("final_norm", "head")) else 0, 0, name)
+
+
+class FinitenessGuard:
+  """Follows a run: reports on its first steps, counts skipped ones, and ends it when they do not stop.
+
+  Args:
+    config: of the run.
+    labels: parameter names behind the rows of "gradients" and "parameters".
+    last_step: steps at the end of the run.
+  """
+
+  def __init__(self, config: Config, labels: list[str], last_step: int):
+    self._config, self._labels, self._last_step = config, labels, last_step
+    self._steps = config.training.finite_check_steps
+    self._scaled = config.precision.dtype == "float16"
+    self._applied = 0
+    self._skipped_in_row = 0
+    self.report: Report = {name: {"result": "not run", "finite": None} for name in CHECKS} if self._steps else {}
+    self.changed = False
+
+  @property
+  def checking(self) -> bool:
+    """Whether the next step looks at the parameters after its update too."""
+    return self._steps == -1 or self._applied < self._steps
+
+  def observe(self, result: StepResult) -> list[str]:
+    """Takes note of a finished step. Returns the lines to print about it.
+
+    Raises:
+      NonFiniteError: a check failed, or too many updates were left out in a row.
+    """
+    checked, skipped = self.checking, bool(result.scalars["skipped"])
+    lines = self._fill_report(result) if self._steps and checked else []
+    if not skipped:
+      if not math.isfinite(result.scalars["param_norm"]):
+        raise NonFiniteError(
+          f"step {result.step}: non-finite parameters after the update (norm {result.scalars['param_norm']}); nothing of it "
+          "is saved, finite_check_steps=-1 finds such an update before it is applied\n"
+          f"what to try: {'; '.join(keys_to_try(self._config, 'parameters'))}"
+        )
+      self._applied += 1
+      self._skipped_in_row = 0
+      return lines
+    self._skipped_in_row += 1
+    failed = self._failed(result)
+    overflow = self._scaled and failed == "gradients"
+    if checked and not overflow:
+      raise NonFiniteError("\n".join([self._message(result, failed), *lines]))
+    limit = max(self._config.training.max_skipped_steps, 1)
+    if self._skipped_in_row >= limit:
+      raise NonFiniteError(
+        f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
+        + self._message(result, failed)
+      )
+    what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else "the update is left out"
+    return [*lines, f"step {result.step}: non-finite {self._where(result, failed)}; {what} ({self._skipped_in_row} of {limit})"]
+
+  def _failed(self, result: StepResult) -> str:
+    if not result.finite["loss"]:
+      return "loss0" if self._applied == 0 else "loss1" if self._applied == 1 else "loss"
+    return "gradients" if not result.finite["gradients"].all() else "parameters"
+
+  def _names(self, flags: np.ndarray) -> list[str]:
+    return sorted((self._labels[i] for i in np.flatnonzero(~flags)), key=model_order)
+
+  def _where(self, result: StepResult, failed: str) -> str:
+    if failed.startswith("loss"):
+      return f"{failed} ({result.scalars['loss']})"
+    names = self._names(result.finite[failed])
+    return f"{failed} in {len(names)} of {len(self._labels)} arrays, first {names[0]}"
+
+  def _fill_report(self, result: StepResult) -> list[str]:
+    """Enters one step into the report. A float16 overflow is entered, and overwritten by the first applied step."""
+    self.changed = True
+    before, s = self._applied, result.scalars
+    if before == 1 or (before > 1 and not result.finite["loss"]):
+      self.report["loss1"] = _entry(bool(result.finite["loss"]), step=result.step, value=_number(s["loss"]))
+      return [self._line("loss1")]
+    if before > 1 and not s["skipped"]:
+      return []
+    if before == 0:
+      self.report["loss0"] = _entry(bool(result.finite["loss"]), step=result.step, value=_number(s["loss"]))
+    self.report["gradients"] = self._arrays(result, "gradients", s["grad_norm"])
+    if result.finite["loss"] and result.finite["gradients"].all():
+      self.report["parameters"] = self._arrays(result, "parameters", s["param_norm"])
+    return [self._line(name) for name in CHECKS[:3]] + self._no_loss1(result)
+
+  def _no_loss1(self, result: StepResult) -> list[str]:
+    if result.step < self._last_step or result.scalars["skipped"]:
+      return []
+    self.report["loss1"] = {"result": "not run", "finite": None, "reason": f"the run ends at step {self._last_step}"}
+    return [self._line("loss1")]
+
+  def _arrays(self, result: StepResult, check: str, norm: float) -> dict[str, Any]:
+    names = self._names(result.finite[check])
+    entry = _entry(not names, step=result.step, norm=_number(norm), arrays=len(self._labels))
+    if names:
+      entry |= {"non_finite": len(names), "first": names[:SHOWN]}
+    if "loss_scale" in result.scalars and check == "gradients":
+      entry["loss_scale"] = result.scalars["loss_scale"]
+    return entry
+
+  def _line(self, name: str) -> str:
+    e = self.report[name]
+    if e["result"] == "not run":
+      return f"finiteness  {name:<10}  not run" + (f": {e['reason']}" if "reason" in e else "")
+    if name.startswith("loss"):
+      return f"finiteness  {name:<10}  {e['result']:<10}  {_text(e['value'])}"
+    detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}"
+    if "first" in e:
+      detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}" + (", ..." if e["non_finite"] > 3 else "")
+    return f"finiteness  {name:<10}  {e['result']:<10}  {detail}"
+
+  def _message(self, result: StepResult, failed: str) -> str:
+    return (
+      f"step {result.step}: non-finite {self._where(result, failed)}; the update was not applied and nothing of it saved\n"
+      f"what to try: {'; '.join(keys_to_try(self._config, failed))}"
+    )
+
+
+def _entry(finite: bool, **values: Any) -> dict[str, Any]:
+  return {"result": "finite" if finite else "not finite", "finite": finite, **values}
+
+
+def _number(x: float) -> float | str:
+  """JSON has no NaN and no infinity."""
+  return x if math.isfinite(x) else str(x)
+
+
+def _text(x: float | str) -> str:
+  return x if isinstance(x, str) else f"{x:.6g}"
+
+
+def keys_to_try(config: Config, failed: str) -> list[str]:
+  """Keys, each with its value, that make the failed part of a step safer; what is safe already is left out.
+
+  Args:
+    config: of the run.
+    failed: one of ``CHECKS`` (or "loss").
+  """
+  p, t = config.precision, config.training
+  inactive = inactive_precision_keys(config.model)
+  found = []
+
+  def suggest(key: str, value: str, now: object) -> None:
+    if key not in inactive and str(now).lower() != value:
+      found.append(f"{key}={value}")
+
+  if failed == "parameters":
+    suggest("weight_dtype", "float32", p.weight_dtype)
+    found.append(f"a lower learning_rate (now {t.learning_rate:g})")
+    return found
+  if p.dtype != "float32":
+    for key in ("float32_qk_product", "float32_logits", "indexer_float32_logits", "float32_gate_logits", "float32_weight_sum"):
+      suggest(key, "true", getattr(p, key))
+    if p.float32_gate_product is False:
+      found.append("float32_gate_product=auto" if p.dtype == "float16" else "float32_gate_product=true")
+    if p.dtype == "float16":
+      suggest("float16_rescue", "true", p.float16_rescue)
+    suggest("cast_logits_to_fp32", "true", p.cast_logits_to_fp32)
+    if (p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)) != "float32":
+      found.append("residual_dtype=float32")
+  if failed == "gradients":
+    suggest("grad_dtype", "float32", p.grad_dtype)
+    if p.dtype == "float16":
+      found.append(f"a lower loss_scale_init (now {t.loss_scale_init:g})")
+  if p.dtype == "float16":
+    found.append("dtype=bfloat16")
+  suggest("dtype", "float32", p.dtype)
+  if failed != "loss0":
+    found.append(f"a lower learning_rate (now {t.learning_rate:g})")
+  elif p.dtype == "float32":
+    found.append("a look at the weights: every product is in float32 already, so they are not finite themselves or far too large")
+  return found

@@ -1,0 +1,96 @@
+"""Model FLOPs of a train step from the shapes alone, and the peak of the chip: tflops_per_device and mfu.
+
+XLA's own count is no use here: it counts the body of a scan once.
+"""
+
+from typing import Any
+
+import jax
+
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.naming import path_keys
+from maxtext_like.training.trainable import Selection
+
+# Dense bf16 peak of one device in TFLOP/s, by a part of jax.Device.device_kind (lower case). The first match counts.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+  ("h200", 989.0),  # nvidia.com/en-us/data-center/h200: 1979 with sparsity
+  ("h100 pcie", 756.0),  # nvidia.com/en-us/data-center/h100
+  ("h100", 989.0),  # same page, SXM
+  ("b200", 2250.0),  # NVIDIA Blackwell datasheet, dense
+  ("a100", 312.0),  # nvidia.com/en-us/data-center/a100
+  ("tpu v6 lite", 918.0),  # cloud.google.com/tpu/docs/v6e
+  ("tpu v6e", 918.0),
+  ("tpu v5 lite", 197.0),  # cloud.google.com/tpu/docs/v5e
+  ("tpu v5e", 197.0),
+  ("tpu v5p", 459.0),  # cloud.google.com/tpu/docs/v5p
+  ("tpu v5", 459.0),
+  ("tpu v4", 275.0),  # cloud.google.com/tpu/docs/v4
+)
+
+
+def peak_tflops(device_kind: str) -> float | None:
+  """Dense bf16 TFLOP/s of a device, None where it is not known."""
+  kind = device_kind.lower()
+  return next((peak for name, peak in PEAK_TFLOPS if name in kind), None)
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+  """(query, key) pairs of one row of ``length`` tokens under a causal mask with a window of W keys, self included."""
+  w = length if window is None else min(window, length)
+  return w * (w + 1) // 2 + (length - w) * w
+
+
+def train_flops(decoder: Decoder, selection: Selection, rows: int, length: int) -> float:
+  """Floating point operations of one step on ``rows`` rows of ``length`` tokens, recomputation not counted.
+
+  Products with parameters: 2 a token forward, 4 backward where the parameter is trained (6 N in all), 2 where it is
+  frozen and the gradient only passes through. The head counts once, tied or not; a looked-up table counts nothing; of
+  routed experts the chosen share. Attention: 12 x heads x head size for each visible pair forward and backward (PaLM,
+  appendix B, with masked pairs left out, as MaxText counts). Documents packed into a row count as one.
+  """
+  indexer_alone = _indexer_alone(decoder, selection)
+  products = 0.0
+  leaves = jax.tree_util.tree_leaves_with_path(decoder.params())
+  for (path, p), trained in zip(leaves, jax.tree.leaves(selection.leaves), strict=True):
+    keys = path_keys(path)
+    if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):
+      continue
+    size = 1.0
+    for s in p.shape:
+      size *= s
+    if "experts" in keys:
+      moe = _layer_of(decoder, keys).cfg.moe
+      size *= moe.num_experts_per_tok / moe.num_experts
+    products += size * (6 if trained else 2 if indexer_alone else 4)
+  pairs = sum(_attention(layer.cfg.attention, length, indexer_alone) for layer in decoder.layers)
+  return rows * (products * length + pairs)
+
+
+def _multiplies(keys: tuple[str, ...], rank: int, tied: bool) -> bool:
+  if keys == ("embedding", "table"):
+    return tied
+  return rank >= 2 and keys != ("ple", "table")
+
+
+def _layer_of(decoder: Decoder, keys: tuple[str, ...]) -> Any:
+  stack = next(s for s in decoder.stacks if s.name == keys[0])
+  return stack.block[int(keys[1].removeprefix("layer_"))]
+
+
+def _indexer_alone(decoder: Decoder, selection: Selection) -> bool:
+  leaves = jax.tree_util.tree_leaves_with_path(selection.leaves)
+  return all("indexer" in path_keys(path) for path, trained in leaves if trained)
+
+
+def _attention(cfg: Any, length: int, indexer_alone: bool) -> float:
+  """FLOPs of one layer's scores and weighted sums on one row."""
+  if not hasattr(cfg, "kv_lora_rank"):
+    return 12.0 * cfg.num_query_heads * cfg.head_dim * visible_pairs(length, cfg.window)
+  pairs = visible_pairs(length)
+  passes = 1 if indexer_alone else 3
+  extra = 0.0
+  if cfg.indexer:
+    extra = 6.0 * cfg.indexer.num_heads * cfg.indexer.head_dim * pairs
+    if cfg.indexer_sparse:
+      pairs = visible_pairs(length, cfg.indexer.topk)  # min(t, k) keys for token t, as with a window of k
+  return extra + passes * 2.0 * cfg.num_heads * (cfg.nope_dim + cfg.rope_dim + cfg.value_dim) * pairs

@@ -1,0 +1,138 @@
+"""The loop around the train step: batches in, metrics out, and in between checkpoints, evaluation and a stop on request.
+
+The device is one step ahead of the host: while it works on step n + 1, the host reads the metrics of step n. So nothing
+waits, and a step's time is the time between two ends on the device.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.training.finiteness import FinitenessGuard, StepResult
+from maxtext_like.training.metrics import MetricsWriter
+from maxtext_like.training.program import Program
+from maxtext_like.training.progress import Progress
+from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.step import Metrics, State
+
+
+@dataclass
+class Loop:
+  """One run from a state to its last step.
+
+  Attributes:
+    program: of the run.
+    train_step: compiled ``Program.lower_step``.
+    state: where to start; each step takes its memory.
+    data: batches of this process, and ``get_state()``.
+    evaluate: params -> held-out loss; None: no evaluation.
+    directory, manager, writer, progress, stop, guard: the run's own.
+    flops: of one step on all devices.
+    peak_tflops: of one device; None: no mfu.
+    finite: the newest metrics show a finite state.
+  """
+
+  program: Program
+  train_step: Callable[..., tuple[State, Metrics]]
+  state: State
+  data: Any
+  evaluate: Callable[[Any], float] | None
+  directory: RunDirectory
+  manager: CheckpointManager | None
+  writer: MetricsWriter
+  progress: Progress
+  stop: StopRequest
+  guard: FinitenessGuard
+  flops: float
+  peak_tflops: float | None
+  finite: bool = True
+  _pending: tuple[int, Metrics] | None = field(default=None, init=False)
+  _last_end: float = field(default=0.0, init=False)
+
+  def run(self, start: int) -> None:
+    """Trains from ``start`` finished steps to the configuration's ``steps``.
+
+    Raises:
+      NonFiniteError: see ``FinitenessGuard``; no state is saved after that.
+      ExitError: stopped by a signal, after a checkpoint.
+      RetryableError: checkpoints keep failing.
+    """
+    t, d = self.program.config.training, self.program.config.data
+    self._last_end = time.perf_counter()
+    step = start
+    self._stop_if_asked(step)
+    for batch in self._batches(t.steps - start):
+      self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
+      step += 1
+      self._settle()
+      self._pending = (step, metrics)
+      jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
+      evaluating = self.evaluate is not None and step % d.eval_interval == 0
+      saving = self.manager is not None and self.manager.due(step)
+      # After the first step too: whoever started the run waits for this line.
+      if evaluating or saving or step in (start + 1, t.steps) or self.stop.should_stop(step):
+        self._settle(self.evaluate if evaluating else None)
+      if self.manager is not None:
+        self.manager.poll()
+        if saving and step < t.steps:
+          self.manager.save(step, self.state, self._extra(), finite=self.finite)
+          self._last_end = time.perf_counter()
+      if step < t.steps:
+        self._stop_if_asked(step)
+    if self.manager is not None:
+      self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite)
+
+  def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
+    # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
+    for _ in range(count):
+      yield self.program.place(next(self.data))
+
+  def _extra(self) -> dict[str, Any]:
+    return {"data": self.data.get_state()}
+
+  def _stop_if_asked(self, step: int) -> None:
+    if not self.stop.should_stop(step):
+      return
+    self._settle()
+    saved = None
+    if self.manager is not None and self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+      saved = str(self.manager.directory / str(step))
+    raise self.stop.error(step, saved)
+
+  def _settle(self, evaluate: Callable[[Any], float] | None = None) -> None:
+    """Waits for the step under way, and writes and shows what it gave."""
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    jax.block_until_ready(metrics["loss"])
+    end = time.perf_counter()
+    seconds, self._last_end = end - self._last_end, end
+    host = jax.device_get(metrics)
+    finite = host.pop("finite")
+    # Whole numbers stay whole: a count is not 1024.0.
+    scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
+    row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
+    row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
+    if self.peak_tflops:
+      row["mfu"] = row["tflops_per_device"] / self.peak_tflops
+    self.finite = bool(np.isfinite(scalars["param_norm"]))
+    if evaluate is not None and self.finite:
+      row["eval_loss"] = evaluate(self.state["params"])
+      self._last_end = time.perf_counter()
+    self.writer.write(row)
+    try:
+      lines = self.guard.observe(StepResult(step, scalars, finite))
+    finally:
+      if self.guard.changed:
+        self.guard.changed = False
+        self.directory.write_text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
+    for line in lines:
+      self.progress.say(line)
+    self.progress.step(row)

@@ -1,0 +1,179 @@
+"""Does the run fit? Its memory is estimated before any of it is allocated, and compared with what a device has."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.errors import DoesNotFitError
+from maxtext_like.layers.param import abstract
+from maxtext_like.training.loss import LossLayer
+from maxtext_like.training.program import BATCH_KEYS, Program
+from maxtext_like.training.trainable import merge
+
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+  """Bytes on one device. ``activations``: what the forward pass keeps for the backward pass, and what it works in."""
+
+  parameters: int
+  optimizer: int
+  gradients: int
+  activations: int
+  logits: int
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return sum(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class Limit:
+  """What there is: bytes that one device may use, and where the number comes from."""
+
+  bytes: int
+  source: str
+
+
+def _bytes(tree: Any) -> int:
+  """Of one device's part of a tree of shapes."""
+  total = 0
+  for x in jax.tree.leaves(tree):
+    sharding = getattr(x, "sharding", None)
+    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+    total += math.prod(shape) * x.dtype.itemsize
+  return total
+
+
+def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
+  """What ``jax.vjp`` of the loss keeps for ``rows`` rows, beside the parameters and the batch themselves."""
+  batch = {k: jax.ShapeDtypeStruct((rows, program.config.training.max_target_length), jnp.int32) for k in BATCH_KEYS}
+
+  def residuals(params, batch):
+    trained, frozen = program.selection.split(params)
+
+    def total(trained):
+      sums, aux = loss(merge(trained, frozen), batch)
+      return sum(sums.values()) + aux.get("indexer_loss", 0.0) + aux.get("load_balance_loss", 0.0)
+
+    _, backward = jax.vjp(total, trained)
+    given = {id(x) for x in jax.tree.leaves((params, batch))}
+    return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
+
+  return _bytes(jax.eval_shape(residuals, abstract(loss.params()), batch))
+
+
+def estimate(program: Program) -> MemoryEstimate:
+  """The memory that the train step needs on one device, from shapes and shardings, in about a second.
+
+  Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
+  count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
+  """
+  t = program.config.training
+  state = program.abstract_state
+  trained, _ = program.selection.split(state["params"])
+  gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
+  gradients = _bytes(gradient)
+  if t.gradient_accumulation_steps > 1:
+    gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
+  rows = t.per_device_batch_size // t.gradient_accumulation_steps
+  activations = _saved_bytes(program.loss, program, rows)
+  if t.remat_policy != "none":
+    cfg = dataclasses.replace(program.decoder.cfg, remat_policy="none")
+    everything = dataclasses.replace(program.loss, decoder=dataclasses.replace(program.decoder, cfg=cfg))
+    activations += _saved_bytes(everything, program, rows) // len(program.decoder.layers)
+  piece = -(-t.max_target_length // program.loss.pieces)
+  # The logits of a piece in float32 and their gradient.
+  logits = 2 * rows * piece * program.config.model.vocab_size * 4
+  return MemoryEstimate(
+    parameters=_bytes(state["params"]),
+    optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),
+    gradients=gradients,
+    activations=activations,
+    logits=logits,
+  )
+
+
+def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+
+def device_limit(device: jax.Device, devices_here: int) -> Limit | None:
+  """What one device may use, None where nobody knows. CPU devices share the memory of the machine."""
+  if device.platform == "cpu":
+    limit = host_limit()
+    return limit and Limit(limit.bytes // devices_here, limit.source)
+  stats = device.memory_stats() or {}
+  if "bytes_limit" not in stats:
+    return None
+  return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
+
+
+def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Limit | None:
+  """Memory of this machine that is available now, or what its container may still use; None without /proc."""
+  if not meminfo.exists():
+    return None
+  fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+  found = [Limit(int(fields["MemAvailable"].split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
+  for maximum, current in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    if (cgroup / maximum).exists() and (text := (cgroup / maximum).read_text().strip()).isdecimal():
+      used = int((cgroup / current).read_text())
+      found.append(Limit(max(int(text) - used, 0), f"{cgroup / maximum} of the container"))
+  return min(found, key=lambda limit: limit.bytes)
+
+
+def table(need: MemoryEstimate, limit: Limit | None) -> str:
+  """The estimate for people, in GB (1e9 bytes) of one device."""
+  rows = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)] + [("together", need.total)]
+  lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
+  if limit is not None:
+    lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
+  return "\n".join(lines)
+
+
+def require_fit(program: Program) -> tuple[MemoryEstimate, Limit | None]:
+  """The estimate and the limit, when the one is within the other.
+
+  Raises:
+    DoesNotFitError: with the table and what can be done.
+  """
+  need = estimate(program)
+  here = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
+  limit = device_limit(here[0], len(here))
+  if limit is not None and need.total > limit.bytes:
+    raise DoesNotFitError(
+      f"{program.config.model.model_name} does not fit: {need.total / GB:.1f} GB are needed on each of "
+      f"{program.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
+      f"{table(need, limit)}\n{remedies(program, need, limit)}"
+    )
+  return need, limit
+
+
+def remedies(program: Program, need: MemoryEstimate, limit: Limit | None) -> str:
+  """What makes a run smaller, in the order to try."""
+  t, precision = program.config.training, program.config.precision
+  lines = []
+  if t.per_device_batch_size > 1:
+    lines.append(f"gradient_accumulation_steps={t.per_device_batch_size}, or per_device_batch_size=1 (now {t.per_device_batch_size})")
+  if t.remat_policy != "full":
+    lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
+  if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
+    lines.append(f"a smaller max_target_length (now {t.max_target_length})")
+  states = need.parameters + need.optimizer + need.gradients
+  if limit is not None and states > limit.bytes:
+    ways = math.ceil(states * program.mesh.shape["fsdp"] / (0.8 * limit.bytes))
+    lines.append(f"shard over more devices: about {ways} like this one (ici_fsdp_parallelism)")
+  if t.opt_type == "adamw":
+    lines.append("opt_type=adafactor: its second moment takes next to nothing, and it has no first one")
+  if precision.weight_dtype == "float32" and precision.dtype != "float16":
+    lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
+  if not t.trainable_parameters_mask:
+    lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
+  return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

@@ -1,0 +1,109 @@
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines in a pipe, and warnings above either."""
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+
+def duration(seconds: float) -> str:
+  """Seconds for people: 3.2 s, 4:05 or 1:02:03."""
+  if seconds < 60:
+    return f"{seconds:.1f} s"
+  minutes, s = divmod(round(seconds), 60)
+  hours, m = divmod(minutes, 60)
+  return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def step_line(row: dict[str, float], last_step: int, eta: float | None) -> str:
+  """One step as a line."""
+  parts = [f"step {row['step']:>{len(str(last_step))}} of {last_step}", f"loss {row['loss']:.4f}"]
+  parts += [f"grad norm {row['grad_norm']:.3g}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['step_seconds']:.3g} s"]
+  if "mfu" in row:
+    parts.append(f"mfu {row['mfu']:.1%}")
+  if "eval_loss" in row:
+    parts.append(f"eval loss {row['eval_loss']:.4f}")
+  if eta is not None:
+    parts.append(f"{duration(eta)} left")
+  return "  ".join(parts)
+
+
+class Progress:
+  """Shows a run. A context manager, within which log records appear above the bar.
+
+  Args:
+    last_step: steps at the end of the run.
+    interval: steps between two plain lines; a bar follows every step.
+    stream: default: standard output.
+  """
+
+  def __init__(self, last_step: int, interval: int, stream: TextIO | None = None):
+    self._stream = sys.stdout if stream is None else stream
+    self._last_step, self._interval = last_step, interval
+    self._live: Any = None
+    self._task: Any = None
+    self._times: list[float] = []
+    self._handler = _Handler(self)
+
+  def __enter__(self) -> "Progress":
+    if self._stream.isatty():
+      from rich.console import Console
+      from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+      from rich.progress import Progress as Bar
+
+      columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[numbers]}")
+      self._live = Bar(*columns, console=Console(file=self._stream))
+    logging.getLogger("maxtext_like").addHandler(self._handler)
+    return self
+
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    logging.getLogger("maxtext_like").removeHandler(self._handler)
+    if self._task is not None:
+      self._live.stop()
+
+  def say(self, text: str) -> None:
+    """Prints lines that stay."""
+    if self._task is not None:
+      self._live.console.print(text, highlight=False, markup=False)
+    else:
+      print(text, file=self._stream, flush=True)
+
+  def step(self, row: dict[str, float]) -> None:
+    """Shows a finished step."""
+    eta = self._eta(row)
+    step = int(row["step"])
+    if self._live is None:
+      if step % self._interval == 0 or step == self._last_step:
+        self.say(step_line(row, self._last_step, eta))
+      return
+    if "eval_loss" in row:
+      self.say(f"step {step}: eval loss {row['eval_loss']:.4f}")
+    numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+    if "mfu" in row:
+      numbers += f"  mfu {row['mfu']:.1%}"
+    if eta is not None:
+      numbers += f"  {duration(eta)} left"
+    if self._task is None:
+      self._live.start()
+      self._task = self._live.add_task("", total=self._last_step, numbers="")
+    self._live.update(self._task, completed=step, description=f"step {step}/{self._last_step}", numbers=numbers)
+
+  def _eta(self, row: dict[str, float]) -> float | None:
+    """Seconds to the end by the pace of the last steps; None before there is a pace."""
+    self._times = [*self._times[-19:], time.monotonic()]
+    left = self._last_step - row["step"]
+    if len(self._times) < 3 or not left:
+      return None
+    return left * (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+
+class _Handler(logging.Handler):
+  """Log records of this project, as lines of their own."""
+
+  def __init__(self, progress: Progress):
+    super().__init__(logging.WARNING)
+    self._progress = progress
+
+  def emit(self, record: logging.LogRecord) -> None:
+    self._progress.say(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,0 +1,259 @@
+"""One training run, from a loaded configuration to its exit code: checks first, then the directory, then the devices."""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.tree import flatten
+from maxtext_like.config.load import Loaded
+from maxtext_like.config.schema import Config
+from maxtext_like.data.loader import DataSource, make_data
+from maxtext_like.errors import DoesNotFitError, ExitError, UserError
+from maxtext_like.layers.param import count
+from maxtext_like.training import environment, memory, report
+from maxtext_like.training.finiteness import FinitenessGuard
+from maxtext_like.training.flops import peak_tflops, train_flops
+from maxtext_like.training.initial_weights import read_weights
+from maxtext_like.training.loop import Loop
+from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, read
+from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.progress import Progress, duration
+from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.step import State
+
+COMPILE_NOTICE_SECONDS = 30.0
+
+
+def train(loaded: Loaded) -> int:
+  """Trains as configured. Returns 0.
+
+  Raises:
+    ExitError: everything else that can happen; its class has the exit code.
+  """
+  config = loaded.config
+  use_compilation_cache(config.logging.compilation_cache_dir)
+  program = make_program(config)
+  need, limit = memory.require_fit(program)
+  name = config.logging.run_name or config.model.model_name
+  directory = RunDirectory(config.logging.output_dir, name)
+  with contextlib.ExitStack() as stack:
+    # The data are opened, and the first batch is made, before anything is written.
+    data = stack.enter_context(contextlib.closing(open_data(program, "train")))
+    held_out = stack.enter_context(contextlib.closing(open_data(program, "eval"))) if config.data.eval_interval else None
+    stack.enter_context(directory)
+    progress = stack.enter_context(Progress(config.training.steps, config.logging.log_interval))
+    manager = None
+    if config.checkpoint.enable_checkpointing:
+      manager = stack.enter_context(_manager(config, directory))
+      if (done := finished_step(program, manager)) is not None:
+        progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
+        return 0
+      manager.preflight(program.abstract_state)
+    stop = stack.enter_context(StopRequest())
+    _introduce(progress, program, directory, need, limit)
+    try:
+      train_step, start, state = _prepare(program, manager, data, progress)
+      directory.write_text("config.yml", loaded.to_yaml())
+      env = environment.describe()
+      directory.write_text("env.json", json.dumps(env, indent=1) + "\n")
+      guard = FinitenessGuard(config, program.labels, config.training.steps)
+      device = program.mesh.devices.flat[0]
+      rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
+      writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
+      with writer:
+        loop = Loop(
+          program, train_step, state, data, held_out and Evaluation(program, held_out, progress),
+          directory, manager, writer, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
+        )  # fmt: skip
+        del state
+        begin, outcome = time.monotonic(), "interrupted by an error of the program"
+        try:
+          loop.run(start)
+          outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them in {duration(time.monotonic() - begin)}"
+        except ExitError as error:
+          outcome = f"stopped: {error}"
+          raise
+        finally:
+          _write_report(directory, name, outcome, guard, loaded, env)
+    except jax.errors.JaxRuntimeError as error:
+      raise _out_of_memory(error, program, need, limit) from error
+    progress.say(f"{outcome}\n{directory.path / 'report.html'}")
+  return 0
+
+
+def use_compilation_cache(directory: str | None) -> None:
+  """Keeps compiled programs between runs in ``directory``; None: not."""
+  if directory is None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def open_data(program: Program, split: Any) -> DataSource:
+  """This process's batches of one split. Raises UserError as ``make_data`` does."""
+  config = program.config
+  return make_data(
+    config.data,
+    vocab_size=config.model.vocab_size,
+    length=config.training.max_target_length,
+    global_batch=program.global_batch,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+    split=split,
+  )
+
+
+def _manager(config: Config, directory: RunDirectory) -> CheckpointManager:
+  c = config.checkpoint
+  return CheckpointManager(
+    directory.checkpoints,
+    config=config,
+    interval=c.checkpoint_interval,
+    max_to_keep=c.max_to_keep,
+    asynchronous=c.async_checkpointing,
+  )
+
+
+def finished_step(program: Program, manager: CheckpointManager) -> int | None:
+  """The newest complete step, when it is the last of the configuration or beyond; None when there is work to do.
+
+  Raises:
+    UserError: the directory belongs to another model, or holds steps although ``resume`` is false.
+  """
+  newest, config = manager.latest_complete(), program.config
+  if newest is None:
+    return None
+  if not config.checkpoint.resume:
+    raise UserError(
+      f"{manager.directory} holds step {newest} of an earlier run, and resume is false: its checkpoints would be mixed "
+      "with new ones\n  fix: choose another run_name, remove that directory, or resume=true"
+    )
+  if newest < config.training.steps:
+    return None
+  path = manager.directory / str(newest)
+  restore.check(path, manifest.read(path), flatten(program.abstract_state), config=manager.config, allow_dtype_change=False)
+  return newest
+
+
+def _introduce(
+  progress: Progress, program: Program, directory: RunDirectory, need: memory.MemoryEstimate, limit: memory.Limit | None
+) -> None:
+  t, p = program.config.training, program.config.precision
+  devices = program.mesh.devices.flat
+  total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
+  some = f", {trained:,} trained" if trained != total else ""
+  available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
+  progress.say(
+    f"model   {program.config.model.model_name}: {total:,} parameters{some}, {p.dtype}, weights {p.weight_dtype}, {t.module_api}\n"
+    f"device  {program.mesh.size} x {devices[0].device_kind}, about {need.total / memory.GB:.2f} GB{available} on each\n"
+    f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
+    f"run     {directory.path}"
+  )
+
+
+def _prepare(
+  program: Program, manager: CheckpointManager | None, data: DataSource, progress: Progress
+) -> tuple[Callable[..., Any], int, State]:
+  """The compiled step, the number of finished steps, and the state: restored, from given weights, or fresh."""
+  begin = time.monotonic()
+  config = program.config
+  with _compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
+    restored = manager.restore(program.abstract_state) if manager is not None and config.checkpoint.resume else None
+    # XLA works outside Python's lock, so the two programs compile side by side.
+    fresh = restored is None and config.checkpoint.init_from is None
+    initial = pool.submit(program.lower_init().compile) if fresh else None
+    train_step = program.lower_step().compile()
+    if initial is not None:
+      state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
+    elif restored is not None:
+      state, start = restored.state, restored.step
+      data.set_state(restored.extra["data"])
+    else:
+      params = read_weights(Path(str(config.checkpoint.init_from)), program)
+      state, start = program.lower_around().compile()(params), 0
+  what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
+  progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
+  return train_step, start, state
+
+
+@contextlib.contextmanager
+def _compile_notice(progress: Progress) -> Iterator[None]:
+  """A line every 30 s, so that a long compilation does not look like a hang."""
+  done = threading.Event()
+
+  def tell():
+    begin = time.monotonic()
+    while not done.wait(COMPILE_NOTICE_SECONDS):
+      progress.say(f"still compiling the train step, {duration(time.monotonic() - begin)}")
+
+  thread = threading.Thread(target=tell, name="compile-notice", daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    done.set()
+    thread.join()
+
+
+class Evaluation:
+  """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones."""
+
+  def __init__(self, program: Program, data: DataSource, progress: Progress):
+    self._program, self._data, self._progress = program, data, progress
+    self._compiled: Any = None
+
+  def __call__(self, params: Any) -> float:
+    """The loss of these parameters."""
+    if self._compiled is None:
+      with _compile_notice(self._progress):
+        self._compiled = self._program.lower_eval().compile()
+    self._data.reset()
+    sums = []
+    for _ in range(self._program.config.data.eval_steps):
+      sums.append(self._compiled(params, self._program.place(next(self._data))))
+      if len(sums) > 1:
+        jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
+    losses, counts = zip(*jax.device_get(sums), strict=True)
+    return float(np.sum(losses, dtype=np.float64) / max(int(np.sum(counts)), 1))
+
+
+def _write_report(directory: RunDirectory, name: str, outcome: str, guard: FinitenessGuard, loaded: Loaded, env: Any) -> None:
+  page = report.render(
+    name=name,
+    outcome=outcome,
+    rows=read(directory.path / FILE_NAME),
+    finiteness=guard.report,
+    config_yaml=loaded.to_yaml(),
+    environment=env,
+  )
+  directory.write_text("report.html", page)
+
+
+def _out_of_memory(
+  error: jax.errors.JaxRuntimeError, program: Program, need: memory.MemoryEstimate, limit: memory.Limit | None
+) -> Exception:
+  """The runtime's error as one with the estimate and remedies, where memory was what lacked; else the error itself."""
+  if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+    return error
+  first = str(error).strip().splitlines()[0]
+  return DoesNotFitError(
+    f"out of memory: {first}\nestimated for each device:\n{memory.table(need, limit)}\n{memory.remedies(program, need, limit)}"
+  )
+
+
+logging.getLogger("absl").setLevel(logging.ERROR)
