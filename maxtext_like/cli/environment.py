@@ -62,7 +62,8 @@ def _check_flags(value: str) -> None:
   with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
     for flag in flags:
       name = re.split("=", flag[2:])[0]
-      # A flag's name lies in the library as a C string; XLA itself would abort the process on an unknown one.
+      # A flag's name lies in the library as a C string. A word that lies there for another reason passes, and XLA then
+      # aborts with its own message, which names the variable too.
       if text.find(b"\0" + name.encode() + b"\0") < 0:
         raise UserError(
           f"environment variable XLA_FLAGS: the installed XLA has no flag --{name}"

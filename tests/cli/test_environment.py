@@ -36,7 +36,7 @@ def test_a_file_of_flags_is_left_to_xla(monkeypatch):
   check_environment()
 
 
-@pytest.mark.parametrize("flag", ["--xla_foo=1", "--xla_dump", "--xla_tpu_enable_latency_hiding_schedule=true"])
+@pytest.mark.parametrize("flag", ["--xla_foo=1", "--xla_dump_too", "--xla_tpu_enable_latency_hiding_schedule=true"])
 def test_flags_that_xla_would_abort_on_are_refused(flag, monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/tmp/x {flag}")
