@@ -10,6 +10,7 @@ from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.schema import PrecisionConfig
+from maxtext_like.config.vision import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,11 @@ class Counts:
   active: int
 
 
-def parameter_counts(model: ModelConfig, precision: PrecisionConfig) -> Counts:
-  """Counts from the declared shapes; non-trainable ones (router bias, layer scalar) are buffers and not counted."""
+def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: VisionConfig | None = None) -> Counts:
+  """Counts from the declared shapes; non-trainable ones (router bias, layer scalar) are buffers and not counted.
+
+  ``vision`` with ``use_multimodal`` adds the tower and its projector.
+  """
   from maxtext_like.layers.param import Param
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
@@ -35,7 +39,7 @@ def parameter_counts(model: ModelConfig, precision: PrecisionConfig) -> Counts:
 
   flags = Precision(**{f.name: getattr(precision, f.name) for f in fields(precision)})
   total = active = 0
-  for param, routed in leaves(build_decoder(model, flags).params(), routed=False):
+  for param, routed in leaves(build_decoder(model, flags, vision=vision).params(), routed=False):
     if not param.trainable:
       continue
     size = math.prod(param.shape)
@@ -56,7 +60,7 @@ def run(argv: list[str]) -> int:
   rows = []
   for name in model_names():
     config = load_config(name).config
-    model, counts = config.model, parameter_counts(config.model, config.precision)
+    model, counts = config.model, parameter_counts(config.model, config.precision, config.vision)
     number = (lambda n: f"{n:,}") if exact else _rounded
     active = number(counts.active) if counts.active != counts.total else ""
     rows.append(

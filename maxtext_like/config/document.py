@@ -12,7 +12,7 @@ from maxtext_like.config import maxtext
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import base_values
-from maxtext_like.config.rules import FAMILIES_OF_KEY
+from maxtext_like.config.rules import FAMILIES_OF_KEY, VISION_FAMILIES_OF_KEY
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
@@ -83,7 +83,7 @@ def _family_page() -> list[str]:
   lines = ["", "## Keys of some families only", "", "In another family they must keep their default.", ""]
   lines += ["| families | keys |", "|---|---|"]
   by_families: dict[tuple[str, ...], list[str]] = {}
-  for key, families in FAMILIES_OF_KEY.items():
+  for key, families in (FAMILIES_OF_KEY | VISION_FAMILIES_OF_KEY).items():
     by_families.setdefault(families, []).append(f"`{key}`")
   return lines + [f"| {', '.join(families)} | {', '.join(names)} |" for families, names in by_families.items()]
 
@@ -117,8 +117,9 @@ def _maxtext_page() -> list[str]:
   for key, by_family in maxtext.FIXED.items():
     values = [f"`{to_text(v[0])}` ({', '.join(families)})" for families, v in by_family.items()]
     lines.append(f"| `{key}` | {', '.join(values)} |")
-  lines += ["", "About pictures, without effect on text; accepted and noted:", "", "| key | what it describes |", "|---|---|"]
-  return lines + [f"| `{key}` | {reason} |" for key, reason in maxtext.VISION.items()]
+  lines += ["", "Accepted and noted, without effect:", "", "| key | why |", "|---|---|"]
+  lines += [f"| `{key}` | {reason} |" for key, reason in maxtext.WITHOUT_EFFECT.items()]
+  return [*lines, "| `image_size_for_vit` (gemma4) | images keep their aspect ratio, up to `vision_output_length` tokens |"]
 
 
 def _cell(text: str) -> str:

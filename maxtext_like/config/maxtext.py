@@ -29,6 +29,7 @@ RENAMED = {
   "init_weights_seed": "seed",
   "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
   "jax_cache_dir": "compilation_cache_dir",
+  "image_placeholder_token_id": "image_token_id",
 }
 """Other name, same meaning."""
 
@@ -54,7 +55,8 @@ FIXED: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {
   "use_random_routing": {ALL: (False,)},
   "mtp_num_layers": {ALL: (0,)},
   "quantization": {ALL: ("",)},
-  "use_multimodal": {ALL: (False,)},
+  "num_channels_for_vit": {GEMMA: (3,)},
+  "vision_encoder_block": {("gemma3",): ("gemma3",), ("gemma4",): ("gemma4",)},
   "ici_tensor_parallelism": {ALL: (1,)},
   "ici_expert_parallelism": {ALL: (1,)},
   "ici_context_parallelism": {ALL: (1,)},
@@ -62,31 +64,17 @@ FIXED: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {
 }
 """Keys that say what these families always do (or a machine axis that is not there): accepted with that value only."""
 
-VISION = {
-  "vision_encoder_block": "names the vision tower",
-  "image_size_for_vit": "size of the pictures the tower is given",
-  "num_channels_for_vit": "colours of those pictures",
-  "patch_size_for_vit": "size of a patch of a picture",
-  "conv_stride_for_vit": "step between patches",
-  "hidden_size_for_vit": "width of the tower",
-  "intermediate_size_for_vit": "inner width of the tower's MLP",
-  "num_hidden_layers_for_vit": "layers of the tower",
-  "num_attention_heads_for_vit": "heads of the tower",
-  "rope_theta_for_vit": "base of the tower's rotary table",
-  "num_position_embeddings_for_vit": "rows of the tower's position table",
-  "use_clipped_linears_for_vit": "bounds inside the tower's linear layers",
-  "vision_output_length": "tokens that a picture becomes",
-  "image_placeholder": "text that stands for a picture",
-  "image_placeholder_token_id": "token that stands for a picture",
-  "ple_pad_substitute_image_rows": "per-layer embedding at the tokens of a picture",
-  "ple_pad_mode": "per-layer embedding at the tokens of a picture",
+WITHOUT_EFFECT = {
+  "conv_stride_for_vit": "the step between patches is their size",
+  "ple_pad_substitute_image_rows": "the per-layer embedding always looks up padding at the tokens of an image",
+  "ple_pad_mode": "the per-layer embedding always looks up padding at the tokens of an image",
 }
-"""Keys about pictures, each with what it describes: without meaning for a run on text, accepted and noted."""
+"""Keys that say what the vision towers always do, each with what that is; accepted and noted."""
 
 CONVERTED = ("mlp_activations", "global_rope_max_timescale")
 """Keys whose value takes another form here."""
 
-KNOWN = frozenset((*RENAMED, *FIXED, *VISION, *CONVERTED))
+KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
 def is_maxtext_file(entries: list[Entry]) -> bool:
@@ -116,8 +104,10 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
   notes: list[str] = []
   problems: list[Problem] = []
   for entry in entries:
-    if entry.key in VISION:
-      notes.append(f"{entry.origin}: {entry.key} has no effect on text: {VISION[entry.key]}")
+    if entry.key in WITHOUT_EFFECT:
+      notes.append(f"{entry.origin}: {entry.key} has no effect: {WITHOUT_EFFECT[entry.key]}")
+    elif entry.key == "image_size_for_vit" and family == "gemma4":
+      notes.append(f"{entry.origin}: {entry.key} has no effect: images keep their aspect ratio, up to vision_output_length")
     elif entry.key in FIXED:
       problems += _check_fixed(entry, family)
     elif entry.key in RENAMED:
@@ -244,6 +234,17 @@ def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
     released_27b = (number("base_emb_dim"), number("head_dim")) == (5376, 128)
     if "query_pre_attn_scalar" not in given and (name == "gemma3-27b" or released_27b):
       assumed["query_pre_attn_scalar"] = number("base_emb_dim") // max(number("base_num_query_heads"), 1)
+  if family in GEMMA:
+    # What MaxText writes in its code about the vision towers.
+    tokens = {"gemma3": (262144, 255999, 256000), "gemma4": (258880, 255999, 258882)}[family]
+    vision: dict[str, object] = dict(zip(("image_token_id", "boi_token_id", "eoi_token_id"), tokens, strict=True))
+    if family == "gemma3":
+      vision["vision_output_length"] = 256
+    elif "use_clipped_linears_for_vit" not in given:
+      small = _text_of(entries, "decoder_block") == "gemma4_small"
+      vision["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = "true"
+    said = {RENAMED.get(key, key) for key in given}
+    assumed |= {key: value for key, value in vision.items() if key not in said}
   if family == "gemma4" and number("num_experts") > 1:
     if number("shared_experts") == 1:
       dropped.add("shared_experts")  # the dense MLP beside the experts, which is always there

@@ -4,11 +4,12 @@
 accepted and then ignored is worse than an error.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import Problem
-from maxtext_like.config.schema import Config, PrecisionConfig
+from maxtext_like.config.schema import Config
 
 GEMMA, DEEPSEEK = ("gemma3", "gemma4"), ("deepseek",)
 
@@ -63,6 +64,31 @@ FAMILIES_OF_KEY: dict[str, tuple[str, ...]] = {
 }
 """Model keys that some families do not have; a key that is not here belongs to all."""
 
+VISION_FAMILIES_OF_KEY: dict[str, tuple[str, ...]] = {
+  "use_multimodal": GEMMA,
+  "image_size_for_vit": ("gemma3",),
+  "patch_size_for_vit": GEMMA,
+  "hidden_size_for_vit": GEMMA,
+  "intermediate_size_for_vit": GEMMA,
+  "num_hidden_layers_for_vit": GEMMA,
+  "num_attention_heads_for_vit": GEMMA,
+  "head_dim_for_vit": ("gemma4",),
+  "normalization_layer_epsilon_for_vit": GEMMA,
+  "rope_theta_for_vit": ("gemma4",),
+  "num_position_embeddings_for_vit": ("gemma4",),
+  "pooling_size_for_vit": ("gemma4",),
+  "standardize_for_vit": ("gemma4",),
+  "use_clipped_linears_for_vit": ("gemma4",),
+  "vision_output_length": GEMMA,
+  "image_token_id": GEMMA,
+  "boi_token_id": GEMMA,
+  "eoi_token_id": GEMMA,
+  "image_placeholder": GEMMA,
+  "images_field": GEMMA,
+  "max_images_per_row": GEMMA,
+}
+"""Keys of ``vision:`` and the families that have them."""
+
 ROPE_FAMILIES = {"default": (*GEMMA, *DEEPSEEK), "linear": ("gemma3",), "yarn": DEEPSEEK}
 
 
@@ -94,7 +120,8 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
     explicit: leaf names that a file or the command line sets.
   """
   model = config.model
-  yield from _foreign_keys(model, config.precision, defaults, explicit)
+  yield from _foreign_keys(config, defaults, explicit)
+  yield from _vision_problems(config)
   yield from _pointless_model_values(model)
   for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
     value = getattr(model, name)
@@ -110,13 +137,13 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
   yield from _kernel_problems(config)
 
 
-def _foreign_keys(
-  model: ModelConfig, precision: PrecisionConfig, defaults: Mapping[str, object], explicit: frozenset[str]
-) -> Iterator[Problem]:
-  for key, families in FAMILIES_OF_KEY.items():
-    if model.decoder_block not in families and getattr(model, key) != defaults[key]:
+def _foreign_keys(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:
+  model, precision = config.model, config.precision
+  owned = [(model, FAMILIES_OF_KEY), (config.vision, VISION_FAMILIES_OF_KEY)]
+  for section, key, families in ((section, *item) for section, table in owned for item in table.items()):
+    if model.decoder_block not in families and getattr(section, key) != defaults[key]:
       yield Problem(
-        f"{key} = {_shown(getattr(model, key))} does nothing in decoder_block {model.decoder_block}",
+        f"{key} = {_shown(getattr(section, key))} does nothing in decoder_block {model.decoder_block}",
         (key, "decoder_block"),
         f"leave it out; it is a key of {' and '.join(families)}",
       )
@@ -180,6 +207,47 @@ def _pointless_gemma4_values(model: ModelConfig) -> Iterator[Problem]:
       f"vocab_size_per_layer_input = {model.vocab_size_per_layer_input} without a per-layer embedding",
       ("vocab_size_per_layer_input", "hidden_size_per_layer_input"),
       "set hidden_size_per_layer_input",
+    )
+
+
+def _vision_problems(config: Config) -> Iterator[Problem]:
+  v, model = config.vision, config.model
+  if not v.use_multimodal or model.decoder_block not in GEMMA:
+    return
+  # Gemma 3's image token lies beyond the 262144 rows that MaxText gives its table; it is never looked up.
+  looked_up = ("boi_token_id", "eoi_token_id") + (("image_token_id",) if model.decoder_block == "gemma4" else ())
+  for name in looked_up:
+    value = getattr(v, name)
+    if value is not None and value >= model.vocab_size >= 1:
+      yield Problem(f"{name} = {value} is outside the vocabulary of {model.vocab_size}", (name, "vocab_size"))
+  if v.patch_size_for_vit < 1 or v.vision_output_length < 1:
+    return
+  if model.decoder_block == "gemma3":
+    side, rest = divmod(v.image_size_for_vit, v.patch_size_for_vit)
+    if side == 0 or rest:
+      yield Problem(
+        f"image_size_for_vit = {v.image_size_for_vit} is not a multiple of patch_size_for_vit = {v.patch_size_for_vit}",
+        ("image_size_for_vit", "patch_size_for_vit"),
+      )
+    elif (out := math.isqrt(v.vision_output_length)) ** 2 != v.vision_output_length or side % out:
+      yield Problem(
+        f"a grid of {side} x {side} patches cannot be pooled to vision_output_length = {v.vision_output_length} tokens",
+        ("vision_output_length", "image_size_for_vit", "patch_size_for_vit"),
+        "it is a square number whose root divides image_size_for_vit / patch_size_for_vit",
+      )
+    return
+  if v.num_attention_heads_for_vit > 0 and v.head_dim % 4:
+    yield Problem(
+      f"heads of the vision tower have {v.head_dim} elements, which 4 does not divide",
+      ("head_dim_for_vit", "hidden_size_for_vit", "num_attention_heads_for_vit"),
+      "one half turns with the column, the other with the row, both in pairs",
+    )
+  if (longest := v.vision_output_length * v.pooling_size_for_vit) > v.num_position_embeddings_for_vit:
+    yield Problem(
+      f"num_position_embeddings_for_vit = {v.num_position_embeddings_for_vit}, but a long narrow image of "
+      f"vision_output_length = {v.vision_output_length} tokens has {longest} patches in a line",
+      ("num_position_embeddings_for_vit", "vision_output_length", "pooling_size_for_vit"),
+      f"set num_position_embeddings_for_vit to {longest} or more",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
+from maxtext_like.config.vision import VisionConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -251,6 +252,7 @@ class Config:
   """Everything a run is told, checked. ``dataclasses.replace`` on a section checks that section again."""
 
   model: ModelConfig
+  vision: VisionConfig
   precision: PrecisionConfig
   training: TrainingConfig
   data: DataConfig

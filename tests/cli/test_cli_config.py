@@ -29,11 +29,11 @@ def test_notes_follow_as_comments(capsys, tmp_path):
     head_dim: 8
     mlp_activations: [gelu, linear]
     sliding_window_size: 4
-    image_size_for_vit: 896""".strip().splitlines()
+    conv_stride_for_vit: 14""".strip().splitlines()
   )
   (tmp_path / "m.yml").write_text(text)
   assert main(["config", str(tmp_path / "m.yml")]) == 0
-  assert f"# note: {tmp_path}/m.yml:12: image_size_for_vit has no effect on text" in capsys.readouterr().out
+  assert f"# note: {tmp_path}/m.yml:12: conv_stride_for_vit has no effect: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["steps=5"], ["--steps=5", "gemma4-tiny"]])

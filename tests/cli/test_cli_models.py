@@ -73,6 +73,26 @@ PUBLISHED = {
 }
 
 
+# As transformers instantiates the released configurations, tower and projector included, in billions.
+WITH_TOWER = {
+  "gemma3-4b": "4.300",
+  "gemma3-12b": "12.187",
+  "gemma3-27b": "27.432",
+  "gemma4-26b": "25.81",
+  "gemma4-31b": "31.27",
+  "gemma4-e2b": "4.80",
+  "gemma4-e4b": "7.63",
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOWER)
+def test_totals_with_the_vision_tower_are_the_published_ones(name):
+  config = load_config(name, ["use_multimodal=true"]).config
+  total = models.parameter_counts(config.model, config.precision, config.vision).total
+  published = WITH_TOWER[name]
+  assert f"{total / 1e9:.{len(published.partition('.')[2])}f}" == published
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_counts_are_the_published_ones_exactly(name):
   total = counts(name).total
@@ -91,6 +111,8 @@ def test_active_parameters_leave_out_the_experts_not_chosen():
 def test_released_sizes_of_the_text_models():
   # Totals of the whole checkpoints less the towers: 4 300 079 472 of Gemma 3 4B has 419 816 304 for pictures.
   assert counts("gemma3-4b").total == 4_300_079_472 - 419_816_304
+  config = load_config("gemma3-4b", ["use_multimodal=true"]).config
+  assert models.parameter_counts(config.model, config.precision, config.vision).total == 4_300_079_472
 
 
 def test_no_array_is_made(monkeypatch):

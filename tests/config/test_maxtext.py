@@ -48,13 +48,25 @@ GEMMA4 = GEMMA | {
   "final_logits_soft_cap": 30.0,
 }
 VISION4 = {
+  "patch_size_for_vit": 16,
+  "conv_stride_for_vit": 16,
   "rope_theta_for_vit": 100,
   "image_size_for_vit": "[672, 960]",
   "image_placeholder": '"<|image|>"',
   "vision_output_length": 280,
   "num_position_embeddings_for_vit": 10240,
 }
+TOWER = {
+  "hidden_size_for_vit": 1152,
+  "intermediate_size_for_vit": 4304,
+  "num_hidden_layers_for_vit": 27,
+  "num_attention_heads_for_vit": 16,
+}
 SMALL = {
+  "hidden_size_for_vit": 768,
+  "intermediate_size_for_vit": 3072,
+  "num_hidden_layers_for_vit": 16,
+  "num_attention_heads_for_vit": 12,
   "decoder_block": '"gemma4_small"',
   "sliding_window_size": 512,
   "hidden_size_per_layer_input": 256,
@@ -118,7 +130,7 @@ EXPERTS = {
   "norm_topk_prob": "true",
   "load_balance_loss_weight": 0.001,
 }
-BIG = {"sliding_window_size": 1024, "share_kv_projections": "true"}
+BIG = TOWER | {"sliding_window_size": 1024, "share_kv_projections": "true"}
 INDEXER = {"use_indexer": "true", "indexer_n_heads": 64, "indexer_head_dim": 128, "indexer_topk": 2048}
 
 FILES = {
@@ -151,6 +163,7 @@ DIFFERENT = {
   "gemma4": {"max_position_embeddings": 131072},
   "deepseek": {"n_routing_groups": 1, "topk_routing_group": 1, "routed_bias_update_rate": 0.0},
 }
+UNSAID_OF_VISION = {"image_placeholder", "head_dim_for_vit"}
 UNSAID = ("use_bidirectional_image_attn", "pad_token_id", "bos_token_id")
 
 
@@ -178,6 +191,9 @@ def test_maxtext_file_is_the_same_model(name, load):
   if ours["query_pre_attn_scalar"] == ours["head_dim"]:  # null means the same
     ours["query_pre_attn_scalar"] = None
   assert theirs == ours
+  their_tower, our_tower = (dataclasses.asdict(c.vision) for c in (loaded.config, load_config(name).config))
+  assert {key for key in our_tower if our_tower[key] != their_tower[key]} <= UNSAID_OF_VISION
+  assert our_tower["hidden_size_for_vit"] == 0 or loaded.config.vision.head_dim == load_config(name).config.vision.head_dim
   assert loaded.config.precision == dataclasses.replace(load_config(name).config.precision)
 
 
@@ -191,10 +207,23 @@ def test_the_file_name_is_the_model_name_and_27b_is_known_by_its_size(load):
   assert load("copy", FILES["gemma4-e4b"]).config.model.inhomogeneous_layer_cycle_interval == 6
 
 
-def test_picture_keys_are_noted_with_place_and_reason(load):
-  notes = load("gemma3-4b", FILES["gemma3-4b"]).notes
-  assert len(notes) == len(VISION3)
-  assert all(note.startswith("gemma3-4b.yml:") and "has no effect on text" in note for note in notes)
+def test_what_the_towers_always_do_is_noted_with_place_and_reason(load):
+  for name, keys in (
+    ("gemma3-4b", ["conv_stride_for_vit"]),
+    ("gemma4-31b", ["conv_stride_for_vit", "image_size_for_vit"]),
+    ("gemma4-e2b", ["conv_stride_for_vit", "image_size_for_vit", "ple_pad_mode", "ple_pad_substitute_image_rows"]),
+  ):
+    notes = load(name, FILES[name]).notes
+    assert all(note.startswith(f"{name}.yml:") and "has no effect" in note for note in notes)
+    assert sorted(note.split(": ")[1].split()[0] for note in notes) == keys
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("gemma")])
+def test_a_maxtext_file_builds_the_tower(name, load):
+  config = load(name, FILES[name], "use_multimodal=true").config
+  assert config.vision.use_multimodal
+  if name == "gemma4-e2b":
+    assert load(name, FILES[name] | {"image_placeholder_token_id": 77}).config.vision.image_token_id == 77
 
 
 @pytest.mark.parametrize(
@@ -206,7 +235,9 @@ def test_picture_keys_are_noted_with_place_and_reason(load):
     ("gemma3-4b", "mlp_activations", "gelu", "only \\[gelu, linear\\]"),
     ("gemma4-31b", "v_norm_with_scale", "true", "v_norm_with_scale = 'true' is not supported"),
     ("gemma4-31b", "local_rope_proportion", "0.5", "only local_rope_proportion: 1.0 is"),
-    ("gemma4-31b", "use_multimodal", "true", "use_multimodal = 'true' is not supported"),
+    ("gemma4-31b", "num_channels_for_vit", "1", "num_channels_for_vit = '1' is not supported"),
+    ("gemma4-31b", "vision_encoder_block", '"llama4"', "vision_encoder_block = 'llama4' is not supported"),
+    ("deepseek3-671b", "use_multimodal", "true", "use_multimodal = true does nothing in decoder_block deepseek"),
     ("gemma4-31b", "inhomogeneous_layer_cycle_interval", "7", "the last of 60 layers would be sliding"),
     ("deepseek3-671b", "attention_type", '"global"', "attention_type = 'global' is not supported"),
     ("deepseek3-671b", "routed_score_func", "softmax", "routed_score_func = 'softmax' is not supported"),

@@ -1,0 +1,71 @@
+"""The ``vision:`` section: what is refused, and that every Gemma has a tower that can be built."""
+
+import dataclasses
+
+import pytest
+
+from maxtext_like.config.files import model_names
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import UserError
+
+GEMMAS = [name for name in model_names() if name.startswith("gemma")]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_off_unless_asked_for(name):
+  assert not load_config(name).config.vision.use_multimodal
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_every_gemma_has_a_tower(name):
+  from maxtext_like.models.vision import tower
+
+  config = load_config(name, ["use_multimodal=true"]).config
+  cfg = tower(config.model, config.vision)
+  assert cfg.output_dim == config.model.emb_dim
+  assert cfg.num_layers == config.vision.num_hidden_layers_for_vit
+
+
+def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
+  from maxtext_like.models.vision import tower
+
+  vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
+  with pytest.raises(ValueError, match="deepseek has no vision tower"):
+    tower(load_config("deepseek3-tiny").config.model, vision)
+
+
+@pytest.mark.parametrize(
+  ("name", "words", "reason"),
+  [
+    ("deepseek3-tiny", ["use_multimodal=true"], "use_multimodal = true does nothing in decoder_block deepseek"),
+    ("deepseek3-tiny", ["hidden_size_for_vit=8"], "hidden_size_for_vit = 8 does nothing"),
+    ("gemma3-tiny", ["standardize_for_vit=true"], "standardize_for_vit = true does nothing in decoder_block gemma3"),
+    ("gemma4-tiny", ["hidden_size_for_vit=0", "use_multimodal=true"], "hidden_size_for_vit is not set"),
+    ("gemma4-tiny", ["image_token_id=null", "use_multimodal=true"], "image_token_id is not set"),
+    ("gemma4-tiny", ["image_token_id=261", "use_multimodal=true"], "are 261, 261 and 262"),
+    ("gemma4-tiny", ["image_token_id=512", "use_multimodal=true"], "image_token_id = 512 is outside the vocabulary of 512"),
+    ("gemma3-tiny", ["boi_token_id=600", "use_multimodal=true"], "boi_token_id = 600 is outside the vocabulary"),
+    ("gemma3-tiny", ["image_size_for_vit=33", "use_multimodal=true"], "not a multiple of patch_size_for_vit = 4"),
+    ("gemma3-tiny", ["vision_output_length=15", "use_multimodal=true"], "cannot be pooled to vision_output_length = 15"),
+    ("gemma3-tiny", ["vision_output_length=9", "use_multimodal=true"], "cannot be pooled to vision_output_length = 9"),
+    ("gemma3-tiny", ["num_attention_heads_for_vit=5", "use_multimodal=true"], "not divisible by num_attention_heads_for_vit"),
+    ("gemma4-tiny", ["head_dim_for_vit=10", "use_multimodal=true"], "which 4 does not divide"),
+    ("gemma4-tiny", ["num_position_embeddings_for_vit=47", "use_multimodal=true"], "has 48 patches in a line"),
+    ("gemma4-tiny", ["max_images_per_row=0"], "max_images_per_row = 0 is below 1"),
+    ("gemma4-tiny", ["pooling_size_for_vit=0"], "pooling_size_for_vit = 0 is below 1"),
+  ],
+)
+def test_contradictions(name, words, reason):
+  with pytest.raises(UserError, match=reason) as refused:
+    load_config(name, words)
+  assert "command line" in str(refused.value)
+
+
+def test_sizes_do_not_matter_without_the_tower():
+  vision = load_config("gemma4-tiny").config.vision
+  assert dataclasses.replace(vision, hidden_size_for_vit=0).max_patches == 144
+
+
+def test_the_image_token_of_gemma_3_may_lie_beyond_the_table():
+  """262144 with MaxText's vocabulary of 262144: it is never looked up."""
+  assert load_config("gemma3-tiny", ["image_token_id=512", "use_multimodal=true"]).config.vision.image_token_id == 512
