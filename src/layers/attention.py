@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention_kernels import Kernel, attend, choose_kernel
+from maxtext_like.layers.attention_kernels import Kernel, attend, choose_kernel, dot_product_attention
+from maxtext_like.layers.cache import Step, cached_mask, joined
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, fan_in
@@ -87,6 +88,11 @@ class Attention:
         spec["v"] = Param((D, K, H), kv_axes, dtype)
     return spec
 
+  def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+    """Shapes of a cache's arrays, without batch and slots; none for a layer that shares keys and values."""
+    c = self.cfg
+    return {} if c.shared_kv else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+
   def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> tuple[jax.Array, jax.Array]:
     """Normed and rotated keys, and values, both [B, T, K, H]."""
     k_BTKH = self.precision.einsum("BTD,DKH->BTKH", x_BTD, p["k"])
@@ -102,6 +108,8 @@ class Attention:
     positions: jax.Array,
     tokens: Tokens = Tokens(),
     kv: tuple[jax.Array, jax.Array] | None = None,
+    cache: dict | None = None,
+    step: Step | None = None,
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Attends.
 
@@ -111,9 +119,12 @@ class Attention:
       positions: int32 [B, T], in tokens; the rotary angle.
       tokens: segments and image blocks.
       kv: keys and values of an earlier layer, for a layer that shares them.
+      cache: {"k", "v"} [B, C, K, H] of earlier tokens, in generation.
+      step: where the tokens stand, in generation.
 
     Returns:
-      The output [B, T, D] in ``dtype``, and the keys and values that were used, both [B, T, K, H].
+      The output [B, T, D] in ``dtype``, and the keys and values that were used, both [B, S, K, H]; S = T, and C + T
+      in generation.
 
     Raises:
       ValueError: a layer that shares keys and values got none.
@@ -123,8 +134,15 @@ class Attention:
     q_BTNH = rotate(self._norm()(p["q_norm"], self.precision.einsum("BTD,DNH->BTNH", x_BTD, p["q"])), table)
     if not c.shared_kv:
       kv = self.keys_and_values(p, x_BTD, table)
+      if cache is not None:
+        kv = (joined(cache["k"], kv[0]), joined(cache["v"], kv[1]))
     if kv is None:
       raise ValueError("this layer shares the keys and values of an earlier layer, and was given none")
+    if step is not None:
+      T, S = x_BTD.shape[1], kv[0].shape[1]
+      mask = cached_mask(step, T, S - T, window=c.window, blocks=tokens.blocks if c.bidirectional_blocks else None)
+      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
+      return self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"]), kv
     kernel = choose_kernel(
       c.kernel,
       platform=c.platform,

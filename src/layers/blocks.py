@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.attention import Attention, AttentionConfig
+from maxtext_like.layers.cache import Step, capacity, stored
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mla import MLA, MLAConfig
 from maxtext_like.layers.mlp import MLP, MLPConfig, activate, float16_gated_product, rescue_output
@@ -35,11 +36,13 @@ class Context:
   Attributes:
     positions: int32 [B, T], in tokens.
     tokens: segments and image blocks.
+    step: where the tokens stand after those of the caches, in generation.
     capture: names of ``CAPTURES`` to hand out in aux.
   """
 
   positions: jax.Array
   tokens: Tokens
+  step: Step | None = None
   capture: frozenset[str] = field(default=frozenset(), metadata={"static": True})
 
   @property
@@ -116,13 +119,20 @@ class GemmaLayer:
       spec["layer_scalar"] = Param((), (), dtype, constant(1.0), trainable=False)
     return spec
 
-  def __call__(self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None) -> tuple[Carry, Aux]:
-    """carry["x"]: [B, T, D] in the residual dtype; per_layer_input: [B, T, P] or None."""
+  def cache_slots(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Slots of this layer's cache in rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
+    attention = Attention(self.cfg.attention, self.precision)
+    return capacity(self.cfg.attention.window, length), attention.cache_shapes()
+
+  def __call__(
+    self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None, cache: dict | None = None
+  ) -> tuple[Carry, Aux]:
+    """carry["x"]: [B, T, D] in the residual dtype; per_layer_input: [B, T, P] or None; cache: of earlier tokens, or None."""
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
     kv = carry["kv"][c.kv_slot] if c.attention.shared_kv else None
     out, kv = Attention(c.attention, self.precision)(
-      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv
+      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv, cache, ctx.step
     )
     x = x + norm(p["post_attention_norm"], out, residual)
     out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], norm(p["pre_mlp_norm"], x))
@@ -145,6 +155,11 @@ class GemmaLayer:
       new_carry["kv"] = carry["kv"] | {c.kv_slot: kv}
     if "hidden" in ctx.capture:
       aux["hidden"] = x
+    if ctx.step is not None and cache is not None:
+      T = x.shape[1]
+      aux["cache"] = {
+        name: stored(cache[name], new[:, -T:], ctx.step) for name, new in zip(("k", "v"), kv, strict=True) if name in cache
+      }
     if "ple" in ctx.capture and per_layer_input is not None:
       aux["ple"] = per_layer_input
     return new_carry, aux
@@ -201,12 +216,18 @@ class DeepSeekLayer:
       return spec | {"moe": MoE(c.moe, self.precision).params()}
     return spec | {"mlp": MLP(c.mlp, self.precision).params()}
 
-  def __call__(self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None) -> tuple[Carry, Aux]:
-    """carry["x"]: [B, T, D] in the residual dtype."""
+  def cache_slots(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Slots of this layer's cache in rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
+    return length, MLA(self.cfg.attention, self.precision).cache_shapes()
+
+  def __call__(
+    self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None, cache: dict | None = None
+  ) -> tuple[Carry, Aux]:
+    """carry["x"]: [B, T, D] in the residual dtype; cache: of earlier tokens, or None."""
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
     out, attention_aux = MLA(c.attention, self.precision)(
-      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens
+      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, cache, ctx.step
     )
     x = x + out.astype(residual)
     y = norm(p["pre_mlp_norm"], x)
@@ -221,6 +242,8 @@ class DeepSeekLayer:
       aux["indexer_loss"] = attention_aux["indexer_loss"]
     if "indexer" in ctx.capture and "topk_idx" in attention_aux:
       aux["indexer.topk_idx"] = attention_aux["topk_idx"]
+    if "cache" in attention_aux:
+      aux["cache"] = attention_aux["cache"]
     if "hidden" in ctx.capture:
       aux["hidden"] = x
     return carry | {"x": x}, aux

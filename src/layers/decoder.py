@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.blocks import CAPTURES, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
+from maxtext_like.layers.cache import Step
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, PerLayerInput, PerLayerInputConfig, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm
@@ -174,12 +175,44 @@ class Decoder:
     logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
     return soft_cap(logits, self.cfg.final_soft_cap)
 
-  def hidden(self, p: dict, batch: dict, capture: frozenset[str] = frozenset()) -> tuple[jax.Array, dict]:
+  def empty_cache(self, batch: int, length: int) -> dict:
+    """Caches of every layer for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.
+
+    Args:
+      batch: B, rows.
+      length: tokens of the longest row, prompt and answer.
+    """
+    caches = {}
+    for s in self.stacks:
+      caches[s.name] = {}
+      for j, layer in enumerate(s.block):
+        slots, shapes = layer.cache_slots(length)
+        arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), self.precision.dtype) for name, shape in shapes.items()}
+        caches[s.name][f"layer_{j}"] = arrays
+    return caches
+
+  def extend(self, p: dict, batch: dict, cache: dict, step: Step) -> tuple[jax.Array, dict]:
+    """Normed hidden states [B, T, D] of T tokens that follow the cached ones, and the caches after them.
+
+    Args:
+      p: parameters.
+      batch: "tokens" and "positions" int32 [B, T]; images and "token_types" in the first call only.
+      cache: ``empty_cache``, or what the last call returned.
+      step: where the tokens stand; see ``layers.cache``.
+    """
+    live = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
+    x, aux = self.hidden(p, batch | {"segments": live.astype(jnp.int32)}, cache=cache, step=step)
+    return x, aux["cache"]
+
+  def hidden(
+    self, p: dict, batch: dict, capture: frozenset[str] = frozenset(), cache: dict | None = None, step: Step | None = None
+  ) -> tuple[jax.Array, dict]:
     """Normed hidden states [B, T, D] in ``dtype``, and aux.
 
     aux always: "rescued" int32; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an indexer
     "indexer_loss", the mean over layers. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm",
     "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx", "ple.layerNN", "vision.*".
+    With caches and a step (see ``extend``): "cache".
     """
     if unknown := set(capture) - set(CAPTURES):
       raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
@@ -190,7 +223,7 @@ class Decoder:
       positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     types = batch.get("token_types")
     blocks = None if types is None else image_blocks(types)
-    ctx = Context(positions, Tokens(batch.get("segments"), blocks), frozenset(capture))
+    ctx = Context(positions, Tokens(batch.get("segments"), blocks), step, frozenset(capture))
     x, tokens, vision_aux = self._embed(p, batch)
     x = constrain_batch(x)
     embedded = x
@@ -200,11 +233,12 @@ class Decoder:
       per_layer = inputs.transpose(2, 0, 1, 3)  # [L, B, T, P]
     carry: Carry = {"x": x}
     if self.cfg.kv_slots:
-      empty = {name: jnp.zeros((B, T, K, H), self.precision.dtype) for name, K, H in self.cfg.kv_slots}
+      keys = {name: T + self._slots_of(name, cache) for name, _, _ in self.cfg.kv_slots}
+      empty = {name: jnp.zeros((B, keys[name], K, H), self.precision.dtype) for name, K, H in self.cfg.kv_slots}
       carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
     collected = []
     for s in self.stacks:
-      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer)
+      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer, cache and cache[s.name])
       collected.append((s, aux))
     x = RMSNorm(self.cfg.norm, self.precision)(p["final_norm"], carry["x"])
     aux = _totals(collected) | _captured(collected)
@@ -212,7 +246,19 @@ class Decoder:
       aux |= {"hidden.embed": embedded, "hidden.final_norm": x}
     if "vision" in capture:
       aux |= vision_aux
+    if cache is not None:
+      aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
     return x, aux
+
+  def _slots_of(self, kv_slot: str, cache: dict | None) -> int:
+    """Slots in the cache of the layers that write this entry of the carry."""
+    if cache is None:
+      return 0
+    for s in self.stacks:
+      for j, layer in enumerate(s.block):
+        if isinstance(layer, GemmaLayer) and layer.cfg.kv_slot == kv_slot and not layer.cfg.attention.shared_kv:
+          return cache[s.name][f"layer_{j}"]["k"].shape[2]
+    raise ValueError(f"no layer writes keys and values to {kv_slot!r}")
 
   def _embed(self, p: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
     """Embedded input [B, T, D], the tokens that were looked up, and the tower's aux."""
@@ -230,26 +276,29 @@ class Decoder:
     chosen = flat[order][jnp.clip(nth, 0, flat.shape[0] - 1)].reshape(x.shape)
     return jnp.where(is_image[..., None], chosen, x), tokens, aux | {"vision.valid": valid}
 
-  def _run(self, s: Stack, p: dict, carry: Carry, ctx: Context, per_layer: jax.Array | None) -> tuple[Carry, dict[str, Aux]]:
+  def _run(
+    self, s: Stack, p: dict, carry: Carry, ctx: Context, per_layer: jax.Array | None, cache: dict | None
+  ) -> tuple[Carry, dict[str, Aux]]:
     """Runs one stack. Every leaf of aux has a leading axis of ``repeats``."""
     period, in_scan = len(s.block), self.cfg.scan_layers and s.repeats > 1
     if per_layer is not None:
       per_layer = per_layer[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *per_layer.shape[1:])
 
     def block(carry, row):
-      p_row, inputs = row
+      p_row, inputs, cache_row = row
       aux = {}
       for j, layer in enumerate(s.block):
         call = remat(layer, self.cfg.remat_policy, in_scan=in_scan)
         x_in = None if inputs is None else inputs[j]
-        carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in)
+        held = None if cache_row is None else cache_row[f"layer_{j}"]
+        carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held)
         carry = carry | {"x": constrain_batch(carry["x"])}
       return carry, aux
 
     if in_scan:
-      return jax.lax.scan(block, carry, (p, per_layer))
+      return jax.lax.scan(block, carry, (p, per_layer, cache))
     # unstack's transpose is one concatenation; indexing each row would transpose to a sum of padded copies.
-    leaves, tree = jax.tree.flatten((p, per_layer))
+    leaves, tree = jax.tree.flatten((p, per_layer, cache))
     rows = [jax.tree.unflatten(tree, row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
     outs = []
     for row in rows:

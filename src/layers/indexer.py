@@ -64,7 +64,14 @@ class Indexer:
       "weights": Param((c.emb_dim, c.num_heads), ("embed", "heads"), dtype),
     }
 
-  def __call__(self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array) -> jax.Array:
+  def keys(self, p: dict, x_BTD: jax.Array, positions: jax.Array) -> jax.Array:
+    """Index keys [B, T, H] of the normed input of the layer: what a cache holds."""
+    k_BTH = self._k_norm(p["k_norm"], self.precision.einsum("BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
+    return self._rotate(k_BTH, rope_table(self.cfg.rope, positions))
+
+  def __call__(
+    self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array, k_BSH: jax.Array | None = None
+  ) -> jax.Array:
     """Index scores of every pair, unmasked.
 
     Args:
@@ -72,6 +79,7 @@ class Indexer:
       x_BTD: normed input of the layer.
       latent_BTR: normed query latent of the main attention.
       positions: int32 [B, T], in tokens.
+      k_BSH: index keys; None: those of x itself.
 
     Returns:
       [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. No gradient leaves through the inputs: the
@@ -82,7 +90,8 @@ class Indexer:
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
     table = rope_table(c.rope, positions)
     q_BTXH = self._rotate(einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
-    k_BSH = self._rotate(self._k_norm(p["k_norm"], einsum("BTD,DH->BTH", x_BTD, p["k"])), table)
+    if k_BSH is None:
+      k_BSH = self.keys(p, x_BTD, positions)
     products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
     if float32:
       weights = jnp.einsum("BTD,DX->BTX", x_BTD.astype(jnp.float32), p["weights"].astype(jnp.float32), precision="highest")

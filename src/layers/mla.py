@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.attention_kernels import Kernel, dot_product_attention
+from maxtext_like.layers.cache import Step, cached_mask, joined, stored
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm
@@ -124,6 +125,11 @@ class MLA:
     latent, k_rope = jnp.split(self._project(p, "kv_a", x_BTD), [c.kv_lora_rank], axis=-1)
     return self._latent_norm(c.kv_lora_rank)(p["kv_a_norm"], latent), rotate(k_rope, table, interleave=c.rope.interleave)
 
+  def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+    """Shapes of a cache's arrays, without batch and slots."""
+    c = self.cfg
+    return {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)} | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
+
   def expand(self, p: dict, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
     kv = self.precision.einsum("BSC,CNH->BSNH", latent_BSC, p["kv_b"])
@@ -131,7 +137,15 @@ class MLA:
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-  def __call__(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, dict]:
+  def __call__(
+    self,
+    p: dict,
+    x_BTD: jax.Array,
+    positions: jax.Array,
+    tokens: Tokens = Tokens(),
+    cache: dict | None = None,
+    step: Step | None = None,
+  ) -> tuple[jax.Array, dict]:
     """Attends.
 
     Args:
@@ -139,24 +153,37 @@ class MLA:
       x_BTD: normed input.
       positions: int32 [B, T], in tokens; the rotary angle.
       tokens: segments.
+      cache: {"latent" [B, S', C], "k_rope" [B, S', P], "index_k"} of earlier tokens, in generation.
+      step: where the tokens stand, in generation.
 
     Returns:
-      [B, T, D] in ``dtype`` and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and "indexer_loss", else empty.
+      [B, T, D] in ``dtype`` and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and "indexer_loss"; in generation
+      "cache"; else empty.
     """
     c = self.cfg
     B, T, _ = x_BTD.shape
     table = rope_table(c.rope, positions)
     q, q_latent = self._queries(p, x_BTD, table)
-    k, v = self.expand(p, *self.latents(p, x_BTD, table))
-    visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
-    mask, aux, scores = visible, {}, None
-    if c.indexer:
-      indexer = Indexer(c.indexer, self.precision)
-      scores = indexer(p["indexer"], x_BTD, q_latent, positions)
+    indexer = Indexer(c.indexer, self.precision) if c.indexer else None
+    latent, k_rope = self.latents(p, x_BTD, table)
+    index_k = indexer.keys(p["indexer"], x_BTD, positions) if indexer else None
+    aux: dict = {}
+    if cache is not None and step is not None:
+      new = {"latent": latent, "k_rope": k_rope} | ({"index_k": index_k} if indexer else {})
+      aux["cache"] = {name: stored(cache[name], new[name], step) for name in new}
+      latent, k_rope = joined(cache["latent"], latent), joined(cache["k_rope"], k_rope)
+      index_k = joined(cache["index_k"], index_k) if indexer else None
+      visible = cached_mask(step, T, latent.shape[1] - T, window=None)
+    else:
+      visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
+    k, v = self.expand(p, latent, k_rope)
+    mask, scores = visible, None
+    if indexer:
+      scores = indexer(p["indexer"], x_BTD, q_latent, positions, index_k)
       selected, aux["topk_idx"] = indexer.select(scores, visible)
       mask = selected if c.indexer_sparse else visible
     out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
-    if scores is not None:
+    if scores is not None and step is None:
       aux["indexer_loss"] = jnp.zeros((), jnp.float32)
       if c.indexer_loss_weight:
         live = None if tokens.segments is None else tokens.segments > 0
