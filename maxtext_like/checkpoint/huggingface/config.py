@@ -1,4 +1,4 @@
-"""A checkpoint's config.json to the ``model:`` section and back, for every family.
+"""A checkpoint's config.json to the ``model:`` and ``vision:`` sections and back, for every family.
 
 Both forms are read: the Hub's, which leaves out what equals the defaults, and the one that transformers 5 writes
 (``layer_types``, ``rope_parameters``, ``per_layer_config``); equal models give equal sections. Code that a repository
@@ -11,9 +11,11 @@ from typing import Any
 
 from maxtext_like.checkpoint.huggingface.config_deepseek import read_deepseek, write_deepseek
 from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_gemma4, write_gemma
+from maxtext_like.checkpoint.huggingface.config_vision import read_vision, with_tower
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 
 _READERS = {
@@ -35,6 +37,7 @@ class HuggingFaceConfig:
   Attributes:
     model_type: as in the file.
     model: values of the ``model:`` section by leaf name; what is not among them keeps the default of configs/base.yml.
+    vision: values of the ``vision:`` section in the same way; empty where the file describes no vision tower.
     multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
     placeholder_ids: token ids that stand for images, videos and sound, looked up as padding (Gemma 4).
     float8_block: rows and columns that share a ``_scale_inv``.
@@ -43,6 +46,7 @@ class HuggingFaceConfig:
 
   model_type: str
   model: dict[str, Any]
+  vision: dict[str, Any]
   multimodal: bool
   placeholder_ids: tuple[int, ...]
   float8_block: tuple[int, int]
@@ -78,6 +82,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   return HuggingFaceConfig(
     model_type=model_type,
     model={"model_name": model_type} | model,
+    vision=read_vision(top),
     multimodal=multimodal,
     placeholder_ids=tuple(top.token(*item) for item in placeholders) if model_type == "gemma4" else (),
     float8_block=_float8_block(top),
@@ -100,10 +105,12 @@ def _float8_block(top: Fields) -> tuple[int, int]:
   return rows.integer("weight_block_size", 128), columns.integer("weight_block_size", 128)
 
 
-def export_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``."""
+def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = None) -> dict[str, Any]:
+  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``; with the tower of ``vision``, if any."""
   if model.decoder_block == "deepseek":
     config = write_deepseek(model)
   else:
     config = write_gemma(model, model.attention_types())
+  if vision is not None and vision.use_multimodal:
+    config = with_tower(config, model, vision)
   return config | {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -9,34 +9,17 @@ E experts, D model. Hugging Face stores a linear map as [out, in]; ours has its 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from maxtext_like.checkpoint.huggingface import tensors_vision as vision
+from maxtext_like.checkpoint.huggingface.rule import Kind, Rule
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import Param
+from maxtext_like.layers.vision_gemma3 import SiglipConfig
 
 Path = tuple[str, ...]
-Kind = Literal["same", "scalar", "rows", "linear", "linear2", "experts"]
-
-
-@dataclass(frozen=True)
-class Rule:
-  """How one of our parameters stands in a file.
-
-  Attributes:
-    name: after the layer's prefix; ``{e}`` is the number of an expert with a tensor of its own.
-    kind: "same"; "scalar": [1]; "rows": all axes but the first flattened; "linear": [out, in] with one input axis on our
-      side; "linear2": with two; "experts": [E, out, in].
-    half: 0 or 1: the tensor holds two parameters one above the other along its output axis, and this is the first or
-      second.
-    buffer: no parameter in transformers: it has no gradient there.
-  """
-
-  name: str
-  kind: Kind = "same"
-  half: int | None = None
-  buffer: bool = False
 
 
 def _gated(ours: str, theirs: str) -> dict[str, Rule]:
@@ -112,7 +95,7 @@ _TOP = {
   "head.kernel": Rule("lm_head.weight", "linear"),
 }
 
-HEAD = "lm_head.weight"  # the only tensor that stands outside the text model's prefix
+HEAD = "lm_head.weight"  # with the vision tower, all that stands outside the text model's prefix
 
 
 @dataclass(frozen=True)
@@ -138,6 +121,11 @@ class Piece:
       return s[0], math.prod(s[1:])
     if self.kind == "experts":
       return s[0], s[2], s[1]
+    if self.kind == "flat":
+      return (math.prod(s),)
+    if self.kind == "conv":
+      side = math.isqrt(s[0] // 3)
+      return s[1], 3, side, side
     if self.kind in ("linear", "linear2"):
       return math.prod(s[self._inputs :]), math.prod(s[: self._inputs])
     return s
@@ -153,6 +141,8 @@ class Piece:
       n, rank = self._inputs, len(self.shape)
       split = tensor.reshape(*self.shape[n:], *self.shape[:n])
       return split.transpose(*range(rank - n, rank), *range(rank - n))
+    if self.kind == "conv":
+      return tensor.reshape(self.shape[::-1]).T
     return tensor.reshape(self.shape)
 
   def to_hf(self, ours: Any) -> Any:
@@ -162,12 +152,15 @@ class Piece:
     if self.kind in ("linear", "linear2"):
       n, rank = self._inputs, len(self.shape)
       return ours.transpose(*range(n, rank), *range(n)).reshape(self.hf_shape())
+    if self.kind == "conv":
+      return ours.T.reshape(self.hf_shape())
     return ours.reshape(self.hf_shape())
 
 
 @dataclass(frozen=True)
 class Tensor:
-  """One Hugging Face tensor. ``name`` is relative to the text model (``layers.0.mlp.up_proj.weight``), or ``HEAD``."""
+  """One Hugging Face tensor. ``name`` is relative to the text model (``layers.0.mlp.up_proj.weight``), ``HEAD``, or of the
+  vision tower (``tensors_vision.is_vision``)."""
 
   name: str
   pieces: tuple[Piece, ...]
@@ -224,7 +217,7 @@ def tensor_table(decoder: Decoder, *, deepseek: bool, stacked_experts: bool = Fa
       found.setdefault(prefix + rule.name, []).append(Piece(path, row, shape, rule.kind, rule.half))
 
   tops = {name: value for name, value in spec.items() if name not in {s.name for s in decoder.stacks}}
-  for path, param in flatten({name: value for name, value in tops.items() if name not in ("final_norm", "head")}):
+  for path, param in flatten({name: value for name, value in tops.items() if name not in ("final_norm", "head", "vision")}):
     add("", _TOP, path, path, param, ())
   for i in range(len(decoder.layers)):
     stack, row, layer = decoder.locate(i)
@@ -232,5 +225,13 @@ def tensor_table(decoder: Decoder, *, deepseek: bool, stacked_experts: bool = Fa
       add(f"layers.{i}.", rules, path, (stack, layer, *path), param, (row,))
   for path, param in flatten({name: value for name, value in tops.items() if name in ("final_norm", "head")}):
     add("", _TOP, path, path, param, ())
+  siglip = isinstance(decoder.cfg.vision, SiglipConfig)
+  layer_rules, tower_rules = (vision.SIGLIP_LAYER, vision.SIGLIP) if siglip else (vision.GEMMA4_LAYER, vision.GEMMA4)
+  for path, param in flatten(tops.get("vision", {})):
+    if path[0] == "layers":
+      for row in range(param.shape[0]):
+        add(f"{vision.LAYERS}{row}.", layer_rules, path[1:], ("vision", *path), param, (row,))
+    else:
+      add("", tower_rules, path, ("vision", *path), param, ())
   ordered = {name: tuple(sorted(pieces, key=lambda piece: piece.half or 0)) for name, pieces in found.items()}
   return [Tensor(name, pieces, name in buffers) for name, pieces in ordered.items()]
