@@ -1,6 +1,7 @@
 """The mesh of a run: its devices in a grid whose axes are named in the ``mesh:`` section."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +12,12 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import MESH_AXES, RULES
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
   """The mesh of all devices, or of the given ones.
 
   Args:
     config: sizes of the axes, -1 for what the others leave.
-    devices: default: every device of the run.
+    devices: jax devices; default: every device of the run.
 
   Raises:
     UserError: the axes do not multiply to the number of devices.

@@ -153,7 +153,8 @@ class FinitenessGuard:
       return f"finiteness  {name:<10}  {e['result']:<10}  {_text(e['value'])}"
     detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}"
     if "first" in e:
-      detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}" + (", ..." if e["non_finite"] > 3 else "")
+      more = ", ..." if e["non_finite"] > 3 else ""
+      detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}{more}"
     return f"finiteness  {name:<10}  {e['result']:<10}  {detail}"
 
   def _message(self, result: StepResult, failed: str) -> str:
@@ -215,5 +216,5 @@ def keys_to_try(config: Config, failed: str) -> list[str]:
   if failed != "loss0":
     found.append(f"a lower learning_rate (now {t.learning_rate:g})")
   elif p.dtype == "float32":
-    found.append("a look at the weights: every product is in float32 already, so they are not finite themselves or far too large")
+    found.append("a look at the weights: every product is in float32 already, so they are far too large or not finite")
   return found

@@ -105,8 +105,8 @@ def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
 
-def device_limit(device: jax.Device, devices_here: int) -> Limit | None:
-  """What one device may use, None where nobody knows. CPU devices share the memory of the machine."""
+def device_limit(device: Any, devices_here: int) -> Limit | None:
+  """What one jax device may use, None where nobody knows. CPU devices share the memory of the machine."""
   if device.platform == "cpu":
     limit = host_limit()
     return limit and Limit(limit.bytes // devices_here, limit.source)
@@ -161,7 +161,8 @@ def remedies(program: Program, need: MemoryEstimate, limit: Limit | None) -> str
   t, precision = program.config.training, program.config.precision
   lines = []
   if t.per_device_batch_size > 1:
-    lines.append(f"gradient_accumulation_steps={t.per_device_batch_size}, or per_device_batch_size=1 (now {t.per_device_batch_size})")
+    now = t.per_device_batch_size
+    lines.append(f"gradient_accumulation_steps={now}, or per_device_batch_size=1 (now {now})")
   if t.remat_policy != "full":
     lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:

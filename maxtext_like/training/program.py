@@ -23,7 +23,7 @@ from maxtext_like.training.norms import row_labels
 from maxtext_like.training.optimizer import make_optimizer, state_shardings
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
-from maxtext_like.training.step import Batch, Metrics, State, TrainStep
+from maxtext_like.training.step import Batch, State, TrainStep
 from maxtext_like.training.trainable import Selection, select
 
 BATCH_KEYS = ("tokens", "targets", "positions", "segments")
@@ -93,12 +93,12 @@ class Program:
     params = shardings(self.spec, self.mesh)
     everywhere = replicated(self.mesh)
     places = jax.tree.map(lambda _: everywhere, shapes) | {"params": params}
-    trained = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
-    places["opt_state"] = state_shardings(shapes["opt_state"], *trained, everywhere)
+    trained_shapes, trained_places = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
+    places["opt_state"] = state_shardings(shapes["opt_state"], trained_shapes, trained_places, everywhere)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
   @functools.cached_property
-  def abstract_batch(self) -> Batch:
+  def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """``jax.ShapeDtypeStruct`` of a global batch."""
     shape = (self.global_batch, self.config.training.max_target_length)
     return {k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh)) for k in BATCH_KEYS}
@@ -157,15 +157,16 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  platform = mesh.devices.flat[0].platform
+  platform: str = mesh.devices.flat[0].platform
   try:
     decoder = build_decoder(
       config.model,
       Precision(**vars(config.precision)),
+      vision=config.vision,
       scan_layers=t.scan_layers,
       remat_policy=t.remat_policy,
       attention=t.attention,
-      platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),
+      platform="gpu" if platform in ("cuda", "rocm") else platform,
     )
   except ValueError as error:
     raise UserError(str(error)) from error

@@ -1,4 +1,4 @@
-"""report.html: a finished (or failed) run in one file that works offline: curves, finiteness table, configuration, environment."""
+"""report.html: a run in one file that works offline: curves, finiteness table, configuration, environment."""
 
 import json
 import math
@@ -29,13 +29,16 @@ body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:980px;padding
 h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin-top:2rem}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:1rem}figure{margin:0}
 figcaption{font-weight:600;font-size:.9rem}svg{width:100%;height:auto}svg text{font-size:11px;fill:#444}
-table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
+table{border-collapse:collapse}
+td,th{border-bottom:1px solid #ddd;padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
 pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:#b00020;font-weight:600}.good{color:#00695c}
 .facts{color:#444}
 """
 
 
-def render(*, name: str, outcome: str, rows: list[Row], finiteness: Report, config_yaml: str, environment: dict[str, Any]) -> str:
+def render(
+  *, name: str, outcome: str, rows: list[Row], finiteness: Report, config_yaml: str, environment: dict[str, Any]
+) -> str:
   """The page.
 
   Args:
@@ -55,7 +58,8 @@ def render(*, name: str, outcome: str, rows: list[Row], finiteness: Report, conf
     f"<h2>Configuration</h2><pre>{escape(config_yaml)}</pre>",
     f"<h2>Environment</h2><pre>{escape(json.dumps(environment, indent=2))}</pre>",
   ]
-  head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{escape(name)}</title><style>{STYLE}</style>"
+  meta = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
+  head = f"{meta}<title>{escape(name)}</title><style>{STYLE}</style>"
   return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -70,8 +74,9 @@ def _facts(rows: list[Row]) -> str:
     facts.append(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
   if rates:
     facts.append(f"median {rates[len(rates) // 2]:,.0f} tokens/s")
-  facts += [f"{count:.0f} {word}" for key, word in (("skipped", "skipped"), ("clipped", "clipped"), ("rescued", "values rescued"))
-            if (count := sum(r.get(key) or 0 for r in rows))]  # fmt: skip
+  words = {"skipped": "updates skipped", "clipped": "gradients clipped", "rescued": "values rescued"}
+  totals = {word: sum(r.get(key) or 0 for r in rows) for key, word in words.items()}
+  facts += [f"{total:,.0f} {word}" for word, total in totals.items() if total]
   return ", ".join(facts)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.naming import path_keys
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class RouterBias:
         raise ValueError(f"{stack}.{layer}: loads are not in the order of the rows")
 
     def leaf(path, x):
-      keys = tuple(getattr(entry, "key", None) for entry in path)
-      if keys[2:] != ("moe", "router", "bias") or keys[:2] not in rows:
+      keys = path_keys(path)
+      if keys[2:] != ("moe", "router", "bias"):
         return x
       return x + change_LE[jnp.asarray(rows[keys[0], keys[1]])].astype(x.dtype)
 

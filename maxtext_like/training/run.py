@@ -82,13 +82,16 @@ def train(loaded: Loaded) -> int:
         begin, outcome = time.monotonic(), "interrupted by an error of the program"
         try:
           loop.run(start)
-          outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them in {duration(time.monotonic() - begin)}"
+          took = duration(time.monotonic() - begin)
+          outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them now, in {took}"
         except ExitError as error:
           outcome = f"stopped: {error}"
           raise
         finally:
           _write_report(directory, name, outcome, guard, loaded, env)
     except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+        raise
       raise _out_of_memory(error, program, need, limit) from error
     progress.say(f"{outcome}\n{directory.path / 'report.html'}")
   return 0
@@ -157,9 +160,10 @@ def _introduce(
   devices = program.mesh.devices.flat
   total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
   some = f", {trained:,} trained" if trained != total else ""
+  kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
   available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
   progress.say(
-    f"model   {program.config.model.model_name}: {total:,} parameters{some}, {p.dtype}, weights {p.weight_dtype}, {t.module_api}\n"
+    f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}\n"
     f"device  {program.mesh.size} x {devices[0].device_kind}, about {need.total / memory.GB:.2f} GB{available} on each\n"
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
     f"run     {directory.path}"
@@ -245,11 +249,9 @@ def _write_report(directory: RunDirectory, name: str, outcome: str, guard: Finit
 
 
 def _out_of_memory(
-  error: jax.errors.JaxRuntimeError, program: Program, need: memory.MemoryEstimate, limit: memory.Limit | None
-) -> Exception:
-  """The runtime's error as one with the estimate and remedies, where memory was what lacked; else the error itself."""
-  if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
-    return error
+  error: Exception, program: Program, need: memory.MemoryEstimate, limit: memory.Limit | None
+) -> DoesNotFitError:
+  """The runtime's error as one with the estimate and remedies."""
   first = str(error).strip().splitlines()[0]
   return DoesNotFitError(
     f"out of memory: {first}\nestimated for each device:\n{memory.table(need, limit)}\n{memory.remedies(program, need, limit)}"

@@ -151,7 +151,7 @@ def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> M
   terms = losses["loss"]
   metrics: Metrics = {}
   if len(terms) > 1:
-    metrics = {name: value for name, value in terms.items()}
+    metrics = dict(terms)
   if "moe_load" in losses:
     load = losses["moe_load"]  # [layers, E], 1 / E each when balanced
     metrics["moe_load_max"] = jnp.max(load) * load.shape[-1]

@@ -1,0 +1,64 @@
+"""The loss against numbers written out, and its pieces against the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.param import init
+from maxtext_like.training.loss import LossLayer, automatic_pieces, token_losses
+from tests.training.toy import B, T, ToyDecoder, V, toy_batch
+
+
+def test_by_hand():
+  # Z = 1 + 2 + 5 = 8; the target has probability 2 / 8.
+  logits = jnp.log(jnp.asarray([[[1.0, 2.0, 5.0], [1.0, 1.0, 2.0], [3.0, 3.0, 3.0]]]))
+  losses, z_losses = token_losses(logits, jnp.asarray([[1, 2, -100]]), z_loss=0.5)
+  np.testing.assert_allclose(losses, [[np.log(4), np.log(2), 0]], rtol=1e-6)
+  np.testing.assert_allclose(z_losses, [[0.5 * np.log(8) ** 2, 0.5 * np.log(4) ** 2, 0]], rtol=1e-6)
+
+
+def test_low_precision_logits_are_widened_first():
+  logits = jnp.asarray([[[200.0, 199.0]]], jnp.float16)
+  losses, _ = token_losses(logits, jnp.asarray([[1]]), z_loss=0.0)
+  assert losses.dtype == jnp.float32
+  np.testing.assert_allclose(losses, [[np.log1p(np.e)]], rtol=1e-6)
+
+
+def test_an_ignored_token_gives_nothing_even_where_its_logits_are_not_finite():
+  logits = jnp.asarray([[[0.0, 0.0], [jnp.nan, jnp.inf]]])
+  losses, _ = token_losses(logits, jnp.asarray([[0, -100]]), z_loss=1.0)
+  np.testing.assert_allclose(losses, [[np.log(2), 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7])
+def test_pieces_equal_the_whole_with_gradients(pieces):
+  decoder = ToyDecoder()
+  params = init(decoder.params(), jax.random.key(1))
+  batch = toy_batch(ignored=9)
+
+  def total(pieces):
+    return jax.value_and_grad(lambda p: sum(LossLayer(decoder, 0.01, pieces)(p, batch)[0].values()))(params)
+
+  (whole, whole_grads), (cut, cut_grads) = total(1), total(pieces)
+  np.testing.assert_allclose(cut, whole, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), cut_grads, whole_grads)
+
+
+def test_pieces_keep_the_logits_of_one_piece_only():
+  decoder = ToyDecoder()
+  params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
+
+  def sizes(pieces):
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LossLayer(decoder, 0.0, pieces)(p, batch)[0]["cross_entropy"]))(params)
+    return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
+
+  assert (B, T, V) in sizes(1)
+  largest = max(np.prod(shape) for shape in sizes(7) if shape[-1:] == (V,) and len(shape) > 2)
+  assert largest == B * V
+
+
+def test_automatic_pieces():
+  assert automatic_pieces(8, 128, 512) == 1
+  assert automatic_pieces(2, 4096, 262144) == 8  # 8 GiB of logits
+  assert automatic_pieces(1, 3, 2**40) == 3

@@ -1,0 +1,134 @@
+"""Optimizers against updates written out in numpy, over several steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.param import Param
+from maxtext_like.training.optimizer import decays, make_optimizer, state_shardings
+from tests.training.toy import toy_config
+
+SPEC = {"matrix": Param((3, 2), ("embed", "mlp")), "norm": Param((3,), ("embed",)), "frozen": None}
+RATE = 0.1
+STEPS = 4
+
+
+def run(grads: dict, params: dict, *overrides: str, weight_dtype: str = "float32") -> dict:
+  """Parameters after STEPS updates with the same gradients times 1, 2, 3, ..."""
+  config = toy_config(*overrides)
+  optimizer = make_optimizer(config.training, SPEC, weight_dtype)
+  state = optimizer.init(params)
+  update = jax.jit(optimizer.update)
+  for k in range(STEPS):
+    step = jax.tree.map(lambda g, k=k: g * (k + 1), grads)
+    direction, state = update(step, state, params)
+    params = jax.tree.map(lambda p, d: p - RATE * d, params, direction)
+  return params
+
+
+@pytest.fixture
+def arrays():
+  rng = np.random.default_rng(0)
+  tree = lambda: {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=3), "frozen": None}  # noqa: E731
+  return tree(), tree()
+
+
+def written(grads, params, rule, decay):
+  """The same with a rule (gradient, moments, step) -> direction in float64; norms do not decay."""
+  out = {}
+  for name in ("matrix", "norm"):
+    p, moments = params[name].copy(), {}
+    for k in range(STEPS):
+      d = rule(grads[name] * (k + 1), moments, k + 1)
+      p = p - RATE * (d + (decay * p if name == "matrix" else 0))
+    out[name] = p
+  return out
+
+
+def check(found, expected, rtol=2e-6):
+  assert found["frozen"] is None
+  for name in ("matrix", "norm"):
+    np.testing.assert_allclose(found[name], expected[name], rtol=rtol)
+
+
+def test_adamw(arrays):
+  grads, params = arrays
+  b1, b2, eps = 0.8, 0.9, 1e-3
+
+  def rule(g, moments, t):
+    moments["m"] = b1 * moments.get("m", 0) + (1 - b1) * g
+    moments["v"] = b2 * moments.get("v", 0) + (1 - b2) * g**2
+    return moments["m"] / (1 - b1**t) / (np.sqrt(moments["v"] / (1 - b2**t)) + eps)
+
+  found = run(grads, params, "opt_type=adamw", "adam_b1=0.8", "adam_b2=0.9", "adam_eps=1e-3", "adam_weight_decay=0.3")
+  check(found, written(grads, params, rule, 0.3))
+
+
+def test_lion(arrays):
+  grads, params = arrays
+
+  def rule(g, moments, t):
+    m = moments.get("m", 0 * g)
+    moments["m"] = 0.95 * m + 0.05 * g
+    return np.sign(0.9 * m + 0.1 * g)
+
+  check(run(grads, params, "opt_type=lion", "adam_weight_decay=0.2"), written(grads, params, rule, 0.2))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_sgd(arrays, momentum):
+  grads, params = arrays
+
+  def rule(g, moments, t):
+    moments["m"] = momentum * moments.get("m", 0) + g
+    return moments["m"]
+
+  found = run(grads, params, "opt_type=sgd", f"sgd_momentum={momentum}", "adam_weight_decay=0.2")
+  check(found, written(grads, params, rule, 0.2))
+
+
+def test_adafactor_is_unfactored_for_small_arrays_and_clips_at_rms_1(arrays):
+  grads, params = arrays
+
+  def rule(g, moments, t):
+    decay = 1 - float(t) ** -0.8
+    moments["v"] = decay * moments.get("v", 0) + (1 - decay) * (g**2 + 1e-30)
+    u = g / np.sqrt(moments["v"])
+    return u / max(1.0, np.sqrt(np.mean(u**2)))
+
+  check(run(grads, params, "opt_type=adafactor", "adam_weight_decay=0.2"), written(grads, params, rule, 0.2), rtol=1e-5)
+
+
+def test_moments_are_float32_but_the_first_in_mu_dtype():
+  params = {"matrix": jnp.ones((3, 2), jnp.bfloat16), "norm": jnp.ones(3, jnp.bfloat16), "frozen": None}
+  for mu, expected in (("mu_dtype=null", "bfloat16"), ("mu_dtype=float32", "float32")):
+    optimizer = make_optimizer(toy_config(mu, "adam_weight_decay=0.1").training, SPEC, "bfloat16")
+    state = optimizer.init(params)
+    _, after = optimizer.update(jax.tree.map(lambda p: p * 0.5, params), state, params)
+    for adam in (state[0], after[0]):
+      assert adam.mu["matrix"].dtype == expected
+      assert adam.nu["matrix"].dtype == "float32"
+
+
+def test_decay_goes_by_dimensions_of_one_layer_not_by_name():
+  assert decays(Param((4, 3, 2), ("layers", "embed", "mlp")))
+  assert not decays(Param((4, 3), ("layers", "embed")))
+  assert not decays(Param((4,), ("layers",)))
+  assert not decays(Param((), ()))
+  assert decays(Param((7, 3), ("vocab", "embed")))
+
+
+def test_factored_moments_are_sharded_along_what_they_keep():
+  mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  spec = {"w": Param((256, 128), ("embed", "mlp"))}
+  params = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}
+  optimizer = make_optimizer(toy_config("opt_type=adafactor").training, spec, "float32")
+  state = jax.eval_shape(optimizer.init, params)
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  found = state_shardings(state, params, {"w": place}, everywhere)
+  specs = {x.shape: s.spec for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)}
+  assert specs[(256,)] == jax.sharding.PartitionSpec("fsdp")
+  assert specs[(128,)] == jax.sharding.PartitionSpec(None)
+  assert specs[()] == jax.sharding.PartitionSpec()

@@ -1,0 +1,190 @@
+"""The train step on a toy decoder: the update, accumulation, clipping, and what never happens with non-finite numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.training.loss import LossLayer
+from maxtext_like.training.norms import row_labels, row_squares
+from tests.training.toy import ToyDecoder, toy_batch, toy_config, toy_step, with_precision
+
+CHECK, NO_CHECK = jnp.asarray(True), jnp.asarray(False)
+SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=0.5")
+
+
+def same(a, b) -> bool:
+  return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def reference(params, batch):
+  """Mean loss over the real targets and its gradients, written out."""
+
+  def mean(p):
+    return LossLayer(ToyDecoder())(p, batch)[0]["cross_entropy"] / np.sum(batch["targets"] != -100)
+
+  return jax.value_and_grad(mean)(params)
+
+
+@pytest.fixture(scope="module")
+def plain():
+  return toy_step(toy_config(*SGD))
+
+
+def test_a_step_of_gradient_descent(plain):
+  step, state = plain
+  batch = toy_batch()
+  new, metrics = step(state, batch, CHECK)
+  loss, grads = reference(state["params"], batch)
+  np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+  assert int(metrics["tokens"]) == 4 * 7 - 5
+  assert int(new["step"]) == 1
+  grads["stack_0"]["layer_0"]["bias"] *= 0  # not trainable
+  expected = jax.tree.map(lambda p, g: p - 0.5 * g, state["params"], grads)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), new["params"], expected)
+  norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+  np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+  all_norm = np.sqrt(sum(np.sum(np.square(p)) for p in jax.tree.leaves(new["params"])))
+  np.testing.assert_allclose(metrics["param_norm"], all_norm, rtol=1e-5)
+  assert same(new["params"]["stack_0"]["layer_0"]["bias"], state["params"]["stack_0"]["layer_0"]["bias"])
+
+
+def test_the_check_changes_no_number(plain):
+  step, state = plain
+  assert same(step(state, toy_batch(), CHECK), step(state, toy_batch(), NO_CHECK))
+
+
+def test_no_real_target_is_loss_0_and_not_0_over_0(plain):
+  step, state = plain
+  batch = toy_batch(ignored=4 * 7)
+  new, metrics = step(state, batch, CHECK)
+  assert float(metrics["loss"]) == 0.0
+  assert not bool(metrics["skipped"])
+  assert same(new["params"], state["params"])
+
+
+def test_accumulation_equals_the_large_batch(plain):
+  whole, state = plain
+  parts, _ = toy_step(toy_config(*SGD, "gradient_accumulation_steps=4"))
+  batch = toy_batch(ignored=9)  # the microbatches have unequal numbers of targets, one nearly none
+  (a, metrics_a), (b, metrics_b) = whole(state, batch, CHECK), parts(state, batch, CHECK)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), a["params"], b["params"])
+  np.testing.assert_allclose(metrics_a["loss"], metrics_b["loss"], rtol=1e-6)
+  np.testing.assert_allclose(metrics_a["grad_norm"], metrics_b["grad_norm"], rtol=1e-5)
+
+
+def test_clipping_scales_the_gradient_and_is_counted(plain):
+  step, state = plain
+  batch = toy_batch()
+  _, metrics = step(state, batch, CHECK)
+  norm = float(metrics["grad_norm"])
+  clipping, _ = toy_step(toy_config(*SGD, f"gradient_clipping_threshold={norm / 4}"))
+  free, _ = step(state, batch, CHECK)
+  clipped, told = clipping(state, batch, CHECK)
+  assert bool(told["clipped"])
+  assert not bool(metrics["clipped"])
+  np.testing.assert_allclose(told["grad_norm"], norm, rtol=1e-6)
+  moved = lambda new: jax.tree.map(lambda a, b: np.asarray(a - b), new["params"], state["params"])  # noqa: E731
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(4 * a, b, rtol=1e-3, atol=1e-6), moved(clipped), moved(free))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("check", [CHECK, NO_CHECK])
+def test_a_non_finite_batch_changes_no_bit_of_parameters_and_optimizer(poison, check):
+  step, state = toy_step(toy_config("opt_type=adamw", "adam_weight_decay=0.1"))
+  state, _ = step(state, toy_batch(1), check)
+  batch = toy_batch()
+  bad = jax.tree.map(lambda x: x, state)
+  table = np.array(state["params"]["embedding"]["table"])
+  table[batch["tokens"][0, 0]] = poison
+  bad["params"]["embedding"]["table"] = jnp.asarray(table)
+  new, metrics = step(bad, batch, check)
+  assert bool(metrics["skipped"])
+  assert not bool(metrics["finite"]["loss"])
+  assert same(new["params"], bad["params"])
+  assert same(new["opt_state"], bad["opt_state"])
+  assert int(new["step"]) == 2
+
+
+def test_flags_name_the_arrays_that_are_not_finite():
+  params = toy_step(toy_config(*SGD))[1]["params"]
+  labels = row_labels(ToyDecoder(), params)  # pyright: ignore[reportArgumentType]
+  assert labels[:2] == ["embedding.table", "head.kernel"]
+  kernel = np.array(params["stack_0"]["layer_0"]["kernel"])
+  kernel[1] = np.nan
+  params["stack_0"]["layer_0"]["kernel"] = jnp.asarray(kernel)
+  squares = row_squares(params)
+  bad = [label for label, s in zip(labels, squares, strict=True) if not np.isfinite(s)]
+  assert bad == ["layers.1.kernel"]
+
+
+def test_a_non_finite_update_from_finite_gradients_is_caught_in_checked_steps_only():
+  step, state = toy_step(toy_config("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e38"))
+  state["params"]["embedding"]["table"] *= 1e4
+  checked, metrics = step(state, toy_batch(), CHECK)
+  assert bool(metrics["finite"]["gradients"].all())
+  assert not bool(metrics["finite"]["parameters"].all())
+  assert bool(metrics["skipped"])
+  assert same(checked["params"], state["params"])
+  _, unchecked = step(state, toy_batch(), NO_CHECK)
+  assert not np.isfinite(unchecked["param_norm"])  # which the guard of the loop ends the run for
+
+
+def test_float16_overflow_halves_the_scale_and_skips():
+  config = with_precision(toy_config(*SGD), dtype="float16")
+  step, state = toy_step(config)
+  assert float(state["loss_scale"]["scale"]) == 2.0**15
+  state["loss_scale"]["scale"] = jnp.float32(2.0**24)
+  state["params"]["head"]["kernel"] *= 30.0
+  new, metrics = step(state, toy_batch(), CHECK)
+  assert bool(metrics["finite"]["loss"])
+  assert bool(metrics["skipped"])
+  assert same(new["params"], state["params"])
+  assert float(new["loss_scale"]["scale"]) == 2.0**23
+  assert float(metrics["loss_scale"]) == 2.0**24
+  for _ in range(24):
+    new, metrics = step(new, toy_batch(), CHECK)
+    if not metrics["skipped"]:
+      break
+  assert not bool(metrics["skipped"])
+  assert int(new["loss_scale"]["good_steps"]) == 1
+
+
+def test_float16_gradients_do_not_depend_on_the_scale():
+  config = with_precision(toy_config(*SGD), dtype="float16")
+  step, state = toy_step(config)
+  results = []
+  for scale in (2.0**8, 2.0**12):
+    results.append(step({**state, "loss_scale": {**state["loss_scale"], "scale": jnp.float32(scale)}}, toy_batch(), CHECK))
+  (a, _), (b, _) = results
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), a["params"], b["params"])
+
+
+def test_masked_rows_of_a_stack_stay_as_they_are():
+  step, state = toy_step(toy_config("opt_type=adamw", "adam_weight_decay=0.5", r"trainable_parameters_mask=['layers\.1\.']"))
+  new, metrics = step(state, toy_batch(), CHECK)
+  layer, before = new["params"]["stack_0"]["layer_0"], state["params"]["stack_0"]["layer_0"]
+  for name in ("kernel", "scale"):
+    assert same(layer[name][::2], before[name][::2])
+    assert not same(layer[name][1], before[name][1])
+  assert same(new["params"]["head"], state["params"]["head"])
+  assert len(jax.tree.leaves(new["opt_state"])) < len(jax.tree.leaves(new["params"])) * 2
+  _, grads = reference(state["params"], toy_batch())
+  own = [grads["stack_0"]["layer_0"][name][1] for name in ("kernel", "scale")]
+  np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(np.sum(np.square(g)) for g in own)), rtol=1e-5)
+
+
+def test_gradients_pass_through_grad_dtype():
+  config = with_precision(toy_config(*SGD), grad_dtype="bfloat16")
+  step, state = toy_step(config)
+  new, _ = step(state, toy_batch(), CHECK)
+  _, grads = reference(state["params"], toy_batch())
+  rounded = grads["head"]["kernel"].astype(jnp.bfloat16).astype(jnp.float32)
+  np.testing.assert_allclose(new["params"]["head"]["kernel"], state["params"]["head"]["kernel"] - 0.5 * rounded, rtol=1e-6)
+
+
+def test_z_loss_is_a_metric_of_its_own():
+  step, state = toy_step(toy_config(*SGD, "z_loss_multiplier=0.1"))
+  _, metrics = step(state, toy_batch(), CHECK)
+  assert float(metrics["z_loss"]) > 0
+  np.testing.assert_allclose(metrics["loss"], metrics["cross_entropy"] + metrics["z_loss"], rtol=1e-6)

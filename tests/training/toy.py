@@ -1,0 +1,99 @@
+"""A toy decoder with the interface of the real one, so that a whole train step compiles in a moment."""
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.schema import Config
+from maxtext_like.layers.param import Param, constant, init, stack
+from maxtext_like.training import loss_scale
+from maxtext_like.training.loss import LossLayer
+from maxtext_like.training.optimizer import make_optimizer
+from maxtext_like.training.schedule import make_schedule
+from maxtext_like.training.step import TrainStep
+from maxtext_like.training.trainable import select
+
+V, D, LAYERS, B, T = 11, 5, 3, 4, 7
+
+
+@dataclass(frozen=True)
+class ToyDecoder:
+  """x = table[tokens]; three times x = x + tanh(x @ kernel + bias) * scale; logits = x @ head. Biases never train."""
+
+  dtype: str = "float32"
+
+  @property
+  def stacks(self):
+    return (SimpleNamespace(name="stack_0", first=0, block=(None,), repeats=LAYERS),)
+
+  def params(self) -> Any:
+    layer = {
+      "kernel": Param((D, D), ("embed", "mlp")),
+      "scale": Param((D,), ("embed",), init=constant(1.0)),
+      "bias": Param((D,), ("embed",), init=constant(0.0), trainable=False),
+    }
+    return {
+      "embedding": {"table": Param((V, D), ("vocab", "embed"))},
+      "stack_0": {"layer_0": stack(layer, LAYERS)},
+      "head": {"kernel": Param((D, V), ("embed", "vocab"))},
+    }
+
+  def hidden(self, p, batch):
+    x = p["embedding"]["table"][batch["tokens"]].astype(self.dtype)
+    for i in range(LAYERS):
+      layer = {k: v[i].astype(self.dtype) for k, v in p["stack_0"]["layer_0"].items()}
+      x = x + jnp.tanh(x @ layer["kernel"] + layer["bias"]) * layer["scale"]
+    return x, {"rescued": jnp.zeros((), jnp.int32)}
+
+  def head(self, p, x):
+    return jnp.asarray(x @ p["head"]["kernel"].astype(self.dtype), jnp.float32)
+
+
+def toy_config(*overrides: str) -> Config:
+  """The configuration of gemma4-tiny with a constant learning rate, no clipping and no decay, then ``overrides``."""
+  plain = ["lr_schedule_type=constant", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "adam_weight_decay=0"]
+  return load_config("gemma4-tiny", [*plain, f"max_target_length={T}", f"per_device_batch_size={B}", *overrides]).config
+
+
+def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
+  """(jitted train step, initial state) of a toy decoder."""
+  decoder: Any = ToyDecoder(config.precision.dtype)
+  spec = decoder.params()
+  t = config.training
+  selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
+  optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
+  step = TrainStep(
+    apply=LossLayer(decoder, t.z_loss_multiplier, pieces),
+    selection=selection,
+    optimizer=optimizer,
+    schedule=make_schedule(t),
+    clip=t.gradient_clipping_threshold,
+    parts=t.gradient_accumulation_steps,
+    grad_dtype=config.precision.grad_dtype,
+  )
+  params = init(spec, jax.random.key(3))
+  state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(selection.split(params)[0])}
+  if config.precision.dtype == "float16":
+    state["loss_scale"] = loss_scale.initial(t.loss_scale_init)
+  return jax.jit(step), state
+
+
+def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, np.ndarray]:
+  """Random tokens; ``ignored`` targets do not count, in rows unevenly."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)
+  targets = tokens[:, 1:].copy()
+  targets.reshape(-1)[:ignored] = -100
+  positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+  return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segments": np.ones((B, T), np.int32)}
+
+
+def with_precision(config: Config, **values: Any) -> Config:
+  """The configuration with other precision values, past the rules among sections."""
+  return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **values))
