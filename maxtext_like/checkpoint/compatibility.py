@@ -13,20 +13,6 @@ from maxtext_like.errors import UserError
 
 # A label, not a dimension: a renamed model file is the same model.
 _MODEL_LABELS = frozenset({"model_name"})
-# What decides which token comes next. Batch sizes are not here: the position in the data survives them.
-DATA_KEYS = (
-  "data.dataset",
-  "data.dataset_path",
-  "data.tokenizer",
-  "data.text_field",
-  "data.packing",
-  "data.shuffle",
-  "data.data_shuffle_seed",
-  "data.eval_fraction",
-  "data.on_bad_record",
-  "data.dataset_documents_max",
-  "training.max_target_length",
-)
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype"})
 _SHOWN = 12
@@ -113,26 +99,6 @@ def check_state(
     return
   text = "\n".join(problem)
   raise UserError(f"{where}: {text}\n  use the checkpoint's values, or start a new run with another run_name")
-
-
-def check_data(where: str, saved: dict[str, Any], current: dict[str, Any], *, allow: bool) -> bool:
-  """Says whether the stored position in the data means the same in this run.
-
-  Returns:
-    True to go on from the stored position; False when the data changed and ``allow`` (key ``allow_data_change``) says
-    to train on from the start of the new data.
-
-  Raises:
-    UserError: the data changed and it is not allowed.
-  """
-  changes = [change for change in differences(saved, current) if change[0] in DATA_KEYS]
-  if changes and not allow:
-    raise UserError(
-      f"{where}: this run would read other data, or the same in another order, than the checkpoint did:\n"
-      f"{_table(changes)}\n  use the checkpoint's values, or allow_data_change=true to go on with its weights from the "
-      "start of the new data"
-    )
-  return not changes
 
 
 def _listed(names: list[str]) -> str:

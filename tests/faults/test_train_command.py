@@ -1,0 +1,171 @@
+"""The same faults against the real thing: ``python train.py`` on text, killed, stopped, resumed and refused."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, Runs, assert_bitwise_equal
+
+MODEL = "configs/models/gemma3-tiny.yml"
+TINY = {
+  "num_decoder_layers": 2,
+  "inhomogeneous_layer_cycle_interval": 2,
+  "emb_dim": 16,
+  "mlp_dim": 24,
+  "head_dim": 8,
+  "steps": 80,
+  "checkpoint_interval": 10,
+  "per_device_batch_size": 8,
+  "max_target_length": 32,
+  "dataset": "text",
+  "enable_tensorboard": "false",
+}
+
+
+class TrainRuns(Runs):
+  """Runs of the real command line, each a process of its own."""
+
+  def __init__(self, output_dir, environment, cache, corpus):
+    super().__init__(output_dir, environment, None)
+    self.keys = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
+
+  def command(self, name, **keys):
+    """``python train.py MODEL key=value ...``."""
+    keys = {**self.keys, "output_dir": self.output_dir, "run_name": name, **keys}
+    return [sys.executable, "train.py", MODEL, *(f"{key}={keys[key]}" for key in keys)]
+
+  def start(self, name, devices=1, **keys):
+    """Starts a run; its lines go to a file."""
+    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
+    with open(self.log, "w") as log:
+      return subprocess.Popen(self.command(name, **keys), stdout=log, stderr=log, env=environment, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+  """Compilation cache and text for all runs of this module."""
+  words = random.Random(3)
+  corpus = tmp_path_factory.mktemp("corpus")
+  for number in range(60):
+    text = " ".join(words.choice(("kill", "save", "step", "byte", "hash", "lock")) for _ in range(words.randint(5, 90)))
+    (corpus / f"{number:02}.txt").write_text(text)
+  return tmp_path_factory.mktemp("xla"), f"{corpus}/*.txt"
+
+
+@pytest.fixture
+def train(tmp_path, environment, shared):
+  """A fresh output directory."""
+  return TrainRuns(tmp_path, environment, *shared)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, environment, shared):
+  """The run that nothing happens to."""
+  runs = TrainRuns(tmp_path_factory.mktemp("unbroken_train"), environment, *shared)
+  code, text = runs.run("u")
+  assert code == 0, text
+  assert runs.complete("u") == [60, 70, 80]
+  return runs
+
+
+def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroken):
+  """F01 F02 F04 F09 F18 in one run: SIGKILL, SIGTERM, Ctrl-C, a flipped byte; bitwise the unbroken run in the end."""
+  process = train.start("a")
+  train.wait_for(r"step +12 of 80", process)
+  process.kill()
+  assert process.wait() == -signal.SIGKILL
+  for number, code in ((signal.SIGTERM, 42), (signal.SIGINT, 130)):
+    process = train.start("a")
+    first = train.log
+    train.wait_for(r"step +\d+ of 80.*\n.*step +\d+ of 80", process)
+    if number == signal.SIGTERM:
+      process.send_signal(signal.SIGSTOP)  # it lives, and does not end meanwhile
+      second, text = train.run("a")
+      process.send_signal(signal.SIGCONT)
+      assert second == 2, text
+      assert f"in use by process {process.pid} on " in text
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code, first.read_text()
+    text = first.read_text()
+    step = train.complete("a")[-1]
+    assert f"error: stopped by {number.name} after step {step}, saved in {train.checkpoints('a')}/{step}" in text
+    assert "to go on from there: python" in text
+  assert train.losses("a").keys() == set(range(1, step + 1))
+  files = [path for path in (train.checkpoints("a") / str(step) / "state").rglob("*") if path.is_file()]
+  largest = max(files, key=lambda path: path.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 4
+  largest.write_bytes(content)
+  code, text = train.run("a")
+  assert code == 0, text
+  assert f"step {step} is corrupt: file {largest} has changed since it was written" in text
+  assert_bitwise_equal(train.state("a", 80), unbroken.state("u", 80))
+  assert train.losses("a") == unbroken.losses("u")
+
+
+def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train, unbroken):
+  """F13 F14 F15 F70."""
+  shutil.copytree(unbroken.output_dir / "u", train.output_dir / "u")
+  before = {path: path.read_bytes() for path in (train.output_dir / "u").rglob("*") if path.is_file()}
+  for keys, expected in (
+    ({"rope_max_timescale": 777}, "model.rope_max_timescale: checkpoint 1000000.0, this run 777.0"),
+    ({"mu_dtype": "bfloat16"}, "checkpoint float32, this run bfloat16"),
+    ({"num_decoder_layers": 4}, "model.num_decoder_layers: checkpoint 2, this run 4"),
+  ):
+    code, text = train.run("u", steps=90, **keys)
+    assert code == 2, text
+    assert expected in text
+    assert "Traceback" not in text
+  code, text = train.run("u")
+  assert code == 0, text
+  assert "already at step 80 of 80" in text
+  assert {path: path.read_bytes() for path in (train.output_dir / "u").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_f12_devices_faces_and_scan_change_between_lives(train):
+  """Eight devices and Linen, then one and NNX unrolled, then eight again; every life starts from what was saved."""
+  lives = (
+    {"devices": 8, "per_device_batch_size": 1, "module_api": "linen", "steps": 10},
+    {"devices": 1, "per_device_batch_size": 8, "module_api": "nnx", "scan_layers": "false", "steps": 20},
+    {"devices": 8, "per_device_batch_size": 1, "module_api": "nnx", "steps": 30},
+  )
+  for life in lives:
+    code, text = train.run("a", **life)
+    assert code == 0, text
+    assert f"from step {life['steps'] - 10}" in text
+  code, text = train.run("b", steps=30)
+  assert code == 0, text
+  one, other = train.losses("a"), train.losses("b")
+  assert one.keys() == other.keys()
+  assert all(abs(one[step] - other[step]) < 1e-4 * other[step] for step in one)
+
+
+@pytest.mark.slow
+def test_f24_twenty_random_kills(train):
+  """SIGKILL at twenty random moments, start-up included; nothing of it shows in weights or losses."""
+  steps = 400
+  code, text = train.run("unbroken", steps=steps)
+  assert code == 0, text
+  moments = random.Random(24)
+  for _ in range(20):
+    process = train.start("killed", steps=steps)
+    if moments.random() < 0.75:
+      train.wait_for(r"step +\d+ of 400", process)
+      time.sleep(moments.uniform(0, 0.4))
+    else:
+      time.sleep(moments.uniform(0, 5))
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, train.log.read_text()
+  assert train.complete("killed")[-1] < steps
+  code, text = train.run("killed", steps=steps)
+  assert code == 0, text
+  assert_bitwise_equal(train.state("killed", steps), train.state("unbroken", steps))
+  assert train.losses("killed") == train.losses("unbroken")
