@@ -59,7 +59,7 @@ class TrainingConfig(_Checked):
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "save_attention"]
-  attention: Literal["auto", "dot_product", "cudnn_flash"]
+  attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
   per_device_batch_size: int
   max_target_length: int
   gradient_accumulation_steps: int
@@ -173,6 +173,8 @@ class CheckpointConfig(_Checked):
   max_to_keep: int
   async_checkpointing: bool
   resume: bool
+  allow_dtype_change: bool
+  allow_data_change: bool
   init_from: str | None
 
   def problems(self) -> Iterator[Problem]:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.splash import splash_attention
 
-Kernel = Literal["auto", "dot_product", "cudnn_flash"]
+Kernel = Literal["auto", "dot_product", "cudnn_flash", "splash"]
 
 
 def choose_kernel(kernel: Kernel, *, platform: str, head_dim: int, value_dim: int, dtype: str, blocks: bool) -> Kernel:
@@ -26,26 +27,36 @@ def choose_kernel(kernel: Kernel, *, platform: str, head_dim: int, value_dim: in
     blocks: the mask has bidirectional image blocks.
 
   Returns:
-    "dot_product" or "cudnn_flash".
+    "dot_product", "cudnn_flash" or "splash".
 
   Raises:
     ValueError: an explicit kernel cannot honour the mask, the sizes or the dtype.
   """
+  if kernel == "dot_product":
+    return kernel
+  fused = kernel
+  if kernel == "auto":
+    fused = "splash" if platform == "tpu" else "cudnn_flash"
+  on_tpu = fused == "splash"
   reasons = []
-  if platform not in ("gpu", "cuda"):
-    reasons.append(f"it runs on NVIDIA GPUs, not on {platform}")
-  if head_dim > 256 or head_dim % 8:
+  if platform not in (("tpu",) if on_tpu else ("gpu", "cuda")):
+    reasons.append(f"it runs on {'TPUs' if on_tpu else 'NVIDIA GPUs'}, not on {platform}")
+  if on_tpu and head_dim % 128:
+    reasons.append(f"head_dim {head_dim} is not a multiple of 128")
+  if not on_tpu and (head_dim > 256 or head_dim % 8):
     reasons.append(f"head_dim {head_dim} is not a multiple of 8 up to 256")
   if value_dim != head_dim:
     reasons.append(f"value heads ({value_dim}) differ from query heads ({head_dim})")
-  if dtype not in ("bfloat16", "float16"):
+  if on_tpu and dtype != "bfloat16":
+    reasons.append(f"dtype {dtype} is not bfloat16")
+  if not on_tpu and dtype not in ("bfloat16", "float16"):
     reasons.append(f"dtype {dtype} is neither bfloat16 nor float16")
   if blocks:
     reasons.append("the mask has bidirectional image blocks")
   if kernel == "auto":
-    return "dot_product" if reasons else "cudnn_flash"
-  if kernel == "cudnn_flash" and reasons:
-    raise ValueError(f"attention=cudnn_flash cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")
+    return "dot_product" if reasons else fused
+  if reasons:
+    raise ValueError(f"attention={kernel} cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")
   return kernel
 
 
@@ -123,11 +134,13 @@ def attend(
     bidirectional_blocks: tokens of one image see each other.
     scale: multiplies the scores.
     precision: flags.
-    kernel: "dot_product" or "cudnn_flash".
+    kernel: "dot_product", "cudnn_flash" or "splash".
 
   Returns:
     [B, T, N, V] in ``dtype``.
   """
+  if kernel == "splash":
+    return splash_attention(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
   if kernel == "cudnn_flash":
     return _cudnn_flash(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
   B, T = q_BTNH.shape[:2]

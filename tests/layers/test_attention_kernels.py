@@ -107,7 +107,6 @@ def test_the_float32_flags_bring_bfloat16_near_the_truth(head_dim):
 GOOD = {"platform": "gpu", "head_dim": 128, "value_dim": 128, "dtype": "bfloat16", "blocks": False}
 REFUSED = [
   ({"platform": "cpu"}, "not on cpu"),
-  ({"platform": "tpu"}, "not on tpu"),
   ({"head_dim": 512, "value_dim": 512}, "512 is not a multiple of 8 up to 256"),
   ({"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
   ({"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
@@ -124,6 +123,33 @@ def test_a_kernel_that_cannot_is_refused_by_name_and_passed_by_automatically(cha
   assert "attention=auto" in str(error.value)
   assert choose_kernel("auto", **case) == "dot_product"
   assert choose_kernel("dot_product", **case) == "dot_product"
+
+
+ON_TPU = GOOD | {"platform": "tpu"}
+REFUSED_ON_TPU = [
+  ({"platform": "gpu"}, "runs on TPUs, not on gpu"),
+  ({"head_dim": 64, "value_dim": 64}, "64 is not a multiple of 128"),
+  ({"value_dim": 256}, r"value heads \(256\) differ from query heads \(128\)"),
+  ({"dtype": "float16"}, "float16 is not bfloat16"),
+  ({"dtype": "float32"}, "float32 is not bfloat16"),
+  ({"blocks": True}, "bidirectional image blocks"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED_ON_TPU)
+def test_splash_is_refused_by_name_where_it_cannot(change, reason):
+  with pytest.raises(ValueError, match=reason):
+    choose_kernel("splash", **ON_TPU | change)
+  if "platform" not in change:
+    assert choose_kernel("auto", **ON_TPU | change) == "dot_product"
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_a_tpu_gets_splash(head_dim):
+  case = ON_TPU | {"head_dim": head_dim, "value_dim": head_dim}
+  assert choose_kernel("auto", **case) == choose_kernel("splash", **case) == "splash"
+  with pytest.raises(ValueError, match="not on tpu"):
+    choose_kernel("cudnn_flash", **case)
 
 
 def test_every_reason_is_told_at_once():

@@ -1,0 +1,110 @@
+"""Splash attention: JAX's fused TPU kernel, for rows of documents under a causal mask or a sliding window.
+
+Scores and softmax are float32 inside the kernel and S x S numbers never exist, so a row's memory grows with its length
+and tiles that the mask leaves empty are skipped.
+
+B batch, T position, N query heads, K key-value heads, H head.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.partition import batch_axes
+
+_LANES = 128
+# Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.
+_BLOCK = 512
+
+
+def splash_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  tokens: Tokens,
+  *,
+  window: int | None,
+  scale: float,
+  interpret: bool = False,
+) -> jax.Array:
+  """Causal self-attention of each row over itself.
+
+  On a mesh every device works on its own rows: the partitioner cannot look into a kernel, and would gather the batch.
+
+  Args:
+    q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
+      head n // (N / K). H is a multiple of 128 on a TPU. A row that is not a multiple of 128 long is padded.
+    tokens: segments; image blocks are not supported.
+    window: keys a query sees, itself included; None: all before it.
+    scale: multiplies the queries, in float32 before they are rounded to their dtype again.
+    interpret: run on any platform, slowly: for tests.
+
+  Returns:
+    [B, T, N, H] in the dtype of q; zeros where the segment is 0.
+  """
+  dtype, T = q_BTNH.dtype, q_BTNH.shape[1]
+  q = (q_BTNH.astype(jnp.float32) * scale).astype(dtype)
+  segments = tokens.segments
+  missing = -T % _LANES
+  if missing:
+    # Padding stands behind every query that counts, so the causal mask hides it.
+    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k_BTKH, v_BTKH))
+    segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, missing)))
+  else:
+    k, v = k_BTKH, v_BTKH
+  kernel = _rows(q.shape[2], T + missing, window, interpret)
+  arguments = tuple(x.swapaxes(1, 2) for x in (q, k, v)) + (() if segments is None else (segments,))
+  out_BNTH = _on_each_device(kernel, arguments)
+  out_BTNH = out_BNTH.swapaxes(1, 2)[:, :T]
+  if tokens.segments is None:
+    return out_BTNH
+  # Padding sees padding in the kernel, which has no answer for a query that sees nothing.
+  return jnp.where((tokens.segments > 0)[:, :, None, None], out_BTNH, 0)
+
+
+def _rows(heads: int, length: int, window: int | None, interpret: bool):
+  """The kernel over a batch: (q [B, N, T, H], k, v [B, K, T, H], segments [B, T] if any) -> [B, N, T, H]."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+  shape = (length, length)
+  mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+  block = next(b for b in (_BLOCK, _BLOCK // 2, _LANES) if length % b == 0)
+  sizes = splash.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
+
+  def batch(q, k, v, segments=None):
+    kernel = splash.make_splash_mha(
+      masks.MultiHeadMask([mask] * heads),
+      block_sizes=sizes,
+      head_shards=1,
+      q_seq_shards=1,
+      residual_checkpoint_name="attention",
+      interpret=interpret,
+    )
+    if segments is None:
+      return jax.vmap(kernel)(q, k, v)
+    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
+
+  return batch
+
+
+def _on_each_device(function, arguments: tuple[jax.Array, ...]) -> jax.Array:
+  """The function of arrays with a leading batch dimension, run by every device of the mesh in use on its own rows."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return function(*arguments)
+  axes, ways = batch_axes(mesh), 1
+  for axis in axes:
+    ways *= mesh.shape[axis]
+  # Rows that do not divide among the devices are worked on by all of them.
+  spec = PartitionSpec(axes if axes and arguments[0].shape[0] % ways == 0 else None)
+  specs = (spec,) * len(arguments)
+  return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arguments)

@@ -1,0 +1,81 @@
+"""Splash attention in the interpreter against attention written out."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.attention_kernels import dot_product_attention
+from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.splash import splash_attention
+
+FLOAT32 = Precision(dtype="float32")
+SCALE = 0.07
+
+
+def arrays(B, T, N, K, H):
+  keys = jax.random.split(jax.random.key(3), 4)
+  shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+  return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def packed(T):
+  """Two rows: two documents and padding; padding alone."""
+  first = np.concatenate([np.full(T // 3, 1), np.full(T // 3, 2), np.zeros(T - 2 * (T // 3))])
+  return jnp.asarray(np.stack([first, np.zeros(T)]), jnp.int32)
+
+
+# 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped.
+@pytest.mark.parametrize(("T", "window", "with_segments"), [(100, None, True), (384, 100, True), (384, None, False)])
+def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments):
+  q, k, v, g = arrays(2, T, 2, 1, 128)
+  tokens = Tokens(packed(T) if with_segments else None)
+  mask = attention_mask(tokens, 2, T, window=window, bidirectional_blocks=False)
+
+  def fused(q, k, v):
+    return splash_attention(q, k, v, tokens, window=window, scale=SCALE, interpret=True)
+
+  def plain(q, k, v):
+    return dot_product_attention(q, k, v, mask, scale=SCALE, precision=FLOAT32)[0]
+
+  def both(attention):
+    out, backward = jax.vjp(attention, q, k, v)
+    return out, *backward(g)
+
+  results = jax.jit(lambda: both(fused))()
+  for name, got, want in zip(["out", "dq", "dk", "dv"], results, both(plain), strict=True):
+    np.testing.assert_allclose(got, want, atol=1e-5, err_msg=name)
+  if with_segments:
+    padding = np.asarray(tokens.segments) == 0
+    assert padding.any()
+    assert all(not np.asarray(x)[padding].any() for x in results)
+
+
+_ON_A_MESH = """
+import jax, jax.numpy as jnp, numpy as np
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.partition import MESH_AXES
+from maxtext_like.layers.splash import splash_attention
+
+def fused(x, segments):
+  return splash_attention(x, x, x, Tokens(segments), window=50, scale=0.07, interpret=True)
+
+mesh = jax.make_mesh((1, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+for rows in (2, 3):  # 3 rows do not divide among 2 devices
+  x, segments = jax.random.normal(jax.random.key(0), (rows, 128, 1, 128)), jnp.ones((rows, 128), jnp.int32)
+  alone = jax.jit(fused)(x, segments)
+  with jax.set_mesh(mesh):
+    np.testing.assert_array_equal(jax.jit(fused)(x, segments), alone)
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_every_device_takes_its_rows():
+  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run([sys.executable, "-c", _ON_A_MESH], env=environment, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
