@@ -154,7 +154,7 @@ class CheckpointManager:
     if free < size:
       raise UserError(
         f"{self.directory}: a checkpoint needs {megabytes(size)}, {megabytes(free)} are free; free some space, choose "
-        "another output_dir, or enable_checkpointing=false"
+        "another output_dir, or train without checkpoints (enable_checkpointing=false resume=false)"
       )
     if free < wanted:
       _log.warning(

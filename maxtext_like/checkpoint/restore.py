@@ -88,9 +88,13 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
       step_directory / manifest.STATE_NAME,
       args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
     )
+  casts: dict[str, list[str]] = {}
   for name, leaf in wanted.items():
     if stored_dtypes[name] != leaf.dtype:
       flat[name] = _cast(name, flat[name], leaf.dtype)
+      casts.setdefault(f"from {stored_dtypes[name]} to {leaf.dtype}", []).append(name)
+  for change, names in casts.items():
+    _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
   return tree.unflatten(like, flat)
 
 
@@ -105,7 +109,6 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
         f"checkpoint leaf {name} holds {largest:.6g}, which {dtype} cannot hold (largest {limit:.6g}); "
         f"keep its dtype {array.dtype}"
       )
-  _log.warning("cast %s from %s to %s (allow_dtype_change)", name, array.dtype, dtype)
   return array.astype(dtype)
 
 

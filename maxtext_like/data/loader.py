@@ -310,7 +310,7 @@ class DataSource:
       if not accept_changes:
         raise UserError(
           f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"
-          "Restore them, or start a new run (init_from takes the weights without the data position)"
+          "Restore them, start a new run (init_from takes the weights without the data position), or allow_data_change=true"
         )
       logger.warning("resuming although the data are not those of the checkpoint:\n  %s", listed)
       position = _to_document_start(position, self._initial)

@@ -32,7 +32,8 @@ def read_weights(directory: Path, program: Program) -> Any:
       f"init_from: {directory} is no checkpoint\n"
       "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
     )
-  return restore.load(step, {"params": params}, config=program.config).state["params"]
+  allow = program.config.checkpoint.allow_dtype_change
+  return restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
 
 
 def find_step(directory: Path) -> Path | None:

@@ -149,7 +149,10 @@ def finished_step(program: Program, manager: CheckpointManager) -> int | None:
   if newest < config.training.steps:
     return None
   path = manager.directory / str(newest)
-  restore.check(path, manifest.read(path), flatten(program.abstract_state), config=manager.config, allow_dtype_change=False)
+  restore.check(
+    path, manifest.read(path), flatten(program.abstract_state),
+    config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
+  )  # fmt: skip
   return newest
 
 
@@ -177,7 +180,9 @@ def _prepare(
   begin = time.monotonic()
   config = program.config
   with _compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
-    restored = manager.restore(program.abstract_state) if manager is not None and config.checkpoint.resume else None
+    restored = None
+    if manager is not None and config.checkpoint.resume:
+      restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
     # XLA works outside Python's lock, so the two programs compile side by side.
     fresh = restored is None and config.checkpoint.init_from is None
     initial = pool.submit(program.lower_init().compile) if fresh else None
@@ -186,7 +191,7 @@ def _prepare(
       state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
     elif restored is not None:
       state, start = restored.state, restored.step
-      data.set_state(restored.extra["data"])
+      data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
     else:
       params = read_weights(Path(str(config.checkpoint.init_from)), program)
       state, start = program.lower_around().compile()(params), 0

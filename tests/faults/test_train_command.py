@@ -127,6 +127,10 @@ def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train
   assert code == 0, text
   assert "already at step 80 of 80" in text
   assert {path: path.read_bytes() for path in (train.output_dir / "u").rglob("*") if path.is_file()} == before
+  code, text = train.run("u", steps=81, mu_dtype="bfloat16", allow_dtype_change="true")
+  assert code == 0, text
+  assert text.count("from float32 to bfloat16 (allow_dtype_change)") == 1
+  assert {array.dtype.name for name, array in train.state("u", 81).items() if ".mu." in name} == {"bfloat16"}
 
 
 @pytest.mark.slow

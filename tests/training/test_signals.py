@@ -55,9 +55,7 @@ def test_the_first_signal_stops_the_loop(number, code):
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second):
   # sleep() of libc runs no bytecode of the main thread, as a long compilation does not.
-  process = start(
-    "import ctypes\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)"
-  )
+  process = start("import ctypes\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)")
   process.send_signal(first)
   assert process.stderr is not None
   process.stderr.readline()
