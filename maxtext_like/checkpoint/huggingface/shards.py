@@ -29,7 +29,7 @@ class Shards:
       UserError: no such directory, pickles, a malformed file, or an index that disagrees with its shards.
     """
     self.directory = directory
-    self.block = (128, 128)
+    self.block: tuple[int, int] = (128, 128)  # rows and columns that share a block scale
     where = printable(directory)
     if not directory.is_dir():
       raise UserError(f"{where}: no such directory; expected a Hugging Face checkpoint: config.json and {SINGLE}")

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_c
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 
@@ -19,6 +20,8 @@ from maxtext_like.layers.decoder import Decoder
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
+_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
+_IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)")
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
 _SHOWN = 20
 
@@ -27,6 +30,7 @@ class Weights:
   """A checkpoint directory whose tensors have been matched, one to one, with a decoder's parameters.
 
   Attributes:
+    decoder: the model.
     notes: what the file holds and this model does not use, a sentence each.
     table: every tensor, in the order of the model.
   """
@@ -41,7 +45,7 @@ class Weights:
     self.shards = Shards(directory)
     self.shards.block = config.float8_block
     self.notes: list[str] = []
-    self._decoder = decoder
+    self.decoder = decoder
     self._config = config
     deepseek = config.model_type.startswith("deepseek")
     names = set(self.shards.weights())
@@ -50,6 +54,7 @@ class Weights:
     self.table = tensor_table(decoder, deepseek=deepseek, stacked_experts=stacked)
     head = next((p + HEAD for p in _HEAD_PREFIXES if p + HEAD in names), HEAD)
     self._file_name = {t.name: head if t.name == HEAD else prefix + t.name for t in self.table}
+    self._file_name |= {t.name: found_as(t.name, names) for t in self.table if is_vision(t.name)}
     self._check(names, prefix, head)
 
   def _prefix(self, names: set[str]) -> str:
@@ -87,16 +92,18 @@ class Weights:
 
   def _unexpected(self, extra: list[str], prefix: str, head: str) -> list[str]:
     """Of the tensors that the model does not have, those that cannot be explained. The rest goes into the notes."""
-    count = len(self._decoder.layers)
+    count = len(self.decoder.layers)
     shared = count - self._config.model.get("num_kv_shared_layers", 0)
     groups: dict[str, int] = {}
     left = []
     for name in extra:
       layer = re.fullmatch(re.escape(prefix) + r"layers\.(\d{1,6})\.(.+)", name)
       number, part = (int(layer[1]), layer[2]) if layer else (-1, "")
-      if self._config.multimodal and _TOWERS.match(name):
+      if self._config.multimodal and self.decoder.cfg.vision is not None and _IN_TOWER.search(name):
+        reason = "tensors of the vision tower that its features do not need are not used"
+      elif self._config.multimodal and (_SOUND if self.decoder.cfg.vision is not None else _TOWERS).match(name):
         reason = "tensors of vision and sound are not used by the text model"
-      elif name == head and self._decoder.cfg.tied:
+      elif name == head and self.decoder.cfg.tied:
         reason = "lm_head.weight is not used: the embedding table is the output head (tie_word_embeddings)"
       elif self._config.model_type.startswith("deepseek") and number >= count and number in (61, count):
         reason = f"tensors of layer {number}, the multi-token prediction module, are not used"
@@ -156,7 +163,7 @@ class Weights:
     """
     import jax
 
-    spec = dict(flatten(self._decoder.params()))
+    spec = dict(flatten(self.decoder.params()))
     wanted = dict(flatten(shardings)) if shardings is not None else {}
     params: dict = {}
     for done, (path, param) in enumerate(spec.items()):
@@ -172,6 +179,19 @@ class Weights:
       if progress:
         progress(done + 1, len(spec))
     return params
+
+  def in_transformers(self, tree: dict) -> Iterator[tuple[str, np.ndarray]]:
+    """Arrays of a tree like the parameters, gradients say, under the names and shapes of transformers' parameters.
+
+    Buffers (layer_scalar, the router's correction bias) are left out: transformers has no gradients for them.
+    """
+    leaves = dict(flatten(tree))
+    prefix = "model.language_model." if self._config.multimodal else "model."
+    table = tensor_table(self.decoder, deepseek=self._config.model_type.startswith("deepseek"), stacked_experts=True)
+    for tensor in table:
+      if not tensor.buffer:
+        before = "" if tensor.name == HEAD else "model." if is_vision(tensor.name) else prefix
+        yield before + tensor.name, tensor.from_params(leaves)
 
   def _place(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
     import jax

@@ -17,7 +17,7 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config_as_saved_by_tr
 
 
 def build(values: dict[str, Any]) -> ModelConfig:
-  base: dict[str, Any] = base_values()
+  base: dict[str, Any] = dict(base_values())
   return ModelConfig(**{field.name: (base | values)[field.name] for field in dataclasses.fields(ModelConfig)})
 
 

@@ -186,7 +186,7 @@ SAMPLES = {
 def test_every_dtype_reads_back_bit_for_bit_at_any_alignment(tmp_path: Path, padding: int):
   rng = np.random.default_rng(3)
   arrays = {name: rng.integers(0, 2, (3, 5)).astype(dtype) for name, dtype in SAMPLES.items()}
-  arrays["empty"], arrays["scalar"] = np.zeros((0, 7), np.float32), np.float32(2.5).reshape(())
+  arrays["empty"], arrays["scalar"] = np.zeros((0, 7), np.float32), np.full((), 2.5, np.float32)
   header, data = {}, b""
   for name, array in sorted(arrays.items(), key=lambda item: item[1].itemsize):
     dtype = next(key for key, value in DTYPES.items() if value == array.dtype)

@@ -33,7 +33,7 @@ def checkpoint(case: str) -> Path:
 
 
 def decoder_of(config: HuggingFaceConfig, **precision: Any) -> Decoder:
-  base: dict[str, Any] = base_values()
+  base: dict[str, Any] = dict(base_values())
   names = [field.name for field in dataclasses.fields(ModelConfig)]
   return build_decoder(ModelConfig(**{name: (base | config.model)[name] for name in names}), Precision(**precision))
 

@@ -1,0 +1,187 @@
+"""The arrays of an .npz file, named and meant as Hugging Face's, checked and turned into a batch for a decoder.
+
+B batch, T position.
+"""
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS, TOKEN_TYPES, image_batch
+from maxtext_like.checkpoint.huggingface.strict_json import printable
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.errors import UserError
+
+IGNORED = -100
+TEXT_INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+_SIZE_LIMIT = 8 << 30  # bytes of all arrays, unpacked
+
+
+@dataclass(frozen=True)
+class Inputs:
+  """A checked batch: int32 [B, T] arrays "tokens", "positions", "segments" and, with labels, "targets" (shifted);
+  with images also those of ``inputs_vision.image_batch``.
+
+  Attributes:
+    batch: the arrays.
+    unused: names in the file that mean nothing to ``forward``.
+  """
+
+  batch: dict[str, np.ndarray]
+  unused: tuple[str, ...]
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+  """The arrays of an .npz file; objects, which would be unpickled, are refused.
+
+  Raises:
+    UserError: not a readable .npz file of plain arrays, or one that unpacks to more than 8 GiB.
+  """
+  where = printable(path)
+  try:
+    with zipfile.ZipFile(path) as archive:
+      size = sum(member.file_size for member in archive.infolist())
+    if size > _SIZE_LIMIT:
+      raise UserError(f"{where}: unpacks to {size} bytes, more than the {_SIZE_LIMIT} that inputs may have")
+    with np.load(path, allow_pickle=False) as file:
+      return {name: file[name] for name in file.files}
+  except OSError as error:
+    raise UserError(f"{where}: cannot be read: {error.strerror or error}") from None
+  except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, zipfile.zlib.error) as error:
+    reason = "holds Python objects, which are pickles; pickle can run code" if "allow_pickle" in str(error) else error
+    raise UserError(f"{where}: not an .npz file of plain arrays: {printable(reason)}") from None
+
+
+def read_inputs(
+  path: Path,
+  *,
+  vocab_size: int,
+  placeholder_ids: tuple[int, ...] = (),
+  pad_token_id: int | None = None,
+  vision: VisionConfig | None = None,
+) -> Inputs:
+  """Reads and checks an .npz file of inputs; the meaning of every array is Hugging Face's (tests/golden, README).
+
+  Args:
+    path: the file.
+    vocab_size: rows of the embedding table, which every token id must be below.
+    placeholder_ids: ids that stand for images and sound; they are looked up as ``pad_token_id``, as Gemma 4 does.
+    pad_token_id: of the model.
+    vision: the model's vision tower, if it has one; images without one are an error.
+
+  Raises:
+    UserError: an array that is missing, or of a wrong type, shape or range; the message names it.
+  """
+  arrays = read_arrays(path)
+  return make_batch(
+    arrays,
+    printable(path),
+    vocab_size=vocab_size,
+    placeholder_ids=placeholder_ids,
+    pad_token_id=pad_token_id,
+    vision=vision,
+  )
+
+
+def make_batch(
+  arrays: Mapping[str, np.ndarray],
+  where: str,
+  *,
+  vocab_size: int,
+  placeholder_ids: tuple[int, ...] = (),
+  pad_token_id: int | None = None,
+  vision: VisionConfig | None = None,
+) -> Inputs:
+  """As ``read_inputs``, of arrays in memory.
+
+  Positions count from 0 unless given; with ``segment_ids`` alone they begin anew in every segment. Without mask and
+  segments, given positions that do not go up by one begin a new segment, as transformers infers packed documents.
+  The target of a token is the next label; none crosses a given segment or stands at padding.
+  """
+  check = _Check(arrays, where)
+  if "input_ids" not in arrays:
+    found = ", ".join(printable(name) for name in arrays) or "nothing"
+    raise UserError(f"{where}: input_ids is missing; found {found}")
+  tokens = check.integers("input_ids", 0, None)
+  if tokens.ndim != 2 or 0 in tokens.shape:
+    raise UserError(f"{where}: input_ids: shape {list(tokens.shape)}, expected [rows, positions], neither of them 0")
+  images = image_batch(arrays, tokens, where, vision)
+  # An image token is never looked up where images take its place; the decoder sees to that.
+  placed = tokens == vision.image_token_id if images and vision else np.zeros(tokens.shape, bool)
+  if placeholder_ids and pad_token_id is not None:
+    tokens = np.where(np.isin(tokens, placeholder_ids) & ~placed, pad_token_id, tokens)
+  outside = (tokens >= vocab_size) & ~placed
+  if outside.any():
+    row, column = np.argwhere(outside)[0]
+    raise UserError(
+      f"{where}: input_ids[{row}, {column}] = {tokens[row, column]}: the vocabulary has ids 0 to {vocab_size - 1}"
+    )
+  B, T = tokens.shape
+  mask = check.optional("attention_mask", (B, T), 0, 1)
+  positions = check.optional("position_ids", (B, T), 0, 2**31 - 1, one_row=True)
+  segment_ids = check.optional("segment_ids", (B, T), 0, 2**31 - 1)
+  if segment_ids is not None:
+    segments = segment_ids if mask is None else segment_ids * mask
+  elif mask is not None:
+    segments = mask
+  elif positions is not None:
+    segments = 1 + np.cumsum(np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1, axis=1)
+  else:
+    segments = np.ones((B, T), np.int64)
+  if positions is None:
+    positions = _restarting(segment_ids) if segment_ids is not None else np.broadcast_to(np.arange(T), (B, T))
+  batch = {"tokens": tokens, "positions": positions, "segments": segments}
+  labels = check.optional("labels", (B, T), IGNORED, vocab_size - 1)
+  if labels is not None:
+    if ((labels < 0) & (labels != IGNORED)).any():
+      raise UserError(f"{where}: labels: negative values other than {IGNORED}, which marks what does not count")
+    targets = np.full((B, T), IGNORED, np.int64)
+    targets[:, :-1] = labels[:, 1:]
+    if segment_ids is not None:
+      targets[:, :-1][segments[:, 1:] != segments[:, :-1]] = IGNORED
+    elif mask is not None:
+      targets[:, :-1][(segments[:, 1:] == 0) | (segments[:, :-1] == 0)] = IGNORED
+    batch["targets"] = targets
+  unused = sorted(set(arrays) - {*TEXT_INPUTS, *TOKEN_TYPES, *IMAGE_INPUTS})
+  integers = {name: np.ascontiguousarray(array, np.int32) for name, array in batch.items()}
+  return Inputs(integers | images, tuple(unused))
+
+
+def _restarting(segments: np.ndarray) -> np.ndarray:
+  """Positions that count from 0 in every run of equal segments."""
+  index = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+  starts = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+  return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+
+
+class _Check:
+  def __init__(self, arrays: Mapping[str, np.ndarray], where: str):
+    self.arrays, self.where = arrays, where
+
+  def integers(self, name: str, least: int, most: int | None) -> np.ndarray:
+    array = self.arrays[name]
+    if array.dtype == np.bool_ and most == 1:
+      array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+      raise UserError(f"{self.where}: {name}: dtype {array.dtype}, expected integers")
+    if array.size:
+      low, high = int(array.min()), int(array.max())
+      if low < least or (most is not None and high > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise UserError(f"{self.where}: {name}: {low if low < least else high} is out of range, expected {bounds}")
+      if high > 2**63 - 1:
+        raise UserError(f"{self.where}: {name}: {high} is out of range")
+    return array.astype(np.int64)
+
+  def optional(self, name: str, shape: tuple[int, int], least: int, most: int, *, one_row: bool = False) -> np.ndarray | None:
+    if name not in self.arrays:
+      return None
+    array = self.integers(name, least, most)
+    if one_row and array.shape in ((1, shape[1]), (shape[1],)):
+      array = np.broadcast_to(array, shape)
+    if array.shape != shape:
+      raise UserError(f"{self.where}: {name}: shape {list(array.shape)}, expected that of input_ids, {list(shape)}")
+    return array

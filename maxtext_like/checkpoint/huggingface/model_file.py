@@ -1,0 +1,48 @@
+"""A checkpoint's config.json as one of our model files, so that it is merged, overridden and checked like any other."""
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.strict_json import printable
+from maxtext_like.config.load import Loaded, load_config
+from maxtext_like.config.yaml_file import to_text
+from maxtext_like.errors import UserError
+
+
+def model_file(config: HuggingFaceConfig, source: str) -> str:
+  """The text of a model file with the values of a config.json. ``source`` is named in its first line."""
+  lines = [f"# Made from {printable(source)}.", "", "model:"]
+  lines += [f"  {key}: {to_text(value)}" for key, value in config.model.items()]
+  if config.vision:
+    lines += ["", "vision:", *(f"  {key}: {to_text(value)}" for key, value in config.vision.items())]
+  return "\n".join(lines) + "\n"
+
+
+def load_checkpoint_config(
+  directory: Path, overrides: Sequence[str] = (), *, length: int | None = None
+) -> tuple[HuggingFaceConfig, Loaded]:
+  """The resolved configuration of a checkpoint directory: config.json laid over configs/base.yml, then ``overrides``.
+
+  Args:
+    directory: of the checkpoint.
+    overrides: ``key=value`` words.
+    length: positions of the rows that will be run, for ``max_target_length``.
+
+  Raises:
+    UserError: as ``read_config`` and ``load_config``; values of the file are named as such.
+  """
+  config = read_config(directory)
+  # Positions beyond those a model was made for are no error here: transformers runs them, and results are compared.
+  longest = config.model["max_position_embeddings"]
+  rows = [] if length is None else [f"max_target_length={min(length, longest)}"]
+  with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / f"{config.model_type}.yml"
+    path.write_text(model_file(config, str(directory)), encoding="utf-8")
+    try:
+      return config, load_config(path, [*rows, *overrides])
+    except UserError as error:
+      source = printable(directory / "config.json")
+      raise UserError(re.sub(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: source, str(error))) from None

@@ -1,0 +1,54 @@
+"""A decoder with its loss and everything that transformers can be compared on, as one layer for either face.
+
+B batch, T position, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.blocks import CAPTURES
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.training.loss import IGNORED, token_losses
+
+
+@dataclass(frozen=True)
+class ForwardLayer:
+  """The mean loss over real targets, and logits and captured arrays.
+
+  Attributes:
+    decoder: the model.
+    padding_idx: the row of the embedding tables that lookups give no gradient to, as ``torch.nn.Embedding`` has it;
+      a tied output head still does. None: no such row.
+  """
+
+  decoder: Decoder
+  padding_idx: int | None = None
+
+  def params(self) -> Any:
+    return self.decoder.params()
+
+  def __call__(self, p: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss (float32, 0 without targets) and outputs by name: "logits" [B, T, V], "loss" with targets, captures."""
+    x_BTD, aux = self.decoder.hidden(self._without_padding_gradient(p), batch, frozenset(CAPTURES))
+    logits = self.decoder.head(p, x_BTD)
+    outputs = {name: value for name, value in aux.items() if name.partition(".")[0] in CAPTURES}
+    outputs["logits"] = logits
+    if "targets" not in batch:
+      return jnp.zeros((), jnp.float32), outputs
+    cross_entropy, _ = token_losses(logits, batch["targets"], 0.0)
+    loss = jnp.sum(cross_entropy) / jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1)
+    return loss, outputs | {"loss": loss}
+
+  def _without_padding_gradient(self, p: Any) -> Any:
+    row = self.padding_idx
+    if row is None:
+      return p
+    tables = {name: p[name] for name in ("embedding", "ple") if name in p}
+    for name, group in tables.items():
+      table = group["table"]
+      if row < table.shape[0]:
+        tables[name] = group | {"table": table.at[row].set(jax.lax.stop_gradient(table[row]))}
+    return p | tables
