@@ -45,6 +45,7 @@ class Progress:
     self._task: Any = None
     self._times: list[float] = []
     self._handler = _Handler(self)
+    self._propagate = True
 
   def __enter__(self) -> "Progress":
     if self._stream.isatty():
@@ -54,11 +55,16 @@ class Progress:
 
       columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[numbers]}")
       self._live = Bar(*columns, console=Console(file=self._stream))
-    logging.getLogger("maxtext_like").addHandler(self._handler)
+    logger = logging.getLogger("maxtext_like")
+    logger.addHandler(self._handler)
+    # Some library logs through the root logger, which gives that a handler of its own: every line would come twice.
+    self._propagate, logger.propagate = logger.propagate, False
     return self
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    logging.getLogger("maxtext_like").removeHandler(self._handler)
+    logger = logging.getLogger("maxtext_like")
+    logger.removeHandler(self._handler)
+    logger.propagate = self._propagate
     if self._task is not None:
       self._live.stop()
 
