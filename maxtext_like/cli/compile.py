@@ -1,0 +1,105 @@
+"""``maxtext-like compile``: the train step compiled for a TPU slice on this machine, and whether it fits there."""
+
+from maxtext_like.cli.arguments import split_configuration
+from maxtext_like.config.load import Loaded, load_config
+from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
+
+DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
+(pip install 'maxtext-like[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed.
+
+  topology=NAME     the slice: {", ".join(TOPOLOGIES)}
+  xla_flags=GROUP   base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
+                    them for a run; compiles 2 to 3 times as long and needs about as much memory
+
+Exit code 0: fits, 4: does not fit, 2: wrong usage."""
+EXAMPLES = """examples:
+  maxtext-like compile gemma4-tiny topology=v6e-1
+  maxtext-like compile gemma4-31b topology=v6e-32
+  maxtext-like compile gemma4-31b tpu/v6e-32.yml topology=v6e-32 per_device_batch_size=2"""
+
+
+def run(argv: list[str]) -> int:
+  """Compiles and prints the verdict; see ``DESCRIPTION``."""
+  config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
+  own, overrides = split_own(words)
+  if "topology" not in own:
+    raise UserError(f"compile: no topology\n  fix: add topology=NAME, one of {', '.join(TOPOLOGIES)}")
+  topology = find_topology(own["topology"])
+
+  # Later than the configuration's errors, which should come at once.
+  loaded = load_config(config, overrides)
+  from maxtext_like.training import ahead_of_time
+
+  group = own.get("xla_flags", "base")
+  step = ahead_of_time.compile_step(loaded.config, topology, ahead_of_time.xla_flags(group))
+  print(report(loaded, step, group))
+  return 0 if step.fits else DoesNotFitError.exit_code
+
+
+def split_own(words: list[str]) -> tuple[dict[str, str], list[str]]:
+  """The words that are compile's own (``topology=``, ``xla_flags=``, with dashes or without), and all others in order."""
+  own: dict[str, str] = {}
+  others = []
+  for word in words:
+    key, equals, value = word.partition("=")
+    name = key.lstrip("-").replace("-", "_")
+    if name in ("topology", "xla_flags"):
+      if not equals or not value:
+        raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like compile --help")
+      own[name] = value
+    else:
+      others.append(word)
+  return own, others
+
+
+def report(loaded: Loaded, step, group: str) -> str:
+  """The table for people, GiB (2**30 bytes) of one chip."""
+  from maxtext_like.training.ahead_of_time import version
+
+  c, t, hbm = loaded.config, loaded.config.training, step.topology.hbm_bytes
+  chips = "1 chip" if step.topology.chips == 1 else f"{step.topology.chips} chips"
+  mesh = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items())
+  shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a chip"
+  if t.gradient_accumulation_steps > 1:
+    shape += f" in {t.gradient_accumulation_steps} parts"
+  rows = [
+    ("model", f"{c.model.model_name}, {step.parameters:,} parameters, {c.precision.weight_dtype} weights"),
+    ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
+    ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
+    ("arguments", f"{_gib(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
+  ]
+  if step.temporary_bytes is not None:
+    rows.append(("temporaries", f"{_gib(step.temporary_bytes)} a chip, not all at once"))
+  if step.peak_bytes is not None:
+    share = f"{step.peak_bytes / hbm:.0%}"
+    name = "peak" if not step.out_of_memory else "needed"
+    rows.append((name, f"{_gib(step.peak_bytes)} of {_gib(hbm)} HBM a chip ({share})"))
+  if not step.out_of_memory:
+    rows.append(("collectives", collectives(step)))
+  packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {group}"
+  rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}"))
+  if step.out_of_memory:
+    rows.append(("compiler", step.out_of_memory))
+  rows.append(("verdict", "fits" if step.fits else f"does not fit: {_remedy(step)}"))
+  return "\n".join(f"  {name:<12} {value}" for name, value in rows)
+
+
+def collectives(step) -> str:
+  """The counts in words."""
+  if step.collectives is None:
+    return "this libtpu cannot print the program"
+  if not step.collectives:
+    return "none"
+  words = ", ".join(f"{count} {name}" for name, count in step.collectives.items())
+  return f"{sum(step.collectives.values())} in the program text: {words}"
+
+
+def _gib(size: int) -> str:
+  return f"{size / GIB:.2f} GiB"
+
+
+def _remedy(step) -> str:
+  bigger = [t.name for t in TOPOLOGIES.values() if t.chips > step.topology.chips]
+  lower = "per_device_batch_size, max_target_length, weight_dtype=bfloat16, opt_type=adafactor, remat_policy=full"
+  return f"try {'topology=' + bigger[0] + ', or ' if bigger else ''}{lower}"

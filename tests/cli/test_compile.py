@@ -1,0 +1,155 @@
+"""``maxtext-like compile``: its words, its errors, its verdict; with libtpu on the machine, a real compilation too."""
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_like.cli import compile as command
+from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import UserError
+from maxtext_like.training import ahead_of_time
+from maxtext_like.training.ahead_of_time import CompiledStep, count_collectives, out_of_memory_bytes, xla_flags
+from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def test_topologies_are_what_their_names_say():
+  assert {name: t.libtpu_name for name, t in TOPOLOGIES.items() if t.chips <= 32} == {
+    "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
+  }  # fmt: skip
+  assert all(t.chips == int(name.partition("-")[2]) for name, t in TOPOLOGIES.items())
+  assert find_topology("v6e-256").hbm_bytes == 31.25 * GIB
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["gemma4-tiny"], "no topology"),
+    (["gemma4-tiny", "topology=v6e-23"], "did you mean v6e-32"),
+    (["gemma4-tiny", "topology=V6E_8"], "did you mean v6e-8"),
+    (["gemma4-tiny", "--topology="], "no value"),
+    (["gemma4-tiny", "topology"], "no value"),
+    (["gemma4-tiny", "topology=v6e-8", "stepz=3"], "did you mean 'steps'"),
+    (["gemma4-tiny", "topology=v6e-8", "xla_flags=some"], "one of base, all"),
+  ],
+)
+def test_wrong_words(words, message, capsys):
+  assert main(["compile", *words]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_own_words_in_every_spelling():
+  own, others = command.split_own(["a.yml", "--topology=v6e-8", "steps=3", "xla-flags=all"])
+  assert (own, others) == ({"topology": "v6e-8", "xla_flags": "all"}, ["a.yml", "steps=3"])
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch, capsys):
+  monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
+  assert main(["compile", "gemma4-tiny", "topology=v6e-1"]) == 2
+  assert "pip install 'maxtext-like[tpu]'" in capsys.readouterr().err
+
+
+def test_help_names_the_topologies():
+  done = subprocess.run(
+    [sys.executable, "-X", "importtime", "-m", "maxtext_like", "compile", "--help"], capture_output=True, text=True
+  )
+  assert done.returncode == 0
+  assert "v6e-256" in done.stdout
+  imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+  assert "maxtext_like.config.load" in imported
+  assert "jax" not in imported
+
+
+@pytest.mark.parametrize(
+  ("message", "gib"),
+  [
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 86.10G of 31.25G hbm. Exceeded hbm", 86.10),
+    ("XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 1.5T of 31.25G hbm.", 1536),
+    ("the total memory required for HLO temporaries (34.07G) exceeds available HBM (31.25G).", None),
+    ("Ran out of memory on HBM, the total memory required for HLO temporaries (34.07G) exceeds available", 34.07),
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.1M of 16.00M vmem.", None),
+    ("INVALID_ARGUMENT: No such compile option: 'xla_x'", None),
+  ],
+)
+def test_what_the_compiler_says_about_memory(message, gib):
+  found = out_of_memory_bytes(message)
+  assert found is None if gib is None else found == int(gib * GIB)
+
+
+def test_collectives_are_counted_once():
+  hlo = """
+  %ag.1 = (f32[8], f32[64]) all-gather-start(f32[8] %p), replica_groups={}
+  %ag.2 = f32[64] all-gather-done((f32[8], f32[64]) %ag.1)
+  ROOT %ar = f32[] all-reduce(f32[] %x), to_apply=%sum
+  %ag.3 = f32[64] all-gather(f32[8] %all-gather.7), dimensions={0}
+  %rs = f32[8] reduce-scatter(f32[64] %y)
+  """
+  assert count_collectives(hlo) == {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 1}
+  assert count_collectives("ROOT %add = f32[] add(%a, %b)") == {}
+
+
+def test_flags_have_the_types_that_the_compiler_takes():
+  base, everything = xla_flags("base"), xla_flags("all")
+  assert base["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
+  assert base["xla_tpu_assign_all_reduce_scatter_layout"] is True
+  assert base.items() < everything.items()
+  with pytest.raises(UserError, match="xla_flags=most"):
+    xla_flags("most")
+
+
+STEP = CompiledStep(
+  topology=TOPOLOGIES["v6e-8"], mesh={"data": 1, "fsdp": 8}, parameters=1234567, argument_bytes=3 * GIB,
+  peak_bytes=25 * GIB, temporary_bytes=40 * GIB, collectives={"all-gather": 7, "all-reduce": 2}, seconds=12.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("change", "code", "told"),
+  [
+    ({}, 0, ["1,234,567", "25.00 GiB of 31.25 GiB HBM a chip (80%)", "9 in the program", "7 all-gather", "fits"]),
+    ({"peak_bytes": 32 * GIB}, 4, ["32.00 GiB of 31.25", "does not fit: try topology=v6e-16"]),
+    ({"peak_bytes": 40 * GIB, "out_of_memory": "Ran out", "temporary_bytes": None}, 4, ["needed", "Ran out", "does not"]),
+    ({"peak_bytes": None, "out_of_memory": "alone", "temporary_bytes": None}, 4, ["3.00 GiB a chip", "does not fit"]),
+    ({"collectives": None}, 0, ["cannot print the program"]),
+    ({"collectives": {}}, 0, ["none"]),
+  ],
+)
+def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
+  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_: dataclasses.replace(STEP, **change))
+  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
+  assert main(["compile", "gemma4-tiny", "topology=v6e-8"]) == code
+  out = capsys.readouterr().out
+  for words in told:
+    assert words in out
+
+
+@needs_libtpu
+def test_a_mesh_that_the_slice_has_not_got():
+  config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config
+  with pytest.raises(UserError, match="topology=v6e-8: mesh"):
+    ahead_of_time.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
+
+
+@needs_libtpu
+def test_state_larger_than_a_chip_is_refused_without_compiling():
+  config = load_config("gemma4-31b").config
+  step = ahead_of_time.compile_step(config, TOPOLOGIES["v6e-4"], xla_flags())
+  assert not step.fits
+  assert step.peak_bytes is None
+  assert step.argument_bytes > 80 * GIB
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_real_compilation_in_a_process_of_its_own():
+  words = ["gemma4-tiny", "topology=v6e-4", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1"]
+  done = subprocess.run([sys.executable, "-m", "maxtext_like", "compile", *words], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert "verdict      fits" in done.stdout
+  assert "all-gather" in done.stdout
+  assert "WARNING" not in done.stderr

@@ -1,0 +1,25 @@
+"""The mesh files of tpu/ and gpu/ load over model files and say what their names say."""
+
+from pathlib import Path
+
+import pytest
+
+from maxtext_like.config.files import configs_folder
+from maxtext_like.config.load import load_config
+
+ROOT = configs_folder().parent
+FILES = {"tpu/v6e-8.yml": 8, "tpu/v6e-32.yml": 32, "gpu/h200.yml": 1, "gpu/h200x8.yml": 8}
+
+
+def test_every_file_is_known_here():
+  found = {str(path.relative_to(ROOT)) for folder in ("tpu", "gpu") for path in (ROOT / folder).glob("*.yml")}
+  assert found - {"tpu/xla_flags.yml"} == set(FILES)
+
+
+@pytest.mark.parametrize("model", ["gemma4-tiny", "gemma4-31b", "deepseek3-tiny"])
+@pytest.mark.parametrize(("name", "chips"), FILES.items())
+def test_a_hardware_file_is_laid_over_a_model(model, name, chips):
+  loaded = load_config(model, [str(ROOT / name), "steps=7"])
+  assert loaded.config.mesh.axis_sizes(chips) == {"data": 1, "fsdp": chips}
+  assert Path(loaded.origins["mesh.ici_fsdp_parallelism"].rpartition(":")[0]).name == Path(name).name
+  assert loaded.config.training.steps == 7

@@ -1,0 +1,145 @@
+"""The launch scripts, run with stand-ins for the programs that they call."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maxtext_like.cli.environment import check_environment
+from maxtext_like.config.files import configs_folder
+from maxtext_like.config.load import load_config
+from maxtext_like.training.ahead_of_time import xla_flags
+
+ROOT = configs_folder().parent
+SCRIPTS = sorted(p for folder in ("tpu", "gpu") for p in (ROOT / folder).iterdir() if p.suffix in (".sh", ".sbatch"))
+
+
+class Stage:
+  """A folder of stand-ins on PATH. Each writes its words to ``calls`` and runs a line of shell."""
+
+  def __init__(self, folder: Path):
+    self.folder, self.log = folder, folder / "log"
+
+  def stand_in(self, name: str, does: str = ":") -> None:
+    path = self.folder / name
+    path.write_text(f'#!/bin/bash\nprintf "%s\\x1f" "{name}" "$@" >> {self.log}; printf "\\x1e" >> {self.log}\n{does}\n')
+    path.chmod(0o755)
+
+  def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess:
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    environment = kept | {"PATH": f"{self.folder}:/usr/bin:/bin"} | variables
+    return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+  @property
+  def calls(self) -> list[list[str]]:
+    written = self.log.read_text() if self.log.exists() else ""
+    return [call.split("\x1f")[:-1] for call in written.split("\x1e")[:-1]]
+
+
+@pytest.fixture
+def stage(tmp_path):
+  return Stage(tmp_path)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_syntax(path):
+  done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert os.access(path, os.X_OK) == (path.name != "env.sh")
+
+
+def test_tpu_environment_is_the_table_of_flags(stage):
+  done = stage.run("bash", "-euc", '. tpu/env.sh; echo "$LIBTPU_INIT_ARGS"', LIBTPU_INIT_ARGS="--mine=1")
+  words = [f"--{name}={str(value).lower()}" for name, value in xla_flags("all").items()]
+  assert done.stdout.split() == [*words, "--mine=1"]
+  assert "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000" in words
+
+
+def test_gpu_flags_are_known_to_this_xla(stage, monkeypatch):
+  done = stage.run("bash", "-euc", '. gpu/env.sh; echo "$XLA_FLAGS"', XLA_FLAGS="--xla_dump_to=/nowhere")
+  assert done.stdout.split()[-1] == "--xla_dump_to=/nowhere"
+  assert len(done.stdout.split()) > 3
+  monkeypatch.setenv("XLA_FLAGS", done.stdout.strip())
+  check_environment()
+  # XLA itself aborts on a flag that it does not know.
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  python = [sys.executable, "-c", "import jax; jax.devices()"]
+  assert subprocess.run(python, env=os.environ | {"XLA_FLAGS": done.stdout.strip()}, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("folder", ["tpu", "gpu"])
+def test_finiteness_check_trains_two_steps(stage, folder):
+  stage.stand_in("python", "exit 3")
+  done = stage.run(f"{folder}/finiteness_check.sh", "configs/models/gemma3-4b.yml", "dtype=float32")
+  assert done.returncode == 3
+  ((_, script, model, *words),) = stage.calls
+  assert script == "train.py"
+  config = load_config(model, words).config
+  assert (config.training.steps, config.training.finite_check_steps) == (2, 2)
+  assert config.logging.run_name == "finiteness-gemma3-4b"
+  assert config.precision.dtype == "float32"
+  assert not config.checkpoint.enable_checkpointing
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (3, False), (4, False), (42, True)])
+def test_slurm_job_is_requeued_on_42_alone(stage, code, requeued):
+  stage.stand_in("srun", f"exit {code}")
+  stage.stand_in("scontrol")
+  job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17"}
+  done = stage.run("gpu/train.sbatch", "gemma4-tiny", "dataset_path=/a b", **job)
+  assert done.returncode == code
+  assert stage.calls[0] == ["srun", "--kill-on-bad-exit=1", "python", "train.py", "gemma4-tiny", "dataset_path=/a b"]
+  assert stage.calls[1:] == ([["scontrol", "requeue", "17"]] if requeued else [])
+
+
+def test_slurm_job_without_a_model_is_refused(stage):
+  assert stage.run("gpu/train.sbatch").returncode == 2
+
+
+def test_xpk_gets_the_command_in_one_piece(stage):
+  stage.stand_in("xpk")
+  names = {"PROJECT": "p", "ZONE": "z", "CLUSTER": "c", "IMAGE": "i"}
+  done = stage.run("tpu/xpk.sh", "first", "gemma4-tiny", "dataset_path=/a b", **names)
+  assert (done.returncode, done.stderr) == (0, "")
+  ((*_, last),) = stage.calls
+  command = last.removeprefix("--command=")
+  assert "--tpu-type=v6e-4" in stage.calls[0]
+  assert "--dry-run" not in stage.calls[0]
+  words = shlex.split(command.partition("train.py ")[2])
+  assert words == ["gemma4-tiny", "dataset_path=/a b", "run_name=first", "output_dir=/runs"]
+  assert stage.run("tpu/xpk.sh", "first", TPU_TYPE="v6e-32", **names).returncode == 2
+  missing = stage.run("tpu/xpk.sh", "first", PROJECT="p", ZONE="z", CLUSTER="c")
+  assert missing.returncode != 0
+  assert "set IMAGE" in missing.stderr
+
+
+def test_queued_resource_waits_and_starts(stage):
+  # The first question (does it exist?) is answered with no, the state with ACTIVE.
+  stage.stand_in("gcloud", 'case "$*" in *--format*) echo ACTIVE ;; *describe*) exit 1 ;; esac')
+  done = stage.run("tpu/queued_resource.sh", "mine", "gemma3-4b", "run_name=a b", PROJECT="p", ZONE="z")
+  assert (done.returncode, "waiting for mine" in done.stderr) == (0, True)
+  verbs = [next(w for w in words if w in ("describe", "create", "scp", "ssh")) for words in stage.calls]
+  assert verbs == ["describe", "create", "describe", "scp", "ssh"]
+  assert "--accelerator-type=v6e-8" in stage.calls[1]
+  assert stage.calls[-1][-1].endswith("python train.py gemma3-4b run_name=a\\ b ")
+  assert stage.run("tpu/queued_resource.sh", "mine", PROJECT="p", ZONE="z", ACCELERATOR="v6e-16").returncode == 2
+
+
+def test_jobset_restarts_on_what_a_restart_can_mend():
+  manifest = yaml.safe_load((ROOT / "tpu" / "jobset.yaml").read_text("utf-8"))
+  assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+  (job,) = manifest["spec"]["replicatedJobs"]
+  (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+  pod = job["template"]["spec"]["template"]["spec"]
+  (container,) = pod["containers"]
+  assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2, 3, 4, 130]}
+  assert all("name" in rule for rule in manifest["spec"]["failurePolicy"]["rules"])
+  assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+  model, *words = shlex.split(container["args"][0].partition("train.py ")[2])
+  config = load_config(model, [str(ROOT / w) if w.endswith(".yml") else w for w in words]).config
+  x, y = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+  assert container["resources"]["limits"]["google.com/tpu"] == int(x) * int(y) == config.mesh.ici_fsdp_parallelism

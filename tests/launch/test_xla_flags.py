@@ -1,0 +1,39 @@
+"""libtpu takes every flag of tpu/xla_flags.yml, as a compile option and in LIBTPU_INIT_ARGS."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_like.config.files import configs_folder
+
+pytestmark = [
+  pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
+  pytest.mark.slow,
+]
+
+_COMPILE = """
+import sys
+from maxtext_like.config.schema import MeshConfig
+from maxtext_like.training import ahead_of_time
+from maxtext_like.training.topologies import TOPOLOGIES
+
+ahead_of_time.prepare_environment()
+import jax, jax.numpy as jnp
+
+mesh = ahead_of_time.tpu_mesh(TOPOLOGIES["v6e-1"], MeshConfig(ici_data_parallelism=1, ici_fsdp_parallelism=1))
+x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+options = ahead_of_time.xla_flags("all") if sys.argv[1] == "options" else {}
+jax.jit(lambda x: x @ x).trace(x).lower(lowering_platforms=("tpu",)).compile(compiler_options=options)
+"""
+
+
+@pytest.mark.parametrize("way", ["options", "environment"])
+def test_libtpu_takes_the_flags(way):
+  source = ". tpu/env.sh; " if way == "environment" else ""
+  done = subprocess.run(
+    ["bash", "-euc", f'{source}exec "$0" -c "$1" {way}', sys.executable, _COMPILE],
+    cwd=configs_folder().parent, capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
