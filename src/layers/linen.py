@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import unfreeze
 
 from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
-from maxtext_like.layers.param import Param, init
+from maxtext_like.layers.param import Param, checked, init
 
 PARTITION_NAME = "layers"  # the logical axis of nn.scan's metadata_params for stacked layers
 
@@ -27,28 +28,18 @@ class Linen(nn.Module):
   @nn.compact
   def __call__(self, *args, **kwargs):
     """The layer's own call, without its parameters."""
-    params = {}
-    for name, spec in self.layer.params().items():
-      if self.has_variable("params", name):
-        # Not self.param: with a value at hand it would trace the initialiser again in every apply.
-        params[name] = _checked(spec, nn.meta.unbox(self.get_variable("params", name)), name)
-      else:
-        params[name] = self.param(name, lambda key, spec=spec: init(spec, key, _box))
+    spec = self.layer.params()
+    given = self.variables.get("params")
+    if given:
+      # Not self.param: with a value at hand it would trace the initialiser again in every apply.
+      params = checked(spec, nn.meta.unbox(unfreeze(given)))
+    else:
+      params = {name: self.param(name, lambda key, s=s: init(s, key, _box)) for name, s in spec.items()}
     return self.layer(params, *args, **kwargs)
 
 
 def _box(p: Param, x: jax.Array):
   return nn.LogicallyPartitioned(x, p.axes)
-
-
-def _checked(spec, value, name: str):
-  """value, if it has the names and shapes of the spec."""
-  want = {jax.tree_util.keystr(path): p.shape for path, p in jax.tree_util.tree_leaves_with_path(spec)}
-  have = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(value)}
-  wrong = [f"{name}{k}: expected {want.get(k)}, got {have.get(k)}" for k in want | have if want.get(k) != have.get(k)]
-  if wrong:
-    raise ValueError("parameters do not fit the layer: " + "; ".join(wrong))
-  return value
 
 
 def _face(layer_class):

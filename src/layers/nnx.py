@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
-from maxtext_like.layers.param import Param, init
+from maxtext_like.layers.param import Param, checked, init
 
 
 class Frozen(nnx.Variable):
@@ -40,7 +40,7 @@ class NNX(nnx.Module):
 
   def __call__(self, *args, **kwargs):
     """The layer's own call, without its parameters."""
-    return self.layer(nnx.to_pure_dict(nnx.state(self)), *args, **kwargs)
+    return self.layer(checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self))), *args, **kwargs)
 
 
 def _box(p: Param, x: jax.Array):

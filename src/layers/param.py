@@ -4,38 +4,83 @@ A *spec* below is a nested dict whose leaves are ``Param``.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import variance_scaling
+import numpy as np
 
 Spec = Any  # a nested dict of Param
 Rules = Mapping[str, str | tuple[str, ...] | None]  # logical axis -> mesh axis or axes
 
 
-def fan_in(*in_axes: int) -> Callable:
-  """Truncated normal with variance 1 / (product of the input axes' sizes); the axes are those that a product sums over."""
-
-  def initializer(key, shape, dtype):
-    ins = tuple(a % len(shape) for a in in_axes)
-    outs = tuple(a for a in range(len(shape)) if a not in ins)
-    # Every other axis is an output axis for JAX's purposes: fan-in mode reads the input axes only.
-    return variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=ins, out_axis=outs)(key, shape, dtype)
-
-  return initializer
+# Leaves of at most this many numbers get their random bits from one program together: a program each is slow to compile.
+SMALL_LEAF = 1 << 20
 
 
-def normal(stddev: float) -> Callable:
+def _symmetric(bits: jax.Array, bound: float) -> jax.Array:
+  """Uniform float32 numbers in (-bound, bound) from uint32 bits, neither end included."""
+  unit = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
+  return (2 * unit - 1) * bound
+
+
+@dataclasses.dataclass(frozen=True)
+class FanIn:
+  """Normal numbers cut at 2 standard deviations, of variance 1 / (product of the sizes of ``axes``).
+
+  The axes are those that a product sums over (LeCun et al. 1998).
+  """
+
+  axes: tuple[int, ...]
+
+  def __call__(self, bits: jax.Array) -> jax.Array:
+    """float32 numbers of the shape of uint32 bits, the shape of one row."""
+    size = math.prod(bits.shape[a] for a in self.axes)
+    # Cut at 2, a standard normal number has the standard deviation 0.8796.
+    return jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
   """Normal numbers of this standard deviation."""
-  return jax.nn.initializers.normal(stddev)
+
+  stddev: float
+
+  def __call__(self, bits: jax.Array) -> jax.Array:
+    """float32 numbers of the shape of uint32 bits."""
+    return jax.lax.erf_inv(_symmetric(bits, 1.0)) * (2**0.5 * self.stddev)
 
 
-def constant(value: float) -> Callable:
+@dataclasses.dataclass(frozen=True)
+class Constant:
   """The same number everywhere."""
-  return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+  value: float
+
+  def __call__(self, bits: jax.Array) -> jax.Array:
+    """float32 numbers of the shape of the bits, which are not looked at."""
+    return jnp.full(bits.shape, self.value, jnp.float32)
+
+
+Initializer = Callable[[jax.Array], jax.Array]  # from uint32 bits of one row's shape to float32 numbers
+
+
+def fan_in(*axes: int) -> FanIn:
+  """``FanIn`` of these axes."""
+  return FanIn(axes)
+
+
+def normal(stddev: float) -> Normal:
+  """``Normal`` of this standard deviation."""
+  return Normal(stddev)
+
+
+def constant(value: float) -> Constant:
+  """``Constant`` of this value."""
+  return Constant(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +91,21 @@ class Param:
     shape: sizes.
     axes: a logical axis name for each dimension; None is replicated on every device.
     dtype: storage dtype.
-    init: function of (key, shape, dtype).
+    init: from random uint32 bits of the array's shape (one row's, for a stack) to float32 numbers.
     trainable: False for arrays that gradients never change (buffers, the router bias of DeepSeek).
+    rows: size of the leading axis of a stack, whose rows are drawn one by one; None: a single array.
   """
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   dtype: str = "float32"
-  init: Callable = fan_in(0)
+  init: Initializer = fan_in(0)
   trainable: bool = True
+  rows: int | None = None
 
   def __post_init__(self):
     if len(self.shape) != len(self.axes):
       raise ValueError(f"Param needs one axis name for each dimension, got shape {self.shape} and axes {self.axes}")
-
-
-def _leaf_key(key: jax.Array, path) -> jax.Array:
-  return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
 def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = lambda _, x: x):
@@ -70,33 +113,65 @@ def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = la
 
   Args:
     spec: nested dict of Param.
-    key: a JAX PRNG key. A leaf's own key depends on its path alone, so adding a Param moves no other.
+    key: a JAX PRNG key. A leaf's own key depends on its path alone, and a row's on the leaf's and its number, so adding a
+      Param moves no other.
     box: called with each Param and its array; what it returns is stored (a face's metadata box).
 
   Returns:
     The same nested dict with arrays (or boxes) as leaves.
   """
+  leaves, tree = jax.tree_util.tree_flatten_with_path(spec)
+  codes = [zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves]
+  params = [p for _, p in leaves]
+  small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and math.prod(p.shape) <= SMALL_LEAF]
+  shared = dict(zip(small, _bits_together(key, [(codes[i], params[i]) for i in small]), strict=True))
+  arrays = []
+  for i, (code, p) in enumerate(zip(codes, params, strict=True)):
+    if isinstance(p.init, Constant):
+      arrays.append(jnp.full(p.shape, p.init.value, p.dtype))
+      continue
+    bits = shared[i] if i in shared else _bits_alone(jax.random.fold_in(key, code), p)
+    make = p.init if p.rows is None else jax.vmap(p.init)
+    arrays.append(make(bits).astype(p.dtype))
+  return jax.tree_util.tree_unflatten(tree, [box(p, x) for p, x in zip(params, arrays, strict=True)])
 
-  def leaf(path, p):
-    return box(p, p.init(_leaf_key(key, path), p.shape, jnp.dtype(p.dtype)))
 
-  return jax.tree_util.tree_map_with_path(leaf, spec)
+def _bits_alone(key: jax.Array, p: Param) -> jax.Array:
+  """uint32 bits of one leaf's shape; each row of a stack from its own key."""
+  if p.rows is None:
+    return jax.random.bits(key, p.shape)
+  keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(p.rows))
+  return jax.vmap(lambda k: jax.random.bits(k, p.shape[1:]))(keys)
+
+
+def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.Array]:
+  """uint32 bits for several leaves, of (code, Param) each: number n of row r of a leaf is a function of code, r and n."""
+  if not leaves:
+    return []
+  rows = [(code, row, math.prod(p.shape) // (p.rows or 1)) for code, p in leaves for row in range(p.rows or 1)]
+  sizes = np.array([size for _, _, size in rows])
+  fold = jax.vmap(jax.random.fold_in)
+  each = jnp.broadcast_to(key, len(rows))
+  keys = fold(fold(each, np.array([c for c, _, _ in rows], np.uint32)), np.array([r for _, r, _ in rows], np.uint32))
+  starts = np.cumsum(sizes) - sizes
+  row_of = jnp.repeat(jnp.arange(len(rows)), sizes, total_repeat_length=int(sizes.sum()))
+  number = jnp.arange(int(sizes.sum())) - jnp.asarray(starts)[row_of]
+  # A folded key is itself the output of the generator: 64 random bits for each number, of which one half is used.
+  bits = jax.random.key_data(fold(keys[row_of], number))[:, 0]
+  parts, begin = [], 0
+  for _, p in leaves:
+    end = begin + math.prod(p.shape)
+    parts.append(bits[begin:end].reshape(p.shape))
+    begin = end
+  return parts
 
 
 def stack(spec: Spec, n: int) -> Spec:
   """The spec of n copies of a layer on a new leading "layers" axis, the form that ``jax.lax.scan`` reads.
 
-  Row i is drawn from its own key, so a deeper stack begins with the same rows.
+  A deeper stack begins with the same rows.
   """
-
-  def leaf(p: Param) -> Param:
-    def rows(key, shape, dtype):
-      keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
-      return jax.vmap(lambda k: p.init(k, p.shape, dtype))(keys)
-
-    return dataclasses.replace(p, shape=(n, *p.shape), axes=("layers", *p.axes), init=rows)
-
-  return jax.tree.map(leaf, spec)
+  return jax.tree.map(lambda p: dataclasses.replace(p, shape=(n, *p.shape), axes=("layers", *p.axes), rows=n), spec)
 
 
 def abstract(spec: Spec, mesh: jax.sharding.Mesh | None = None, rules: Rules | None = None):
@@ -106,6 +181,22 @@ def abstract(spec: Spec, mesh: jax.sharding.Mesh | None = None, rules: Rules | N
   return jax.tree.map(
     lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype), sharding=s), spec, shardings(spec, mesh, rules)
   )
+
+
+def checked(spec: Spec, params):
+  """``params`` itself, if it has the names and shapes of the spec.
+
+  Raises:
+    ValueError: lists every name that is missing, unknown or has another shape.
+  """
+  want = {jax.tree_util.keystr(path): p.shape for path, p in jax.tree_util.tree_leaves_with_path(spec)}
+  have = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+  wrong = [f"{name} has shape {have[name]}, expected {want[name]}" for name in want if have.get(name, want[name]) != want[name]]
+  wrong += [f"{name} is missing" for name in want if name not in have]
+  wrong += [f"{name} is not a parameter of this layer" for name in have if name not in want]
+  if wrong:
+    raise ValueError("parameters do not fit the layer: " + "; ".join(wrong))
+  return params
 
 
 def partition_spec(p: Param, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> jax.sharding.PartitionSpec:
@@ -143,10 +234,4 @@ def shardings(spec: Spec, mesh: jax.sharding.Mesh, rules: Rules | None = None):
 
 def count(spec: Spec) -> int:
   """The number of elements of all arrays of a spec."""
-  total = 0
-  for p in jax.tree.leaves(spec):
-    size = 1
-    for s in p.shape:
-      size *= s
-    total += size
-  return total
+  return sum(math.prod(p.shape) for p in jax.tree.leaves(spec))
