@@ -95,7 +95,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "use_bidirectional_image_attn": False,
     "num_kv_shared_layers": 4,
     "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 3,
+    "hidden_size_per_layer_input": 7,
     "vocab_size_per_layer_input": 41,
   },
   "deepseek3": _DEEPSEEK,
