@@ -1,0 +1,128 @@
+"""Image files to the inputs of a vision tower, as Hugging Face's processors of Gemma 3 and Gemma 4 make them.
+
+Gemma 3: every image becomes a square (bilinear), numbers in [-1, 1]. Gemma 4: the aspect ratio is kept, as many whole
+squares of patches as the number of tokens allows (bicubic), numbers in [0, 1], patches with their positions. Both filters
+look at all the pixels that a smaller picture's pixel covers. Pillow is needed: the extra ``vision``.
+
+C colours, P patches.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from PIL.Image import Image
+
+MAX_PIXELS = 2**27  # of a file: 134 million, 400 MB unpacked; more is a mistake or an attack
+FORMATS = ("PNG", "JPEG")
+
+
+class BadImageError(Exception):
+  """An image file that cannot be used; the message is the reason, without the file's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class TowerInput:
+  """One image for a vision tower.
+
+  Attributes:
+    pixels: float32: Gemma 3 [C, side, side] in [-1, 1]; Gemma 4 [P, 3 * patch ** 2] in [0, 1], padding 0.
+    positions: int32 [P, 2], (column, row) of each patch, padding (-1, -1); None with Gemma 3.
+    tokens: image tokens that the tower makes of it.
+  """
+
+  pixels: np.ndarray
+  positions: np.ndarray | None
+  tokens: int
+
+
+def require_pillow() -> None:
+  """UserError when Pillow, which reads image files, is not installed."""
+  try:
+    import PIL.Image  # noqa: F401
+  except ImportError:
+    raise UserError("images need Pillow, which is not installed\n  fix: pip install 'maxtext-like[vision]'") from None
+
+
+def load_image(path: Path, vision: VisionConfig) -> TowerInput:
+  """A PNG or JPEG file for the tower of ``vision``.
+
+  Raises:
+    BadImageError: no such file, no image, damaged, or larger than 134 million pixels.
+  """
+  return tower_input(read_image(path), vision)
+
+
+def read_image(path: Path) -> "Image":
+  """An image file in RGB, upright as its EXIF orientation says; transparency is dropped, as transformers does."""
+  from PIL import Image, ImageOps, UnidentifiedImageError
+
+  try:
+    with warnings.catch_warnings():
+      # Pillow warns of large images; the limit here is an error.
+      warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+      with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+          raise BadImageError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS}")
+        return ImageOps.exif_transpose(image).convert("RGB")
+  except FileNotFoundError:
+    raise BadImageError("no such file") from None
+  except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+    large = isinstance(error, Image.DecompressionBombError)
+    raise BadImageError(str(error) if large else f"not a {' or '.join(FORMATS)} image") from None
+  except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow raises for damaged files
+    raise BadImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def tower_input(image: "Image", vision: VisionConfig) -> TowerInput:
+  """An RGB image for the tower of ``vision``."""
+  if vision.square:
+    return TowerInput(_square(image, vision.image_size_for_vit), None, vision.vision_output_length)
+  return _patches(image, vision)
+
+
+def _square(image: "Image", side: int) -> np.ndarray:
+  from PIL.Image import Resampling
+
+  pixels = np.asarray(image.resize((side, side), Resampling.BILINEAR), np.float32)
+  return np.ascontiguousarray(pixels.transpose(2, 0, 1)) / np.float32(127.5) - np.float32(1)
+
+
+def _patches(image: "Image", vision: VisionConfig) -> TowerInput:
+  from PIL.Image import Resampling
+
+  p, most = vision.patch_size_for_vit, vision.max_patches
+  height, width = patched_size(image.height, image.width, vision)
+  if (width, height) != image.size:
+    image = image.resize((width, height), Resampling.BICUBIC)
+  rows, columns = height // p, width // p
+  grid = np.asarray(image, np.float32).reshape(rows, p, columns, p, 3).transpose(0, 2, 1, 3, 4)
+  pixels = np.zeros((most, 3 * p * p), np.float32)
+  pixels[: rows * columns] = grid.reshape(rows * columns, -1) / np.float32(255)
+  positions = np.full((most, 2), -1, np.int32)
+  y, x = np.mgrid[:rows, :columns]
+  positions[: rows * columns] = np.stack([x, y], axis=-1).reshape(-1, 2)
+  return TowerInput(pixels, positions, rows * columns // vision.pooling_size_for_vit**2)
+
+
+def patched_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
+  """(height, width) that Gemma 4 gives an image: whole squares of pooled patches, at most ``max_patches``, same shape.
+
+  A side that would be less than one square is one square, and the other as many as fit the ratio and the tokens.
+  """
+  square = vision.pooling_size_for_vit * vision.patch_size_for_vit
+  factor = math.sqrt(vision.max_patches * vision.patch_size_for_vit**2 / (height * width))
+  down, across = (math.floor(factor * side / square) for side in (height, width))
+  if down == 0:
+    down, across = 1, min(width // height, vision.vision_output_length)
+  elif across == 0:
+    down, across = min(height // width, vision.vision_output_length), 1
+  return down * square, across * square
