@@ -148,16 +148,20 @@ def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.
   """uint32 bits for several leaves, of (code, Param) each: number n of row r of a leaf is a function of code, r and n."""
   if not leaves:
     return []
-  rows = [(code, row, math.prod(p.shape) // (p.rows or 1)) for code, p in leaves for row in range(p.rows or 1)]
-  sizes = np.array([size for _, _, size in rows])
+  rows = [(code, row) for code, p in leaves for row in range(p.rows or 1)]
   fold = jax.vmap(jax.random.fold_in)
-  each = jnp.broadcast_to(key, len(rows))
-  keys = fold(fold(each, np.array([c for c, _, _ in rows], np.uint32)), np.array([r for _, r, _ in rows], np.uint32))
-  starts = np.cumsum(sizes) - sizes
-  row_of = jnp.repeat(jnp.arange(len(rows)), sizes, total_repeat_length=int(sizes.sum()))
-  number = jnp.arange(int(sizes.sum())) - jnp.asarray(starts)[row_of]
+  row_codes, row_numbers = (np.array(column, np.uint32) for column in zip(*rows, strict=True))
+  row_keys = jax.random.key_data(fold(fold(jnp.broadcast_to(key, len(rows)), row_codes), row_numbers))
+  keys, numbers, begin = [], [], 0
+  for _, p in leaves:
+    count, size = p.rows or 1, math.prod(p.shape) // (p.rows or 1)
+    mine = row_keys[begin : begin + count, None]
+    keys.append(jnp.broadcast_to(mine, (count, size, mine.shape[-1])).reshape(count * size, -1))
+    numbers.append(jnp.broadcast_to(jnp.arange(size), (count, size)).reshape(-1))
+    begin += count
+  every_key = jax.random.wrap_key_data(jnp.concatenate(keys), impl=jax.random.key_impl(key))
   # A folded key is itself the output of the generator: 64 random bits for each number, of which one half is used.
-  bits = jax.random.key_data(fold(keys[row_of], number))[:, 0]
+  bits = jax.random.key_data(fold(every_key, jnp.concatenate(numbers)))[:, 0]
   parts, begin = [], 0
   for _, p in leaves:
     end = begin + math.prod(p.shape)

@@ -37,7 +37,7 @@ def test_a_deeper_stack_begins_with_the_same_rows():
   ("shape", "axes", "in_size"), [((300, 40), (0,), 300), ((4, 300, 40), (1,), 300), ((30, 10, 40), (0, 1), 300)]
 )
 def test_fan_in_counts_the_axes_that_are_summed(shape, axes, in_size):
-  w = fan_in(*axes)(jax.random.key(0), shape, jnp.float32)
+  w = fan_in(*axes)(jax.random.bits(jax.random.key(0), shape))
   np.testing.assert_allclose(np.std(w), in_size**-0.5, rtol=0.03)
 
 
