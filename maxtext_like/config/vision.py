@@ -58,6 +58,11 @@ class VisionConfig:
     return self.head_dim_for_vit or self.hidden_size_for_vit // self.num_attention_heads_for_vit
 
   @property
+  def square(self) -> bool:
+    """Gemma 3: every image is resized to one square."""
+    return self.image_size_for_vit > 0
+
+  @property
   def max_patches(self) -> int:
     """Gemma 4: patches that an image has at most, and that every image is padded to."""
     return self.vision_output_length * self.pooling_size_for_vit**2

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.attention_kernels import dot_product_attention
-from maxtext_like.layers.mlp import activate, float16_gated_product, keep_float32, rescue_output
+from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, activate, float16_gated_product, keep_float32, rescue_output
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
@@ -198,15 +198,21 @@ class Gemma4Vision:
   def _standardize(self, p, pooled):
     """sqrt(D) * pooled, shifted and scaled.
 
-    float32 by ``float32_vision_pool``: pooled * sqrt(D) reaches 7.9e4. Without it the same numbers in ``dtype`` with
-    sqrt(D) folded into the statistics, (h - bias / root) * (scale * root), where nothing large appears; without
-    statistics the factor is left out, since the norm that follows takes it out.
+    float32 by ``float32_vision_pool``, and always where ``dtype`` is float32: pooled * sqrt(D) reaches 7.9e4. Without it
+    the same numbers in 16 bits with sqrt(D) folded into the statistics, (h - bias / root) * (scale * root), where nothing
+    large appears (beyond float16 all the same, it is clipped by ``float16_rescue``); without statistics the factor is
+    left out, since the norm that follows takes it out.
     """
     root, precision = self.cfg.emb_dim**0.5, self.precision
-    if precision.float32_vision_pool:
+    if precision.float32_vision_pool or precision.dtype == "float32":
       features = pooled * root
       return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features
+
+    def held(x):
+      clips = precision.dtype == "float16" and precision.float16_rescue
+      return precision.cast(jnp.clip(x, -FLOAT16_SAFE_MAX, FLOAT16_SAFE_MAX) if clips else x)
+
     if not self.cfg.standardize:
-      return precision.cast(pooled)
-    bias, scale = precision.cast(p["std_bias"] / root), precision.cast(p["std_scale"] * root)
-    return (precision.cast(pooled) - bias) * scale
+      return held(pooled)
+    bias, scale = held(p["std_bias"] / root), held(p["std_scale"] * root)
+    return held(held(held(pooled) - bias) * scale)
