@@ -1,0 +1,99 @@
+"""Every precision key in every family: it changes the program where it should, and nothing where there is nothing to change.
+
+The table is the contract: a key that does nothing in a family is said to, here and in the configuration's own rules.
+"""
+
+import dataclasses
+
+import jax
+import pytest
+
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.layers.precision import Precision
+
+MOE = ("gemma4-moe", "deepseek3", "deepseek3.2")
+EVERY = ("gemma3", "gemma4", "gemma4-moe", "gemma4-e2b", "deepseek3", "deepseek3.2")
+
+# key -> (the value that differs from the default, the dtype it is tried in, the families whose program it changes)
+KEYS = {
+  "dtype": ("float32", "bfloat16", EVERY),
+  "weight_dtype": ("bfloat16", "bfloat16", EVERY),
+  "residual_dtype": ("float32", "bfloat16", EVERY),
+  "float32_qk_product": (False, "bfloat16", EVERY),
+  "float32_logits": (False, "bfloat16", EVERY),
+  "float32_gate_product": (True, "bfloat16", EVERY),
+  "float16_rescue": (False, "float16", EVERY),
+  "cast_logits_to_fp32": (False, "bfloat16", EVERY),
+  "logits_dot_in_fp32": (True, "bfloat16", EVERY),
+  "matmul_precision": ("highest", "bfloat16", EVERY),
+  "float32_gate_logits": (False, "bfloat16", MOE),
+  "float32_weight_sum": (False, "bfloat16", MOE),
+  "indexer_float32_logits": (False, "bfloat16", ("deepseek3.2",)),
+}
+# Keys that act outside a text decoder's forward pass: the gradient's dtype is the train step's, the pool is the vision
+# tower's (tests/layers/test_vision*.py).
+ELSEWHERE = {"grad_dtype", "float32_vision_pool"}
+
+
+def test_the_table_names_every_key():
+  assert set(KEYS) | ELSEWHERE == {f.name for f in dataclasses.fields(Precision)}
+
+
+@pytest.fixture(scope="module")
+def program(tiny_decoder, batch):
+  """program(family, **flags) -> the traced forward pass of a text batch, as text. Blocks once: two layers tell all."""
+
+  def trace(family, **flags):
+    decoder = tiny_decoder(family, precision=flags)
+    p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
+    return str(jax.make_jaxpr(lambda p, b: decoder(p, b))(p, batch))
+
+  return trace
+
+
+@pytest.fixture(scope="module")
+def defaults(program):
+  known = {}
+
+  def of(family, dtype):
+    if (family, dtype) not in known:
+      known[family, dtype] = program(family, dtype=dtype)
+    return known[family, dtype]
+
+  return of
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_changes_the_program_where_it_acts_and_nowhere_else(key, family, program, defaults):
+  value, dtype, families = KEYS[key]
+  changed = program(family, **{"dtype": dtype, key: value}) != defaults(family, dtype)
+  assert changed == (family in families)
+
+
+@pytest.mark.parametrize("key", sorted(ELSEWHERE))
+def test_a_key_of_something_else_leaves_the_text_decoder_alone(key, family, program, defaults):
+  value = {"grad_dtype": "bfloat16", "float32_vision_pool": False}[key]
+  assert program(family, **{"dtype": "bfloat16", key: value}) == defaults(family, "bfloat16")
+
+
+def test_the_configuration_tells_the_same_of_keys_that_do_nothing(family, tiny_model):
+  """``indexer_float32_logits`` belongs to every DeepSeek configuration; the vision pool to every Gemma 4."""
+  silent = set(inactive_precision_keys(tiny_model(family)))
+  nothing = {key for key, (_, _, families) in KEYS.items() if family not in families}
+  if family == "deepseek3":
+    nothing -= {"indexer_float32_logits"}
+  assert silent - ELSEWHERE == nothing
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("auto", True), (True, True), (False, False)])
+def test_float32_gate_product_in_float16(flag, expected, family, program):
+  """ "auto" is on in float16, and off in bfloat16."""
+  automatic = program(family, dtype="float16", float32_gate_product="auto")
+  assert (program(family, dtype="float16", float32_gate_product=flag) == automatic) == expected
+
+
+def test_float32_knows_no_float32_flags(family, program, defaults):
+  """With everything in float32, what stays in float32 is no choice; float32_gate_logits, float32_weight_sum and
+  indexer_float32_logits still are, since they ask for a product without TF32."""
+  flags = ["float32_qk_product", "float32_logits", "float32_gate_product", "cast_logits_to_fp32", "float16_rescue"]
+  assert program(family, dtype="float32", **dict.fromkeys(flags, False)) == defaults(family, "float32")
