@@ -12,13 +12,14 @@ from maxtext_like.errors import ExitError
 VERBS = {
   "train": "train a model",
   "forward": "run a checkpoint on the arrays of an .npz file",
+  "generate": "continue prompts with a run or a Hugging Face checkpoint",
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
   "config": "print a resolved configuration and where each value comes from",
   "models": "list the model configurations with their parameter counts",
 }
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` as ``run(argv) -> int``."""
 
-USES_JAX = ("train", "forward", "compile", "models")
+USES_JAX = ("train", "forward", "generate", "compile", "models")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

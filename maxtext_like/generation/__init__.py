@@ -1,0 +1,1 @@
+"""Text from a model: sampling, and prefill and decoding with caches."""

@@ -1,0 +1,150 @@
+"""Prefill and decoding: a batch of prompts of any lengths, caches on the device, tokens as they come.
+
+B rows, T prompt positions, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.errors import NonFiniteError, UserError
+from maxtext_like.generation.sampling import Sampling, draw
+from maxtext_like.layers.cache import Step
+from maxtext_like.layers.decoder import Decoder
+
+# Prompts are padded to a multiple of this, so that prompts of similar length share a compiled program.
+PROMPT_MULTIPLE = 16
+# Tokens that one call of the decoding program makes; what they are is known when it returns.
+TOKENS_PER_CALL = 8
+
+
+@dataclass(frozen=True)
+class Prompts:
+  """Token ids of a batch of prompts, and the images that they name.
+
+  Attributes:
+    tokens: one sequence of ids a row; none may be empty.
+    token_types: as ``tokens``, 1 at image tokens; None: no images.
+    images: "pixel_values" and, for Gemma 4, "image_position_ids", in the order in which the rows name them.
+  """
+
+  tokens: Sequence[Sequence[int]]
+  token_types: Sequence[Sequence[int]] | None = None
+  images: dict[str, np.ndarray] | None = None
+
+
+def generate(
+  decoder: Decoder, params: Any, prompts: Prompts, *, max_tokens: int, stop: frozenset[int], sampling: Sampling
+) -> Iterator[list[list[int]]]:
+  """Continues prompts.
+
+  Args:
+    decoder: the model.
+    params: its parameters.
+    prompts: what to continue.
+    max_tokens: tokens of a longest answer.
+    stop: ids that end an answer; they are not part of it.
+    sampling: how tokens are drawn. The draws of a row depend on the seed and its place in the batch alone.
+
+  Yields:
+    New ids of each row, some at a time, until every row has stopped.
+
+  Raises:
+    UserError: an empty prompt or a token that the model has not got.
+    NonFiniteError: logits are not finite; says of which row and token.
+  """
+  vocabulary = decoder.cfg.embedding.vocab_size
+  _check(prompts, max_tokens, vocabulary)
+  lengths = np.array([len(row) for row in prompts.tokens])
+  T = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+  B, first = len(lengths), T - lengths
+  tokens = _left(prompts.tokens, T)
+  batch = {"tokens": tokens, "positions": np.maximum(np.arange(T)[None] - first[:, None], 0).astype(np.int32)}
+  if prompts.token_types is not None and prompts.images is not None:
+    batch |= {"token_types": _left(prompts.token_types, T), **prompts.images}
+  start = jnp.asarray(first, jnp.int32)
+  cache = decoder.empty_cache(B, T + max_tokens)
+  stops = np.array(sorted(stop), np.int32)
+  # The seed is data: another one runs the same program.
+  key, rule = jax.random.key(sampling.seed), replace(sampling, seed=0)
+  state = _prefill(decoder, rule, params, batch, cache, start, stops, key)
+  done = np.zeros(B, bool)
+  made = 0
+  while True:
+    state, new, finite = _decode(decoder, rule, params, state, start, stops, key, min(TOKENS_PER_CALL, max_tokens - made))
+    new, finite = np.asarray(new), np.asarray(finite)  # [tokens of the call, B]
+    rows: list[list[int]] = [[] for _ in range(B)]
+    for t in range(len(new)):
+      for b in np.flatnonzero(~done):
+        if not finite[t, b]:
+          raise NonFiniteError(
+            f"row {b}, token {made + t} of the answer: the logits are not finite\n"
+            "  fix: dtype=bfloat16 or dtype=float32; with float16, see the float32_* keys of the model's file"
+          )
+        if new[t, b] in stop:
+          done[b] = True
+        else:
+          rows[b].append(int(new[t, b]))
+    made += len(new)
+    yield rows
+    if done.all() or made == max_tokens:
+      return
+
+
+def _check(prompts: Prompts, max_tokens: int, vocabulary: int) -> None:
+  if max_tokens < 1:
+    raise UserError(f"{max_tokens} tokens to generate\n  fix: at least 1")
+  for row, ids in enumerate(prompts.tokens):
+    if not len(ids):
+      raise UserError(f"prompt {row} is empty, and the tokenizer has no token that begins a text")
+    if bad := [i for i in ids if not 0 <= i < vocabulary]:
+      raise UserError(f"prompt {row}: token id {bad[0]} is not in the model's vocabulary of {vocabulary}")
+
+
+def _left(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+  """Rows padded with zeros on the left, int32 [B, length]."""
+  out = np.zeros((len(rows), length), np.int32)
+  for b, row in enumerate(rows):
+    out[b, length - len(row) :] = row
+  return out
+
+
+def _next(decoder: Decoder, sampling: Sampling, params, x_BD, key, index, stops, done):
+  """The next token of every row from its last hidden state; a row that is done draws on, unseen."""
+  logits = decoder.head(params, x_BD[:, None])[:, 0]
+  rows = jnp.arange(x_BD.shape[0])
+  key = jax.random.fold_in(key, index)
+  token, finite = draw(logits, jax.vmap(lambda row: jax.random.fold_in(key, row))(rows), sampling)
+  return token, finite, done | jnp.any(token[:, None] == stops[None], axis=-1)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, stops, key):
+  """Caches of the prompts, and the first token of the answers."""
+  x_BTD, cache = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
+  T = batch["tokens"].shape[1]
+  # Counted from the end of the prompt, a row's draws do not depend on the padding before it.
+  done = jnp.zeros(x_BTD.shape[0], bool)
+  token, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, 0, stops, done)
+  return {"cache": cache, "token": token, "finite": finite, "done": done, "at": jnp.asarray(T, jnp.int32), "made": 1}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 7), donate_argnums=3)
+def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, key, count: int):
+  """``count`` tokens: hands out the one that is known and makes the next, each time."""
+
+  def one(state, _):
+    token, at = state["token"], state["at"]
+    batch = {"tokens": token[:, None], "positions": (at - first)[:, None]}
+    x_BTD, cache = decoder.extend(params, batch, state["cache"], Step(at, first))
+    new, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, state["made"], stops, state["done"])
+    after = {"cache": cache, "token": new, "finite": finite, "done": done, "at": at + 1, "made": state["made"] + 1}
+    return after, (token, state["finite"])
+
+  state, (tokens, finite) = jax.lax.scan(one, state, length=count)
+  return state, tokens, finite

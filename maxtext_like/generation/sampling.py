@@ -1,0 +1,77 @@
+"""From logits to a token: temperature, top-k, top-p and min-p, in float32, and only from numbers.
+
+``jax.random.categorical`` over NaN returns an index like any other, so a sampler has to look first.
+
+B rows, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """How a token is drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: the k most likely tokens only; 0: all.
+    top_p: the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1: all.
+    min_p: tokens at least this likely, relative to the most likely one (Nguyen et al. 2024); 0: all.
+    seed: of the draws.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
+      raise UserError(
+        f"sampling with temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
+        "  fix: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+      )
+
+
+def kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+  """Which tokens may be drawn: bool [B, V]. The most likely one always may. Ties at a cut are kept."""
+  logits = logits_BV.astype(jnp.float32) / (sampling.temperature or 1.0)
+  keep = jnp.ones(logits.shape, bool)
+  if 0 < sampling.top_k < logits.shape[-1]:
+    keep &= logits >= jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
+  if sampling.top_p < 1:
+    # Of what top-k left, as Hugging Face applies them in turn.
+    probs = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=-1)
+    falling = -jnp.sort(-probs, axis=-1)
+    before = jnp.cumsum(falling, axis=-1) - falling
+    lowest = jnp.min(jnp.where(before < sampling.top_p, falling, jnp.inf), axis=-1, keepdims=True)
+    keep &= probs >= lowest
+  if sampling.min_p > 0:
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    keep &= logits >= top + jnp.log(sampling.min_p)
+  return keep
+
+
+def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+  """One token a row.
+
+  Args:
+    logits_BV: of the next token.
+    keys_B: a PRNG key a row.
+    sampling: how.
+
+  Returns:
+    int32 [B], and bool [B]: whether the row's logits are all finite; a token drawn from others means nothing.
+  """
+  logits = logits_BV.astype(jnp.float32)
+  finite = jnp.all(jnp.isfinite(logits), axis=-1)
+  if sampling.temperature == 0:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
+  allowed = jnp.where(kept(logits, sampling), logits / sampling.temperature, -jnp.inf)
+  return jax.vmap(jax.random.categorical)(keys_B, allowed).astype(jnp.int32), finite

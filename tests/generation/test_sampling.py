@@ -1,0 +1,61 @@
+"""Sampling: which tokens may be drawn, in which share, and that NaN is seen before anything is drawn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.generation.sampling import Sampling, draw, kept
+
+PROBS = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
+LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({}, [0, 1, 2, 3, 4]),
+    ({"top_k": 2}, [1, 3]),
+    ({"top_k": 9}, [0, 1, 2, 3, 4]),
+    ({"top_p": 0.65}, [1, 3]),
+    ({"top_p": 0.75}, [1, 2, 3]),
+    ({"top_p": 1e-6}, [1]),
+    ({"min_p": 0.3}, [1, 2, 3]),
+    ({"min_p": 1.0}, [1]),
+    # Of the renormalised 4/7 and 3/7 the first reaches 0.5 alone.
+    ({"top_k": 2, "top_p": 0.5}, [1]),
+  ],
+)
+def test_which_tokens_may_be_drawn(options, expected):
+  rows = np.asarray(kept(LOGITS, Sampling(**options)))
+  assert np.flatnonzero(rows[0]).tolist() == expected
+  assert np.flatnonzero(rows[1][::-1]).tolist() == expected
+
+
+def test_draws_follow_the_probabilities():
+  n = 20000
+  keys = jax.random.split(jax.random.key(0), n)
+  tokens, finite = draw(jnp.broadcast_to(LOGITS[0], (n, 5)), keys, Sampling(temperature=0.5))
+  expected = PROBS**2 / np.sum(PROBS**2)
+  np.testing.assert_allclose(np.bincount(tokens, minlength=5) / n, expected, atol=0.015)
+  assert np.all(finite)
+
+
+def test_temperature_zero_takes_the_top_token():
+  tokens, _ = draw(LOGITS, jax.random.split(jax.random.key(1), 2), Sampling(temperature=0.0))
+  assert tokens.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_told(bad, temperature):
+  logits = LOGITS.at[1, 2].set(bad)
+  _, finite = draw(logits, jax.random.split(jax.random.key(1), 2), Sampling(temperature=temperature))
+  assert finite.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}])
+def test_impossible_sampling_is_refused(options):
+  with pytest.raises(UserError, match="temperature >= 0"):
+    Sampling(**options)
