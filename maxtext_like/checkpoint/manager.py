@@ -125,7 +125,7 @@ class CheckpointManager:
       return
     # The error that ends the run must stay the one that is seen, so a failed save is only told.
     self._join()
-    self._settle()
+    self._tell(self._settle())
     self._shut()
 
   def complete_steps(self) -> list[int]:
@@ -287,7 +287,8 @@ class CheckpointManager:
     message = self._settle()
     if message is not None and self._consecutive_failures >= self._attempts:
       self._retry_at = None
-      raise RetryableError(message)
+      raise RetryableError(f"{message}; free some space there, or mend it, and run the same command again")
+    self._tell(message)
 
   def _settle(self) -> str | None:
     """Takes note of how a finished save ended; returns the message of a failed one."""
@@ -319,8 +320,11 @@ class CheckpointManager:
       + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
       + ("" if last else f"; trying again in {delay:.0f} s")
     )
-    _log.error("%s", message)
     return message
+
+  def _tell(self, message: str | None) -> None:
+    if message is not None:
+      _log.error("%s", message)
 
   def _join(self, timeout: float | None = None) -> None:
     if self._pending is not None and self._pending.thread.ident is not None:
@@ -347,7 +351,7 @@ class CheckpointManager:
       RetryableError: it failed ``attempts`` times.
     """
     self._join()
-    self._settle()
+    self._tell(self._settle())
     self._consecutive_failures = 0
     while True:
       if not bool(finite):
@@ -378,7 +382,9 @@ class CheckpointManager:
   def _at_exit(self) -> None:
     """Last guard for a program that never closed its manager: it must not end with 0 and without its last step."""
     self._join()
-    if self._settle() is not None:
+    message = self._settle()
+    if message is not None:
+      self._tell(message)
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(RetryableError.exit_code)

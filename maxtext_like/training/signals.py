@@ -76,17 +76,15 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     del step
     return self.requested is not None
 
-  def error(self, step: int, checkpoint: str | None, run_name: str | None = None) -> ExitError:
+  def error(self, step: int, checkpoint: str | None) -> ExitError:
     """Returns the error that ends a stopped run: exit code 42 after SIGTERM, 130 after Ctrl-C.
 
     Args:
       step: finished steps.
       checkpoint: path of the checkpoint that holds them; None when the run keeps none.
-      run_name: the run's name when the command line did not give one; the command to resume must.
     """
     name = self.requested.name if self.requested is not None else "request"
-    named = [] if run_name is None else [f"run_name={run_name}"]
-    resume = shlex.join([os.path.basename(sys.executable), *sys.argv, *named])
+    resume = shlex.join([os.path.basename(sys.executable), *sys.argv])
     if checkpoint is None:
       message = f"stopped by {name} after step {step}; checkpointing is off, so nothing is kept"
     else:
