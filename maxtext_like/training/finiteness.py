@@ -68,37 +68,42 @@ class FinitenessGuard:
     """Whether the next step looks at the parameters after its update too."""
     return self._steps == -1 or self._applied < self._steps
 
-  def observe(self, result: StepResult) -> list[str]:
-    """Takes note of a finished step. Returns the lines to print about it.
+  def observe(self, result: StepResult) -> tuple[list[str], NonFiniteError | None]:
+    """Takes note of a finished step.
 
-    Raises:
-      NonFiniteError: a check failed, or too many updates were left out in a row.
+    Returns:
+      The lines to print about it, and the error that ends the run, when a check failed or too many updates were left
+      out in a row.
     """
     checked, skipped = self.checking, bool(result.scalars["skipped"])
     lines = self._fill_report(result) if self._steps and checked else []
     if not skipped:
       if not math.isfinite(result.scalars["param_norm"]):
-        raise NonFiniteError(
+        return lines, NonFiniteError(
           f"step {result.step}: non-finite parameters after the update (norm {result.scalars['param_norm']}); nothing of it "
           "is saved, finite_check_steps=-1 finds such an update before it is applied\n"
           f"what to try: {'; '.join(keys_to_try(self._config, 'parameters'))}"
         )
       self._applied += 1
       self._skipped_in_row = 0
-      return lines
+      return lines, None
     self._skipped_in_row += 1
     failed = self._failed(result)
     overflow = self._scaled and failed == "gradients"
     if checked and not overflow:
-      raise NonFiniteError("\n".join([self._message(result, failed), *lines]))
+      if failed in CHECKS[:3] and self._applied == 0:
+        self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the step before it failed"}
+        lines.append(self._line("loss1"))
+      return lines, NonFiniteError(self._message(result, failed))
     limit = max(self._config.training.max_skipped_steps, 1)
     if self._skipped_in_row >= limit:
-      raise NonFiniteError(
+      return lines, NonFiniteError(
         f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
         + self._message(result, failed)
       )
     what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else "the update is left out"
-    return [*lines, f"step {result.step}: non-finite {self._where(result, failed)}; {what} ({self._skipped_in_row} of {limit})"]
+    where = self._where(result, failed)
+    return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
   def _failed(self, result: StepResult) -> str:
     if not result.finite["loss"]:
@@ -138,7 +143,9 @@ class FinitenessGuard:
 
   def _arrays(self, result: StepResult, check: str, norm: float) -> dict[str, Any]:
     names = self._names(result.finite[check])
-    entry = _entry(not names, step=result.step, norm=_number(norm), arrays=len(self._labels))
+    entry = _entry(not names, step=result.step, arrays=len(self._labels))
+    if not names or check == "gradients":
+      entry["norm"] = _number(norm)  # of parameters that were not taken over there is none
     if names:
       entry |= {"non_finite": len(names), "first": names[:SHOWN]}
     if "loss_scale" in result.scalars and check == "gradients":
@@ -151,8 +158,9 @@ class FinitenessGuard:
       return f"finiteness  {name:<10}  not run" + (f": {e['reason']}" if "reason" in e else "")
     if name.startswith("loss"):
       return f"finiteness  {name:<10}  {e['result']:<10}  {_text(e['value'])}"
-    detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}"
-    if "first" in e:
+    if "first" not in e:
+      detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}"
+    else:
       more = ", ..." if e["non_finite"] > 3 else ""
       detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}{more}"
     return f"finiteness  {name:<10}  {e['result']:<10}  {detail}"

@@ -127,12 +127,12 @@ class Loop:
       row["eval_loss"] = evaluate(self.state["params"])
       self._last_end = time.perf_counter()
     self.writer.write(row)
-    try:
-      lines = self.guard.observe(StepResult(step, scalars, finite))
-    finally:
-      if self.guard.changed:
-        self.guard.changed = False
-        self.directory.write_text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
+    lines, error = self.guard.observe(StepResult(step, scalars, finite))
+    if self.guard.changed:
+      self.guard.changed = False
+      self.directory.write_text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
     for line in lines:
       self.progress.say(line)
     self.progress.step(row)
+    if error is not None:
+      raise error

@@ -118,6 +118,7 @@ def open_data(program: Program, split: Any) -> DataSource:
     process_index=jax.process_index(),
     process_count=jax.process_count(),
     split=split,
+    vision=config.vision,
   )
 
 
@@ -183,9 +184,11 @@ def _prepare(
     restored = None
     if manager is not None and config.checkpoint.resume:
       restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
+    # Given weights are read first: what is wrong with them shows before minutes of compilation.
+    source = config.checkpoint.init_from if restored is None else None
+    params = None if source is None else read_weights(Path(source), program)
     # XLA works outside Python's lock, so the two programs compile side by side.
-    fresh = restored is None and config.checkpoint.init_from is None
-    initial = pool.submit(program.lower_init().compile) if fresh else None
+    initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
     train_step = program.lower_step().compile()
     if initial is not None:
       state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
@@ -193,7 +196,6 @@ def _prepare(
       state, start = restored.state, restored.step
       data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
     else:
-      params = read_weights(Path(str(config.checkpoint.init_from)), program)
       state, start = program.lower_around().compile()(params), 0
   what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")

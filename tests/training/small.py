@@ -1,0 +1,71 @@
+"""Real models at their smallest, for tests that run whole programs. Also a script: losses of one mesh, for subprocesses."""
+
+import json
+import sys
+
+import numpy as np
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.schema import Config
+
+STEPS = 3
+# Plain descent: Adam's first steps follow the sign of gradients that are nothing but rounding.
+SMALL = ["max_target_length=16", "per_device_batch_size=8", "vocab_size=300"]
+SMALL += ["opt_type=sgd", "learning_rate=0.05", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
+
+
+def small_config(model: str, *overrides: str) -> Config:
+  """A tiny model with short rows and a constant learning rate."""
+  return load_config(model, [*SMALL, *overrides]).config
+
+
+def batches(rows: int, length: int = 16, count: int = STEPS) -> list[dict[str, np.ndarray]]:
+  """The same random batches for whoever asks; rows have two documents and padding at the end."""
+  rng = np.random.default_rng(0)
+  out = []
+  for _ in range(count):
+    tokens = rng.integers(3, 300, (rows, length + 1)).astype(np.int32)
+    segments = np.repeat([[1, 2, 0]], [length // 2, length // 2 - 2, 2], axis=1).repeat(rows, 0).astype(np.int32)
+    positions = np.concatenate([np.arange(length // 2), np.arange(length // 2 - 2), [0, 0]])
+    targets = np.where(segments > 0, tokens[:, 1:], -100)
+    targets[:, length // 2 - 1] = -100
+    positions = np.broadcast_to(positions.astype(np.int32), (rows, length))
+    out.append({"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segments": segments})
+  return out
+
+
+def losses(config: Config, devices: int | None = None, rows: int | None = None) -> list[float]:
+  """Losses and gradient norms of a few steps on the first so many devices."""
+  import jax
+
+  from maxtext_like.sharding.mesh import make_mesh
+  from maxtext_like.training.program import make_program
+
+  program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
+  state = program.lower_init().compile()(np.uint32(1))
+  step = program.lower_step().compile()
+  out = []
+  for batch in batches(program.global_batch if rows is None else rows):
+    state, metrics = step(state, program.place(batch), np.bool_(True))
+    out += [float(metrics["loss"]), float(metrics["grad_norm"])]
+  return out
+
+
+def whole_arrays(config: Config) -> list[str]:
+  """Large arrays of the state that one device holds whole, on the mesh of all devices, after the initialisation."""
+  import jax
+
+  from maxtext_like.training.program import make_program
+
+  program = make_program(config)
+  state = program.lower_init().compile()(np.uint32(1))
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  return [jax.tree_util.keystr(path) for path, x in leaves if x.size > 4096 and x.addressable_shards[0].data.shape == x.shape]
+
+
+if __name__ == "__main__":
+  model, *words = sys.argv[1:]
+  one = losses(small_config(model, *words), devices=1)
+  eight_config = small_config(model, *words, "per_device_batch_size=1", "ici_data_parallelism=2")
+  eight = losses(eight_config)
+  print(json.dumps({"one": one, "eight": eight, "whole": whole_arrays(eight_config)}))

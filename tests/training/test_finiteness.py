@@ -1,0 +1,164 @@
+"""The finiteness guard: four lines, the file's contents, and when a run ends with exit code 3."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from maxtext_like.training.finiteness import FinitenessGuard, StepResult, keys_to_try, model_order
+from tests.training.toy import toy_config, with_precision
+
+LABELS = ["final_norm.scale", "layers.10.mlp.up", "layers.2.mlp.up", "embedding.table"]
+
+
+def result(step: int, *, loss=True, gradients=(), parameters=(), scale=None, param_norm=3.0) -> StepResult:
+  """A finished step in which the rows of these labels are not finite."""
+  flags = {
+    "loss": np.asarray(loss),
+    "gradients": np.array([label not in gradients for label in LABELS]),
+    "parameters": np.array([label not in parameters for label in LABELS]),
+  }
+  skipped = not loss or bool(gradients) or bool(parameters)
+  scalars = {"loss": 2.5 if loss else np.nan, "grad_norm": 1.5 if not gradients else np.inf, "param_norm": param_norm}
+  scalars |= {"skipped": int(skipped)} | ({} if scale is None else {"loss_scale": scale})
+  return StepResult(step, scalars, flags)
+
+
+def guard(*words: str, dtype: str = "float32", last_step: int = 9) -> FinitenessGuard:
+  return FinitenessGuard(with_precision(toy_config(*words), dtype=dtype), LABELS, last_step)
+
+
+def test_a_healthy_run_has_four_lines_and_then_none():
+  g = guard()
+  assert g.checking
+  lines, error = g.observe(result(1))
+  assert error is None
+  assert lines == [
+    "finiteness  loss0       finite      2.5",
+    "finiteness  gradients   finite      4 arrays, norm 1.5",
+    "finiteness  parameters  finite      4 arrays, norm 3",
+  ]
+  lines, error = g.observe(result(2))
+  assert (lines, error) == (["finiteness  loss1       finite      2.5"], None)
+  assert not g.checking
+  assert g.observe(result(3)) == ([], None)
+  assert {name: entry["finite"] for name, entry in g.report.items()} == dict.fromkeys(g.report, True)
+
+
+def test_a_run_of_one_step_says_that_loss1_was_not_run():
+  g = guard(last_step=1)
+  lines, _ = g.observe(result(1))
+  assert lines[-1] == "finiteness  loss1       not run: the run ends at step 1"
+  assert g.report["loss1"]["finite"] is None
+
+
+@pytest.mark.parametrize(
+  ("failure", "name"),
+  [
+    ({"loss": False}, "loss0 (nan)"),
+    ({"gradients": LABELS}, "gradients in 4 of 4 arrays, first embedding.table"),
+    ({"gradients": LABELS[1:3]}, "gradients in 2 of 4 arrays, first layers.2.mlp.up"),
+    ({"parameters": ["final_norm.scale"]}, "parameters in 1 of 4 arrays, first final_norm.scale"),
+  ],
+)
+def test_the_first_step_fails(failure, name):
+  g = guard()
+  lines, error = g.observe(result(1, **failure))
+  assert error is not None
+  assert error.exit_code == 3
+  assert f"step 1: non-finite {name}" in str(error)
+  assert "what to try: " in str(error)
+  assert len(lines) == 4
+  assert lines[3] == "finiteness  loss1       not run: the step before it failed"
+
+
+def test_loss1_fails():
+  g = guard()
+  g.observe(result(1))
+  lines, error = g.observe(result(2, loss=False))
+  assert lines == ["finiteness  loss1       not finite  nan"]
+  assert error is not None
+  assert "step 2: non-finite loss1" in str(error)
+
+
+def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
+  g = guard("max_skipped_steps=3")
+  for step in (1, 2):
+    g.observe(result(step))
+  for step in (3, 4):
+    lines, error = g.observe(result(step, gradients=LABELS[:1]))
+    assert error is None
+    assert lines == [
+      f"step {step}: non-finite gradients in 1 of 4 arrays, first final_norm.scale; the update is left out ({step - 2} of 3)"
+    ]
+  g.observe(result(5))  # a good one starts the count again
+  for step in (6, 7):
+    assert g.observe(result(step, loss=False))[1] is None
+  _, error = g.observe(result(8, loss=False))
+  assert error is not None
+  assert "3 updates in a row" in str(error)
+
+
+def test_every_step_is_checked_with_minus_1():
+  g = guard("finite_check_steps=-1")
+  for step in range(1, 7):
+    assert g.checking
+    assert g.observe(result(step))[1] is None
+  assert g.observe(result(7, parameters=LABELS[:1]))[1] is not None
+
+
+def test_off():
+  g = guard("finite_check_steps=0", "max_skipped_steps=2")
+  assert not g.checking
+  assert g.report == {}
+  assert g.observe(result(1)) == ([], None)
+  lines, error = g.observe(result(2, loss=False))
+  assert (len(lines), error) == (1, None)
+  assert g.observe(result(3, loss=False))[1] is not None
+
+
+def test_float16_overflow_is_a_skipped_step_until_the_scale_fits():
+  g = guard("max_skipped_steps=5", dtype="float16")
+  lines, error = g.observe(result(1, gradients=LABELS, scale=32768.0))
+  assert error is None
+  assert "at loss scale 32768, now halved (1 of 5)" in lines[-1]
+  assert g.report["gradients"]["finite"] is False
+  assert g.checking
+  g.observe(result(2, scale=16384.0))
+  assert g.report["gradients"] == {
+    "result": "finite", "finite": True, "step": 2, "arrays": 4, "norm": 1.5, "loss_scale": 16384.0,
+  }  # fmt: skip
+  g.observe(result(3, scale=16384.0))
+  assert g.report["loss1"]["step"] == 3
+
+
+def test_float16_forward_overflow_is_no_matter_of_the_scale():
+  _, error = guard(dtype="float16").observe(result(1, loss=False, scale=32768.0))
+  assert error is not None
+  assert "dtype=bfloat16" in str(error)
+
+
+def test_parameters_that_turn_out_non_finite_end_the_run():
+  g = guard("finite_check_steps=0")
+  _, error = g.observe(result(1, param_norm=np.nan))
+  assert error is not None
+  assert "finite_check_steps=-1" in str(error)
+
+
+def test_keys_to_try_leave_out_what_is_safe_already():
+  config = with_precision(toy_config(), dtype="bfloat16", float32_qk_product=False, residual_dtype=None)
+  tips = keys_to_try(config, "loss0")
+  assert tips[0] == "float32_qk_product=true"
+  assert "float32_logits=true" not in tips
+  assert "residual_dtype=float32" in tips
+  assert tips[-1] == "dtype=float32"
+  assert not any("gate_logits" in tip for tip in tips)  # a dense model has no router
+  training = dataclasses.replace(config.training, learning_rate=7.0)
+  assert keys_to_try(dataclasses.replace(config, training=training), "parameters") == ["a lower learning_rate (now 7)"]
+
+
+def test_model_order():
+  names = ["head.kernel", "final_norm.scale", "layers.10.a", "layers.2.b", "layers.2.a", "embedding.table"]
+  assert sorted(names, key=model_order) == [
+    "embedding.table", "layers.2.a", "layers.2.b", "layers.10.a", "final_norm.scale", "head.kernel",
+  ]  # fmt: skip

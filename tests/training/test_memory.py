@@ -1,0 +1,80 @@
+"""The memory estimate: what it counts, what makes it smaller, and the refusal."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import DoesNotFitError
+from maxtext_like.layers.param import count
+from maxtext_like.training import memory
+from maxtext_like.training.program import make_program
+
+
+@functools.cache
+def estimate(*words: str) -> memory.MemoryEstimate:
+  return memory.estimate(make_program(load_config("gemma4-tiny", list(words)).config))
+
+
+def test_state_is_counted_exactly():
+  program = make_program(load_config("gemma4-tiny").config)
+  need, total = memory.estimate(program), count(program.spec)
+  trained = count(program.selection.split(program.spec)[0])
+  assert need.parameters == 4 * total
+  assert need.gradients == 4 * trained
+  assert need.optimizer == 8 * trained + 4 + 4  # two moments and two counters
+
+
+@pytest.mark.parametrize(
+  ("smaller", "larger", "part"),
+  [
+    (["per_device_batch_size=4"], ["per_device_batch_size=8"], "activations"),
+    (["max_target_length=64"], ["max_target_length=128"], "activations"),
+    (["gradient_accumulation_steps=4"], [], "activations"),
+    (["remat_policy=full"], ["remat_policy=minimal"], "activations"),
+    (["remat_policy=minimal"], ["remat_policy=none"], "activations"),
+    (["num_vocab_tiling=4"], [], "logits"),
+    (["opt_type=sgd", "sgd_momentum=0"], ["opt_type=lion"], "optimizer"),
+    (["opt_type=lion"], ["opt_type=adamw"], "optimizer"),
+    (["weight_dtype=bfloat16", "dtype=bfloat16"], [], "parameters"),
+    (["trainable_parameters_mask=['mlp']"], [], "gradients"),
+    ([], ["gradient_accumulation_steps=2"], "gradients"),
+  ],
+)
+def test_monotonic(smaller, larger, part):
+  assert getattr(estimate(*smaller), part) < getattr(estimate(*larger), part)
+
+
+def test_a_31b_is_refused_with_a_table_and_remedies(monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
+  with pytest.raises(DoesNotFitError) as caught:
+    memory.require_fit(make_program(load_config("gemma4-31b").config))
+  text = str(caught.value)
+  assert caught.value.exit_code == 4
+  assert "gemma4-31b does not fit" in text
+  for word in ("parameters", "optimizer", "gradients", "activations", "available", "24.00 GB  (a test)"):
+    assert word in text
+  assert "shard over more devices: about " in text
+  assert len(text.splitlines()) < 20
+
+
+def test_what_fits_is_not_refused(monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
+  need, limit = memory.require_fit(make_program(load_config("gemma4-tiny").config))
+  assert limit is not None
+  assert need.total < 1e9
+
+
+def test_the_container_counts_when_it_has_less_than_the_machine(tmp_path: Path):
+  meminfo = tmp_path / "meminfo"
+  meminfo.write_text("MemTotal:       100 kB\nMemAvailable:   80 kB\n")
+  assert memory.host_limit(meminfo, tmp_path / "none") == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
+  (tmp_path / "memory.max").write_text("50000\n")
+  (tmp_path / "memory.current").write_text("20000\n")
+  limit = memory.host_limit(meminfo, tmp_path)
+  assert limit is not None
+  assert limit.bytes == 30000
+  (tmp_path / "memory.max").write_text("max\n")
+  assert memory.host_limit(meminfo, tmp_path) == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
+  assert memory.host_limit(tmp_path / "absent", tmp_path) is None

@@ -1,0 +1,60 @@
+"""Programs of real models: three faces, scanned or not, on one device or eight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.training.program import make_program
+from tests.training.small import losses, small_config
+
+ROOT = Path(__file__).parents[2]
+TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
+
+
+@pytest.mark.parametrize("model", ["gemma4-tiny", "deepseek3.2-tiny"])
+def test_the_faces_are_one_program(model):
+  config = small_config(model)
+  texts = {api: make_program(config, module_api=api).lower_step().as_text() for api in ("plain", "linen", "nnx")}
+  assert texts["plain"] == texts["linen"] == texts["nnx"]
+
+
+@pytest.mark.slow  # two whole programs to compile; tests/layers has the quick version
+@pytest.mark.parametrize("model", ["gemma4-tiny", "deepseek3-tiny"])
+def test_scan_on_and_off_give_the_same_losses(model):
+  # 4 layers of a cycle of 2: two rows of a scanned block.
+  few = ["num_decoder_layers=4", *(["inhomogeneous_layer_cycle_interval=2"] if model.startswith("gemma") else [])]
+  np.testing.assert_allclose(
+    losses(small_config(model, *few)), losses(small_config(model, *few, "scan_layers=false")), rtol=1e-5
+  )
+
+
+def run_small(model: str, *words: str) -> dict:
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-m", "tests.training.small", model, *words]
+  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "gemma4-moe-tiny" else pytest.mark.slow) for m in TINY])
+def test_eight_devices_give_the_losses_of_one(model):
+  found = run_small(model)
+  np.testing.assert_allclose(found["eight"], found["one"], rtol=1e-5)
+  assert found["whole"] == []
+
+
+def test_axes_that_do_not_fit_the_devices():
+  with pytest.raises(UserError, match="do not multiply to the"):
+    make_program(small_config("gemma4-tiny", f"ici_data_parallelism={2 * jax.device_count() + 1}"))
+
+
+def test_more_pieces_than_positions():
+  with pytest.raises(UserError, match="num_vocab_tiling = 17 is more than max_target_length = 16"):
+    make_program(small_config("gemma4-tiny", "num_vocab_tiling=17"))

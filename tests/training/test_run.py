@@ -1,0 +1,126 @@
+"""Whole runs of ``maxtext-like train``: files, going on, refusals and exit codes."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxtext_like.cli.main import main
+
+WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
+WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
+KEYS = {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "step_seconds", "tokens_per_second"}
+KEYS |= {"tflops_per_device", "skipped", "clipped"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+  """A place for runs with a compilation cache of its own, so that the same program is compiled once."""
+  place = tmp_path_factory.mktemp("runs")
+  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+  yield place
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def train(place: Path, name: str, *words: str) -> int:
+  settings = [f"output_dir={place}", f"run_name={name}", f"compilation_cache_dir={place}/cache"]
+  return main(["train", "gemma4-tiny", *WORDS, *settings, *words])
+
+
+def metrics(place: Path, name: str) -> list[dict]:
+  return [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(rows: list[dict]) -> list[tuple]:
+  return [(r["step"], r["loss"], r["grad_norm"], r["param_norm"]) for r in rows]
+
+
+@pytest.fixture(scope="module")
+def unbroken(workplace):
+  assert train(workplace, "unbroken", "steps=4", "eval_interval=2", "eval_steps=2") == 0
+  return metrics(workplace, "unbroken")
+
+
+def test_the_files_of_a_run(workplace, unbroken):
+  run = workplace / "unbroken"
+  assert [r["step"] for r in unbroken] == [1, 2, 3, 4]
+  assert all(set(r) >= KEYS for r in unbroken)
+  assert [("eval_loss" in r) for r in unbroken] == [False, True, False, True]
+  assert (run / "checkpoints/4/COMPLETE.json").exists()
+  checks = json.loads((run / "finiteness.json").read_text())
+  assert [checks[name]["result"] for name in ("loss0", "gradients", "parameters", "loss1")] == ["finite"] * 4
+  assert 'steps: 4  # command line "steps=4"' in (run / "config.yml").read_text()
+  assert json.loads((run / "env.json").read_text())["packages"]["jax"] == jax.__version__
+  assert "<svg" in (run / "report.html").read_text()
+  assert list((run / "tensorboard").iterdir())
+  assert not (run / "run.lock").exists()
+
+
+def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken):
+  assert train(workplace, "broken", "steps=3", "module_api=linen") == 0
+  # What a killed run may leave behind its last checkpoint.
+  with (workplace / "broken/metrics.jsonl").open("a") as file:
+    file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
+  assert train(workplace, "broken", "steps=4") == 0
+  assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
+
+
+def test_a_finished_run_is_left_as_it_is(workplace, unbroken, capsys):
+  run = workplace / "unbroken"
+  before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and "lock" not in path.name}
+  assert train(workplace, "unbroken", "steps=4") == 0
+  assert "already at step 4 of 4" in capsys.readouterr().out
+  assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_another_model_in_the_same_run_is_refused(workplace, unbroken, capsys):
+  assert train(workplace, "unbroken", "steps=5", "sliding_window_size=7") == 2
+  assert "sliding_window_size" in capsys.readouterr().err
+
+
+def test_no_resume_into_a_used_directory(workplace, unbroken, capsys):
+  assert train(workplace, "unbroken", "steps=5", "resume=false") == 2
+  assert "choose another run_name" in capsys.readouterr().err
+
+
+def test_weights_of_another_run(workplace, unbroken):
+  assert train(workplace, "second", "steps=1", f"init_from={workplace / 'unbroken'}") == 0
+  (row,) = metrics(workplace, "second")
+  assert row["loss"] < unbroken[0]["loss"] - 0.2  # it begins where the first run ended
+  checks = json.loads((workplace / "second/finiteness.json").read_text())
+  assert checks["loss1"]["result"] == "not run"
+
+
+def test_a_non_finite_update_ends_with_3_and_is_not_saved(workplace, capsys):
+  words = ["opt_type=sgd", "learning_rate=1e38", "gradient_clipping_threshold=0", "steps=3"]
+  assert train(workplace, "huge", *words) == 3
+  out, err = capsys.readouterr()
+  assert "step 1: non-finite parameters in" in err
+  assert "a lower learning_rate" in err
+  assert "finiteness  parameters  not finite" in out
+  checks = json.loads((workplace / "huge/finiteness.json").read_text())
+  assert checks["parameters"]["first"][0] == "embedding.table"
+  assert not list((workplace / "huge/checkpoints").iterdir())
+  assert "stopped: step 1: non-finite" in (workplace / "huge/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["dataset=text", "dataset_path=/nowhere/*.txt"], "/nowhere/*.txt"),
+    (["init_from=/nowhere"], "is no checkpoint"),
+    (["stepz=3"], "steps"),
+  ],
+)
+def test_bad_input_ends_with_2(workplace, words, message, capsys):
+  assert train(workplace, "bad", *words) == 2
+  assert message in capsys.readouterr().err
+  assert not (workplace / "bad/config.yml").exists()
+
+
+def test_too_large_for_the_machine_ends_with_4(workplace, capsys):
+  assert main(["train", "deepseek3-671b", f"output_dir={workplace}", "run_name=large"]) == 4
+  assert "does not fit" in capsys.readouterr().err
+  assert not (workplace / "large").exists()
