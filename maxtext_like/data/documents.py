@@ -11,12 +11,14 @@ MAX_RECORD_BYTES = 16 * 2**20  # one record (a JSON line, a parquet value) above
 class Record:
   """One document, or one piece of a long file. A chat format would add `messages` here, beside `text`.
 
-  `begins` and `ends` say whether the document's start and end are inside: only there do bos and eos belong.
+  `images`: paths of the image files that the placeholders in `text` stand for, in order; without any, a placeholder is
+  text. `begins` and `ends` say whether the document's start and end are inside: only there do bos and eos belong.
   """
 
   text: str
   begins: bool = True
   ends: bool = True
+  images: tuple[str, ...] = ()
 
 
 class BadRecordError(Exception):

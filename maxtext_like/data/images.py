@@ -4,11 +4,12 @@ Gemma 3: every image becomes a square (bilinear), numbers in [-1, 1]. Gemma 4: t
 squares of patches as the number of tokens allows (bicubic), numbers in [0, 1], patches with their positions. Both filters
 look at all the pixels that a smaller picture's pixel covers. Pillow is needed: the extra ``vision``.
 
-C colours, P patches.
+C colours, I images, P patches.
 """
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,18 +31,51 @@ class BadImageError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class TowerInput:
-  """One image for a vision tower.
+class TowerImage:
+  """One image at the size that the tower takes it, small enough to wait in a queue: grey levels, no padding.
 
   Attributes:
-    pixels: float32: Gemma 3 [C, side, side] in [-1, 1]; Gemma 4 [P, 3 * patch ** 2] in [0, 1], padding 0.
-    positions: int32 [P, 2], (column, row) of each patch, padding (-1, -1); None with Gemma 3.
+    levels: uint8: Gemma 3 [C, side, side]; Gemma 4 [P, 3 * patch ** 2], row by row.
+    columns: patches in a row; 0 with Gemma 3.
     tokens: image tokens that the tower makes of it.
   """
 
-  pixels: np.ndarray
-  positions: np.ndarray | None
+  levels: np.ndarray
+  columns: int
   tokens: int
+
+  def pixels(self) -> np.ndarray:
+    """float32, as ``levels``: Gemma 3 in [-1, 1], Gemma 4 in [0, 1]."""
+    if not self.columns:
+      return self.levels / np.float32(127.5) - np.float32(1)
+    return self.levels / np.float32(255)
+
+  def positions(self) -> np.ndarray:
+    """int32 [P, 2], (column, row) of each patch. Gemma 4."""
+    row, column = np.divmod(np.arange(len(self.levels), dtype=np.int32), self.columns)
+    return np.stack([column, row], axis=-1)
+
+
+def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> dict[str, np.ndarray]:
+  """The decoder's image inputs for images in order; None is an empty place.
+
+  Returns:
+    "pixel_values" float32 [I, C, side, side] (Gemma 3), or [I, P, 3 * patch ** 2] and "image_position_ids" int32
+    [I, P, 2] (Gemma 4), P the most patches that an image can have; padding and empty places are 0 and (-1, -1).
+  """
+  if vision.square:
+    side = vision.image_size_for_vit
+    pixels = np.zeros((len(images), 3, side, side), np.float32)
+    for place, image in zip(pixels, images, strict=True):
+      if image is not None:
+        place[:] = image.pixels()
+    return {"pixel_values": pixels}
+  pixels = np.zeros((len(images), vision.max_patches, 3 * vision.patch_size_for_vit**2), np.float32)
+  positions = np.full((len(images), vision.max_patches, 2), -1, np.int32)
+  for i, image in enumerate(images):
+    if image is not None:
+      pixels[i, : len(image.levels)], positions[i, : len(image.levels)] = image.pixels(), image.positions()
+  return {"pixel_values": pixels, "image_position_ids": positions}
 
 
 def require_pillow() -> None:
@@ -52,13 +86,13 @@ def require_pillow() -> None:
     raise UserError("images need Pillow, which is not installed\n  fix: pip install 'maxtext-like[vision]'") from None
 
 
-def load_image(path: Path, vision: VisionConfig) -> TowerInput:
+def load_image(path: Path, vision: VisionConfig) -> TowerImage:
   """A PNG or JPEG file for the tower of ``vision``.
 
   Raises:
     BadImageError: no such file, no image, damaged, or larger than 134 million pixels.
   """
-  return tower_input(read_image(path), vision)
+  return tower_image(read_image(path), vision)
 
 
 def read_image(path: Path) -> "Image":
@@ -82,35 +116,21 @@ def read_image(path: Path) -> "Image":
     raise BadImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def tower_input(image: "Image", vision: VisionConfig) -> TowerInput:
+def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
   """An RGB image for the tower of ``vision``."""
+  from PIL.Image import Resampling
+
   if vision.square:
-    return TowerInput(_square(image, vision.image_size_for_vit), None, vision.vision_output_length)
-  return _patches(image, vision)
-
-
-def _square(image: "Image", side: int) -> np.ndarray:
-  from PIL.Image import Resampling
-
-  pixels = np.asarray(image.resize((side, side), Resampling.BILINEAR), np.float32)
-  return np.ascontiguousarray(pixels.transpose(2, 0, 1)) / np.float32(127.5) - np.float32(1)
-
-
-def _patches(image: "Image", vision: VisionConfig) -> TowerInput:
-  from PIL.Image import Resampling
-
-  p, most = vision.patch_size_for_vit, vision.max_patches
+    side = vision.image_size_for_vit
+    levels = np.asarray(image.resize((side, side), Resampling.BILINEAR)).transpose(2, 0, 1)
+    return TowerImage(np.ascontiguousarray(levels), 0, vision.vision_output_length)
+  p = vision.patch_size_for_vit
   height, width = patched_size(image.height, image.width, vision)
   if (width, height) != image.size:
     image = image.resize((width, height), Resampling.BICUBIC)
   rows, columns = height // p, width // p
-  grid = np.asarray(image, np.float32).reshape(rows, p, columns, p, 3).transpose(0, 2, 1, 3, 4)
-  pixels = np.zeros((most, 3 * p * p), np.float32)
-  pixels[: rows * columns] = grid.reshape(rows * columns, -1) / np.float32(255)
-  positions = np.full((most, 2), -1, np.int32)
-  y, x = np.mgrid[:rows, :columns]
-  positions[: rows * columns] = np.stack([x, y], axis=-1).reshape(-1, 2)
-  return TowerInput(pixels, positions, rows * columns // vision.pooling_size_for_vit**2)
+  grid = np.asarray(image).reshape(rows, p, columns, p, 3).transpose(0, 2, 1, 3, 4)
+  return TowerImage(grid.reshape(rows * columns, -1), columns, rows * columns // vision.pooling_size_for_vit**2)
 
 
 def patched_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """JSON-lines files as documents: an index of line offsets, so that any record is one read away."""
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -65,10 +66,13 @@ class JsonLines:
 
   groups: Sequence[int] | None = None
 
-  def __init__(self, files: Sequence[str], text_field: str):
-    """`files`: paths. Raises UserError when they hold no line at all."""
+  def __init__(self, files: Sequence[str], text_field: str, images_field: str | None = None):
+    """`files`: paths; `images_field`: the field with the image files, None: images are not looked at.
+
+    Raises UserError when they hold no line at all.
+    """
     self._files = list(files)
-    self._field = text_field
+    self._field, self._images_field = text_field, images_field
     self._index = [index_lines(file) for file in self._files]
     self._stops = list(accumulate(len(index.starts) for index in self._index))
     if not self._stops[-1]:
@@ -111,7 +115,22 @@ class JsonLines:
     if self._field not in record:
       keys = ", ".join(f"'{key}'" for key in list(record)[:8]) or "none"
       raise BadRecordError(place, f"no field '{self._field}' (data.text_field); fields: {keys}")
-    return Record(check_text(record[self._field], place, self._field))
+    images = self._images(record.get(self._images_field), place, file) if self._images_field is not None else ()
+    return Record(check_text(record[self._field], place, self._field), images=images)
+
+  def _images(self, value: Any, place: str, file: int) -> tuple[str, ...]:
+    """Paths of image files: relative ones lie in the folder of the jsonl file or below it."""
+    if value is None:
+      return ()
+    if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
+      raise BadRecordError(place, f"field '{self._images_field}' is not a list of file names")
+    folder, paths = os.path.dirname(os.path.abspath(self._files[file])), []
+    for path in value:
+      joined = os.path.normpath(os.path.join(folder, path))
+      if not os.path.isabs(path) and os.path.commonpath([folder, joined]) != folder:
+        raise BadRecordError(place, f"image '{path}' leads out of the folder of the file; give its absolute path")
+      paths.append(joined)
+    return tuple(paths)
 
   def fingerprint(self) -> dict[str, str]:
     return data_files.fingerprint(self._files, [index.digest for index in self._index])

@@ -4,9 +4,9 @@
         -> packed rows -> rows shuffled in blocks -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
 
-A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments. B is this process's part of the
-global batch. The stream of rows depends on the data, the data keys, the tokenizer, T and the number of processes; not
-on the batch size, the number of devices or threads.
+A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments; with images also what multimodal.py
+adds. B is this process's part of the global batch. The stream of rows depends on the data, the data keys, the tokenizer,
+T and the number of processes; not on the batch size, the number of devices or threads.
 """
 
 import logging
@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import files as data_files
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.jsonl import JsonLines
+from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Split, seed_for, split_indices
-from maxtext_like.data.pack import KEYS, BlockShuffle, Document, Packer, Row, Rows
+from maxtext_like.data.pack import KEYS, BlockShuffle, Document, ImageSpan, Packer, Row, Rows
 from maxtext_like.data.parquet import Parquet
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.synthetic import SyntheticRows
@@ -70,8 +72,11 @@ def make_data(
   process_index: int = 0,
   process_count: int = 1,
   split: Split = "train",
+  vision: VisionConfig | None = None,
 ) -> "DataSource":
   """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
+
+  With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
   target: they weigh nothing), so that every process can take the same number; DataSource.reset starts again.
@@ -92,14 +97,22 @@ def make_data(
   identity["process"] = f"{process_index} of {process_count}"
   if data.dataset == "synthetic":
     _refuse_path(data)
+    multimodal = _multimodal(vision, None, length)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
     rows: Rows = SyntheticRows(
-      length, vocab_size, data.data_shuffle_seed, split=split, process_index=process_index, process_count=process_count
+      length,
+      vocab_size,
+      data.data_shuffle_seed,
+      split=split,
+      process_index=process_index,
+      process_count=process_count,
+      avoid=multimodal.vision.image_token_id if multimodal else None,
     )
-    return DataSource(rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None)
+    return DataSource(rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal)
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-  documents = open_documents(data)
+  multimodal = _multimodal(vision, tokenizer, length)
+  documents = open_documents(data, multimodal.vision.images_field if multimodal else None)
   available = len(documents)
   used = min(available, data.dataset_documents_max or available)
   indices = split_indices(used, data.eval_fraction, split)
@@ -120,7 +133,7 @@ def make_data(
   )
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packer = Packer(
-    _token_iterator(order, documents, tokenizer, vocab_size),
+    _token_iterator(order, documents, tokenizer, vocab_size, multimodal),
     length=length,
     pad_id=pad_id,
     packing=data.packing,
@@ -128,6 +141,7 @@ def make_data(
     bad_max=max(10, min(10_000, used // 100)),
     epoch_length=order.epoch_length,
     split_length=len(indices),
+    max_images=multimodal.vision.max_images_per_row if multimodal else 0,
   )
   packer.on_skip = _SkipLog()
   rows = packer
@@ -144,7 +158,11 @@ def make_data(
     "shuffle": data.shuffle,
     "data_shuffle_seed": data.data_shuffle_seed,
   }
-  source = DataSource(rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer)
+  if multimodal:
+    identity["vision"] = multimodal.identity()
+  source = DataSource(
+    rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal
+  )
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
     source.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
@@ -156,15 +174,23 @@ def make_data(
   return source
 
 
-def open_documents(data: DataConfig) -> Documents:
-  """The documents that data.dataset and data.dataset_path name. Raises UserError."""
+def _multimodal(vision: VisionConfig | None, tokenizer: Tokenizer | None, length: int) -> Multimodal | None:
+  if vision is None or not vision.use_multimodal:
+    return None
+  multimodal = Multimodal(vision, tokenizer)
+  multimodal.check_length(length)
+  return multimodal
+
+
+def open_documents(data: DataConfig, images_field: str | None = None) -> Documents:
+  """The documents that data.dataset and data.dataset_path name; images are jsonl's alone. Raises UserError."""
   if data.dataset == "python-stdlib":
     _refuse_path(data)
     return stdlib()
   if data.dataset == "text":
     return TextFiles(data_files.find(data.dataset_path, (), "text"))
   if data.dataset == "jsonl":
-    return JsonLines(data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl"), data.text_field)
+    return JsonLines(data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl"), data.text_field, images_field)
   if data.dataset == "parquet":
     return Parquet(data_files.find(data.dataset_path, (".parquet",), "parquet"), data.text_field)
   raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
@@ -192,33 +218,38 @@ class _SkipLog:
     self._logged += 1
 
 
-def _token_iterator(order: Order, documents: Documents, tokenizer: Tokenizer, vocab_size: int) -> Any:
+def _token_iterator(
+  order: Order, documents: Documents, tokenizer: Tokenizer, vocab_size: int, multimodal: Multimodal | None = None
+) -> Any:
   """A grain iterator of Document, in `order`. Read and tokenised when asked for, nothing ahead (Prefetch does that)."""
   import grain
 
   def tokenise(number: int) -> Document:
     try:
       record = documents.read(number)
+      if not record.text.strip():
+        return Document(number)
+      ids, spans = multimodal.encode(record, documents.place(number)) if multimodal else (tokenizer.encode(record.text), ())
     except BadRecordError as bad:
       return Document(number, bad=bad)
-    if not record.text.strip():
-      return Document(number)
-    ids = tokenizer.encode(record.text)
     if record.begins and tokenizer.bos_id is not None:
       ids = [tokenizer.bos_id, *ids]
+      spans = tuple(ImageSpan(span.start + 1, span.end + 1, span.image) for span in spans)
     if record.ends and tokenizer.eos_id is not None:
       ids = [*ids, tokenizer.eos_id]
     if len(ids) < 2:
       return Document(number)
     array = np.asarray(ids, np.int64)
     wrong = (array < 0) | (array >= vocab_size)
+    if multimodal:
+      wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
     if wrong.any():
       at = int(wrong.argmax())
       raise UserError(
         f"{documents.place(number)}: token {at} has id {array[at]}, outside model.vocab_size={vocab_size} "
         f"(tokenizer: {tokenizer.fingerprint})"
       )
-    return Document(number, array.astype(np.int32))
+    return Document(number, array.astype(np.int32), images=spans)
 
   options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(grain.MapDataset.source(order).map(tokenise).to_iter_dataset(options))  # pyright: ignore[reportArgumentType]
@@ -240,12 +271,14 @@ class DataSource:
     pad_id: int,
     identity: dict[str, Any],
     tokenizer: Tokenizer | None,
+    multimodal: Multimodal | None = None,
     stall_warn_seconds: float = STALL_WARN_SECONDS,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   ):
     """`rows`: where rows come from; `identity`: what must not change between save and resume."""
     self.tokenizer = tokenizer
     self.identity = identity
+    self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
     self._stall = {"warn_seconds": stall_warn_seconds, "limit_seconds": stall_limit_seconds}
     self._state = self._initial = {"rows": rows.get_state(), "ended": False}
@@ -270,7 +303,12 @@ class DataSource:
         except StopIteration:
           self._ended = True
       rows.append(Row.empty(self._length, self._pad_id))
+    if self._multimodal:
+      for row in rows:
+        self._multimodal.mask_targets(row)
     batch = {key: np.stack([getattr(row, key) for row in rows]) for key in KEYS}
+    if self._multimodal:
+      batch |= self._multimodal.batch(rows)
     return (batch, self._rows.counts()), {"rows": self._rows.get_state(), "ended": self._ended}
 
   def __iter__(self) -> "DataSource":

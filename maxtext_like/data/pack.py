@@ -1,13 +1,16 @@
 """Documents of tokens to rows of fixed length: segments, positions and targets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.data.images import TowerImage
 
 IGNORED = -100  # a target without loss
 KEYS = ("tokens", "targets", "positions", "segments")
@@ -15,12 +18,16 @@ KEYS = ("tokens", "targets", "positions", "segments")
 
 @dataclass
 class Row:
-  """One row: four int32 [T] arrays. segments: 0 padding, 1, 2, ... documents; targets: -100 has no loss."""
+  """One row: four int32 [T] arrays. segments: 0 padding, 1, 2, ... documents; targets: -100 has no loss.
+
+  `images`: those whose tokens are in the row, in order.
+  """
 
   tokens: np.ndarray
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
+  images: "list[TowerImage]" = field(default_factory=list)
 
   @classmethod
   def empty(cls, length: int, pad_id: int) -> "Row":
@@ -42,12 +49,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class ImageSpan:
+  """Tokens [start, end) of a document that one image takes up, its frame included: never divided over two rows."""
+
+  start: int
+  end: int
+  image: "TowerImage"
+
+
+@dataclass(frozen=True)
 class Document:
   """What the tokenising stage hands to the packer: document number, and its ids, or why it has none."""
 
   number: int
   ids: np.ndarray | None = None  # int32; None: empty (less than two tokens) or bad
   bad: BadRecordError | None = None
+  images: tuple[ImageSpan, ...] = ()
 
 
 class Rows(Protocol):
@@ -67,7 +84,8 @@ class Packer:
 
   `packing`: documents are laid end to end and cut every `length` tokens. What continues in the next row is a segment of
   its own there, with positions from 0 (attention cannot reach across rows). Without: one document a row, the rest of a
-  longer one dropped (and counted), a shorter one padded.
+  longer one dropped (and counted), a shorter one padded. An image is never cut: where the row ends inside one, or has no
+  place for it, it moves to the next row, and the rest of this row is padding.
 
   State is the source's state before the document being cut, and how many of its tokens are used: resuming reads
   that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the rows.
@@ -84,17 +102,20 @@ class Packer:
     bad_max: int,
     epoch_length: int,
     split_length: int,
+    max_images: int = 0,
   ):
     """`documents`: a grain DatasetIterator of Document.
 
     `epoch_length`: documents of this process until they repeat; `split_length`: documents of all processes;
-    `bad_max`: bad records that on_bad_record "skip" accepts.
+    `bad_max`: bad records that on_bad_record "skip" accepts; `max_images`: places for images in a row.
     """
     self._documents = documents
     self._length, self._pad_id, self._packing = length, pad_id, packing
     self._skip_bad = on_bad_record == "skip"
     self._epoch_length, self._split_length, self._bad_max = epoch_length, split_length, bad_max
+    self._max_images = max_images
     self._ids, self._used = np.empty(0, np.int32), 0
+    self._images: tuple[ImageSpan, ...] = ()
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
     self._bad: list[int] = []
@@ -109,8 +130,12 @@ class Packer:
     while at < self._length:
       if self._used == len(self._ids) and not self._pull():
         break
-      count = min(self._length - at, len(self._ids) - self._used)
+      end = self._end(self._length - at, self._max_images - len(row.images))
+      if end == self._used and at:
+        break  # the next image goes into the next row
+      count = end - self._used
       segment += 1
+      row.images += [span.image for span in self._images if self._used <= span.start < end]
       row.place(at, self._ids[self._used : self._used + count], segment)
       self._used += count
       at += count
@@ -122,6 +147,15 @@ class Packer:
       raise StopIteration
     self._tally["rows"] += 1
     return row
+
+  def _end(self, room: int, places: int) -> int:
+    """Where in the document the part ends that fits into `room` tokens and `places` for images of a row."""
+    end = min(self._used + room, len(self._ids))
+    ahead = [span for span in self._images if span.start >= self._used]
+    for i, span in enumerate(ahead):
+      if span.start < end and (span.end > end or i >= places):
+        return span.start
+    return end
 
   def _pull(self) -> bool:
     """Takes the next document with tokens; False at the end of the source."""
@@ -140,6 +174,7 @@ class Packer:
         self._tally["empty"] += 1
       else:
         self._before, self._ids, self._used = before, document.ids, 0
+        self._images = document.images
         self._tally["tokens"] += len(document.ids)
         self._fruitless = 0
         return True
@@ -179,12 +214,13 @@ class Packer:
 
   def set_state(self, state: dict[str, Any]) -> None:
     self._documents.set_state(state["documents"])
-    self._ids, self._used = np.empty(0, np.int32), 0
+    self._ids, self._used, self._images = np.empty(0, np.int32), 0, ()
     if state["used"]:
       document = next(self._documents)
       if document.ids is None or len(document.ids) < state["used"]:
         raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
       self._before, self._ids, self._used = state["documents"], document.ids, state["used"]
+      self._images = document.images
     self._tally = dict(state["tally"])
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)

@@ -22,7 +22,10 @@ class SyntheticRows:
     split: str = "train",
     process_index: int = 0,
     process_count: int = 1,
+    avoid: int | None = None,
   ):
+    """`avoid`: a token that is never drawn: it would stand for an image, and there are none."""
+    self._avoid = avoid
     self._length, self._vocab_size = length, vocab_size
     self._key = (seed, int(split == "eval"))
     self._process_index, self._process_count = process_index, process_count
@@ -32,6 +35,8 @@ class SyntheticRows:
     number = self._row * self._process_count + self._process_index
     generator = np.random.default_rng((*self._key, number))
     tokens = generator.integers(0, self._vocab_size, self._length, dtype=np.int32)
+    if self._avoid is not None:
+      tokens[tokens == self._avoid] = (self._avoid + 1) % self._vocab_size
     self._row += 1
     row = Row.empty(self._length, pad_id=0)
     row.place(0, tokens, segment=1)

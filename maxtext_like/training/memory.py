@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from maxtext_like.errors import DoesNotFitError
 from maxtext_like.layers.param import abstract
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.program import BATCH_KEYS, Program
+from maxtext_like.training.program import Program
 from maxtext_like.training.trainable import merge
 
 GB = 1e9
@@ -54,7 +54,7 @@ def _bytes(tree: Any) -> int:
 
 def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
   """What ``jax.vjp`` of the loss keeps for ``rows`` rows, beside the parameters and the batch themselves."""
-  batch = {k: jax.ShapeDtypeStruct((rows, program.config.training.max_target_length), jnp.int32) for k in BATCH_KEYS}
+  batch = program.batch_of(rows)
 
   def residuals(params, batch):
     trained, frozen = program.selection.split(params)

@@ -97,11 +97,24 @@ class Program:
     places["opt_state"] = state_shardings(shapes["opt_state"], trained_shapes, trained_places, everywhere)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
+  def batch_of(self, rows: int, sharding: jax.sharding.Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """``jax.ShapeDtypeStruct`` of so many rows: [rows, T] each; with images [rows, max_images_per_row, ...] too."""
+    length, v = self.config.training.max_target_length, self.config.vision
+    shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(BATCH_KEYS, (rows, length, jnp.int32))
+    if v.use_multimodal:
+      images = (rows, v.max_images_per_row)
+      shapes["token_types"] = (rows, length, jnp.int32)
+      if v.square:
+        shapes["pixel_values"] = (*images, 3, v.image_size_for_vit, v.image_size_for_vit, jnp.float32)
+      else:
+        shapes["pixel_values"] = (*images, v.max_patches, 3 * v.patch_size_for_vit**2, jnp.float32)
+        shapes["image_position_ids"] = (*images, v.max_patches, 2, jnp.int32)
+    return {k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding) for k, (*shape, dtype) in shapes.items()}
+
   @functools.cached_property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """``jax.ShapeDtypeStruct`` of a global batch."""
-    shape = (self.global_batch, self.config.training.max_target_length)
-    return {k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh)) for k in BATCH_KEYS}
+    return self.batch_of(self.global_batch, batch_sharding(self.mesh))
 
   def lower_init(self) -> Any:
     """The program that makes the initial state; every device makes its own part of every array."""
@@ -141,7 +154,7 @@ class Program:
   def place(self, batch: dict[str, np.ndarray]) -> Batch:
     """A batch of this process's rows as global arrays on the mesh."""
     sharding = batch_sharding(self.mesh)
-    return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in BATCH_KEYS}
+    return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in self.abstract_batch}
 
 
 def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, module_api: ModuleApi | None = None) -> Program:

@@ -54,7 +54,7 @@ class TrainStep:
 
     Args:
       state: training state.
-      batch: int32 [B, T] arrays tokens, targets, positions, segments.
+      batch: int32 [B, T] arrays tokens, targets, positions, segments; with images also those of ``Decoder.__call__`` by row.
       check: bool scalar: look at the updated parameters too before they are taken over.
 
     Returns:
@@ -109,7 +109,6 @@ class TrainStep:
 
   def _gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
     """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32."""
-    batch = {name: batch[name] for name in ("tokens", "targets", "positions", "segments")}
     targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
     live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
 

@@ -160,8 +160,9 @@ class Decoder:
       p: parameters.
       batch: int32 [B, T] arrays: "tokens"; "positions" (default: 0, 1, 2, ...); "segments" (0 is padding; default: every
         row is one document); "token_types" (1 image, 2 video, 0 text: which tokens see each other both ways; default:
-        none do). With images, in the order in which the rows name them: "pixel_values" and, for Gemma 4,
-        "image_position_ids" (see the towers); what follows the last named image is left unused.
+        none do). With images: "pixel_values" and, for Gemma 4, "image_position_ids" (see the towers), either [I, ...],
+        those of all rows in the order in which the rows name them, or [B, M, ...], those of each row; what follows the
+        last named image is left unused.
       capture: names of ``blocks.CAPTURES`` to hand out.
 
     Returns:
@@ -265,15 +266,23 @@ class Decoder:
     tokens, vision = batch["tokens"], self._vision
     if vision is None or "pixel_values" not in batch:
       return self._embedding(p["embedding"], tokens), tokens, {}
-    features, valid, aux = vision(p["vision"], batch["pixel_values"], batch.get("image_position_ids"))
+    # Images by row [B, M, ...] lie on the devices as the rows do; images alone [I, ...] are those of all rows together.
+    images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
+    by_row = images["pixel_values"].ndim > vision.pixel_rank
+    if by_row:
+      images = {name: x.reshape(-1, *x.shape[2:]) for name, x in images.items()}
+    wrap = functools.partial(remat, policy=self.cfg.remat_policy, in_scan=True)
+    features, valid, aux = vision(p["vision"], images["pixel_values"], images.get("image_position_ids"), wrap=wrap)
     is_image = tokens == self.cfg.image_token_id
     tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
     x = self._embedding(p["embedding"], tokens)
-    # The n-th image token of the batch, in reading order, takes the n-th valid feature.
-    flat = features.reshape(-1, features.shape[-1]).astype(x.dtype)
-    order = jnp.argsort(~valid.reshape(-1), stable=True)
-    nth = jnp.cumsum(is_image.reshape(-1)) - 1
-    chosen = flat[order][jnp.clip(nth, 0, flat.shape[0] - 1)].reshape(x.shape)
+    # The n-th image token of a row (of the batch, in reading order) takes its n-th valid feature.
+    groups = tokens.shape[0] if by_row else 1
+    flat = features.reshape(groups, -1, features.shape[-1]).astype(x.dtype)
+    order = jnp.argsort(~valid.reshape(groups, -1), axis=1, stable=True)
+    nth = jnp.cumsum(is_image.reshape(groups, -1), axis=1) - 1
+    place = jnp.take_along_axis(order, jnp.clip(nth, 0, flat.shape[1] - 1), axis=1)
+    chosen = jnp.take_along_axis(flat, place[..., None], axis=1).reshape(x.shape)
     return jnp.where(is_image[..., None], chosen, x), tokens, aux | {"vision.valid": valid}
 
   def _run(

@@ -3,7 +3,9 @@
 I images, P patches of one image, C channels, D tower width, N heads, H head, F MLP, O decoder width, S image tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,8 @@ class SiglipLayer:
 class Siglip:
   """Patches, learned positions, a stack of layers, a norm; then pooling, a norm and a projection to the decoder's width."""
 
+  pixel_rank: ClassVar[int] = 4  # of "pixel_values"
+
   cfg: SiglipConfig
   precision: Precision
 
@@ -126,13 +130,21 @@ class Siglip:
       "projector": {"norm": self._projector_norm.params(), "kernel": Param((D, c.output_dim), ("embed", None), dtype)},
     }
 
-  def __call__(self, p: dict, pixels: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, jax.Array, dict]:
+  def __call__(
+    self,
+    p: dict,
+    pixels: jax.Array,
+    positions: jax.Array | None = None,
+    *,
+    wrap: Callable[[Any], Any] = lambda layer: layer,
+  ) -> tuple[jax.Array, jax.Array, dict]:
     """Image tokens.
 
     Args:
       p: parameters.
       pixels: [I, C, image_size, image_size] in [-1, 1].
       positions: unused; every image has the same grid.
+      wrap: of a layer's call, as ``jax.checkpoint``.
 
     Returns:
       [I, S, O] in ``dtype``; bool [I, S], all true; aux: "vision.tower_out" [I, P, D], "vision.projected".
@@ -142,7 +154,7 @@ class Siglip:
     patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
     x = precision.einsum("IPK,KD->IPD", patches, p["patch"]["kernel"]) + precision.cast(p["patch"]["bias"])
     x = (x + precision.cast(p["positions"])).astype(precision.residual)
-    layer = SiglipLayer(c, precision)
+    layer = wrap(SiglipLayer(c, precision))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
     tower = self._final_norm(p["final_norm"], x)
     pool = g // c.side_out

@@ -3,7 +3,9 @@
 I images, P patches of one image (padding included), D tower width, N heads, H head, F MLP, S pooled tokens, O decoder width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +139,8 @@ class Gemma4VisionLayer:
 class Gemma4Vision:
   """Patches with positions, a stack of layers, pooling by position, standardisation, a norm and a projection."""
 
+  pixel_rank: ClassVar[int] = 3  # of "pixel_values"
+
   cfg: Gemma4VisionConfig
   precision: Precision
 
@@ -155,13 +159,16 @@ class Gemma4Vision:
       spec["std_scale"] = Param((D,), (None,), "float32", constant(1.0), trainable=False)
     return spec
 
-  def __call__(self, p: dict, pixels: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
+  def __call__(
+    self, p: dict, pixels: jax.Array, positions: jax.Array, *, wrap: Callable[[Any], Any] = lambda layer: layer
+  ) -> tuple[jax.Array, jax.Array, dict]:
     """Image tokens.
 
     Args:
       p: parameters.
       pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
       positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
+      wrap: of a layer's call, as ``jax.checkpoint``.
 
     Returns:
       [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into; aux: "vision.pooled"
@@ -176,7 +183,7 @@ class Gemma4Vision:
     rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
     visible = jnp.broadcast_to(live[:, None, :], (*live.shape, live.shape[1]))
-    layer = Gemma4VisionLayer(c, precision)
+    layer = wrap(Gemma4VisionLayer(c, precision))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x, tables, visible), None), x, p["layers"])
     pooled, valid = self._pool(x, positions, live)
     features = self._standardize(p, pooled)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from maxtext_like.config.load import load_config
-from maxtext_like.data.images import BadImageError, load_image, patched_size, read_image, tower_input
+from maxtext_like.data.images import BadImageError, load_image, patched_size, read_image, tower_arrays, tower_image
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "images"
 
@@ -49,23 +49,26 @@ def assert_within_one_grey_level(pixels: np.ndarray, key: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gemma_3_as_transformers(name: str, tmp_path: Path):
   made = load_image(image_of(name, tmp_path), GEMMA3)
-  assert (made.pixels.shape, made.pixels.dtype, made.tokens) == ((3, 896, 896), np.float32, 256)
-  assert made.positions is None
-  assert made.pixels.min() >= -1
-  assert made.pixels.max() <= 1
-  assert_within_one_grey_level((made.pixels + 1) / 2, f"gemma3.{name}.pixels")
+  arrays = tower_arrays([made], GEMMA3)
+  assert arrays.keys() == {"pixel_values"}
+  pixels = arrays["pixel_values"][0]
+  assert (pixels.shape, pixels.dtype, made.tokens) == ((3, 896, 896), np.float32, 256)
+  assert pixels.min() >= -1
+  assert pixels.max() <= 1
+  assert_within_one_grey_level((pixels + 1) / 2, f"gemma3.{name}.pixels")
 
 
 @pytest.mark.parametrize("tokens", record.SOFT_TOKENS)
 @pytest.mark.parametrize("name", NAMES)
 def test_gemma_4_as_transformers(name: str, tokens: int, tmp_path: Path):
-  made = load_image(image_of(name, tmp_path), dataclasses.replace(GEMMA4, vision_output_length=tokens))
+  vision = dataclasses.replace(GEMMA4, vision_output_length=tokens)
+  made = load_image(image_of(name, tmp_path), vision)
+  arrays = tower_arrays([made], vision)
   key = f"gemma4.{tokens}.{name}"
   assert made.tokens == EXPECTED[f"{key}.tokens"]
-  assert made.positions is not None
-  np.testing.assert_array_equal(made.positions, EXPECTED[f"{key}.positions"])
-  assert made.pixels.shape == (tokens * 9, 768)
-  assert_within_one_grey_level(made.pixels, f"{key}.pixels")
+  np.testing.assert_array_equal(arrays["image_position_ids"][0], EXPECTED[f"{key}.positions"])
+  assert arrays["pixel_values"].shape == (1, tokens * 9, 768)
+  assert_within_one_grey_level(arrays["pixel_values"], f"{key}.pixels")
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -83,11 +86,23 @@ def test_any_size_gives_whole_squares_within_the_tokens(seed: int):
 def test_patches_are_row_major_with_the_colour_last():
   vision = load_config("gemma4-tiny").config.vision  # patches of 4, squares of 12
   levels = np.arange(48 * 48 * 3).reshape(48, 48, 3) % 251
-  made = tower_input(Image.fromarray(levels.astype(np.uint8)), vision)
+  made = tower_image(Image.fromarray(levels.astype(np.uint8)), vision)
   assert made.tokens == 16
   for patch, (x, y) in enumerate([(x, y) for y in range(12) for x in range(12)]):
     expected = levels[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].reshape(-1) / 255
-    np.testing.assert_allclose(made.pixels[patch], expected, atol=1e-6)
+    np.testing.assert_allclose(made.pixels()[patch], expected, atol=1e-6)
+
+
+def test_empty_places_are_padding_alone():
+  for name in ("gemma3-tiny", "gemma4-tiny"):
+    vision = load_config(name).config.vision
+    image = tower_image(Image.fromarray(record.picture(24, 60)), vision)
+    arrays, alone = tower_arrays([None, image, None], vision), tower_arrays([image], vision)
+    assert not arrays["pixel_values"][::2].any()
+    for key, array in arrays.items():
+      np.testing.assert_array_equal(array[1], alone[key][0])
+    if "image_position_ids" in arrays:
+      assert (arrays["image_position_ids"][::2] == -1).all()
 
 
 def test_grey_palette_transparency_and_orientation(tmp_path: Path):

@@ -1,0 +1,107 @@
+"""Records of text and images to tokens, and rows of them to the decoder's image inputs.
+
+A record's placeholders become, in the order of its images, what each family frames an image in:
+Gemma 3: two newlines, begin-of-image, image tokens, end-of-image, two newlines; Gemma 4: the same without newlines.
+
+B rows, M places for images in a row, T positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.documents import BadRecordError, Record
+from maxtext_like.data.images import BadImageError, TowerImage, load_image, require_pillow, tower_arrays
+from maxtext_like.data.pack import IGNORED, ImageSpan, Row
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+
+
+@dataclass(frozen=True)
+class Multimodal:
+  """How images enter the rows of a run.
+
+  Attributes:
+    vision: the ``vision:`` section, with ``use_multimodal``.
+    tokenizer: of the text; None for a source of tokens without images.
+  """
+
+  vision: VisionConfig
+  tokenizer: Tokenizer | None
+
+  def __post_init__(self):
+    require_pillow()
+
+  def check_length(self, length: int) -> None:
+    """UserError when a row of ``length`` tokens has no room for one image."""
+    most = self.vision.vision_output_length
+    if most + 2 > length:
+      raise UserError(
+        f"max_target_length = {length} has no room for an image: vision_output_length = {most} tokens and 2 around them\n"
+        f"  fix: max_target_length={most + 2} or more"
+      )
+
+  def encode(self, record: Record, place: str) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Token ids of a record without bos and eos, and where its images stand in them.
+
+    Raises:
+      BadRecordError: placeholders and images differ in number, an image that cannot be used, or text that gives the
+        image token.
+    """
+    assert self.tokenizer is not None
+    v, spans = self.vision, []
+    if not record.images:
+      ids = self.tokenizer.encode(record.text)
+    else:
+      parts = record.text.split(v.image_placeholder)
+      if len(parts) - 1 != len(record.images):
+        raise BadRecordError(
+          place,
+          f"the text has {len(parts) - 1} '{v.image_placeholder}' for the {len(record.images)} entries of '{v.images_field}'",
+        )
+      frame = "\n\n" if v.square else ""
+      ids = []
+      for i, part in enumerate(parts):
+        ids += self.tokenizer.encode((frame if i else "") + part + (frame if i < len(record.images) else ""))
+        if i < len(record.images):
+          image = self._load(record.images[i], place)
+          span = [v.boi_token_id, *[v.image_token_id] * image.tokens, v.eoi_token_id]
+          spans.append(ImageSpan(len(ids), len(ids) + len(span), image))
+          ids += span
+    if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
+      raise BadRecordError(place, f"the text gives the token {v.image_token_id}, which stands for images (image_token_id)")
+    return ids, tuple(spans)
+
+  def _load(self, path: str, place: str) -> TowerImage:
+    try:
+      return load_image(Path(path), self.vision)
+    except BadImageError as error:
+      raise BadRecordError(place, f"image {path}: {error}") from None
+
+  def mask_targets(self, row: Row) -> None:
+    """No loss where an image token would be predicted."""
+    row.targets[row.targets == self.vision.image_token_id] = IGNORED
+
+  def batch(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """The image inputs of a batch: static shapes, whether there are images or not.
+
+    Returns:
+      "token_types" int32 [B, T], 1 at image tokens; "pixel_values" [B, M, ...] and, with Gemma 4, "image_position_ids"
+      [B, M, P, 2]: the images of each row in order, then empty places.
+    """
+    places = self.vision.max_images_per_row
+    slots = [[*row.images, *[None] * (places - len(row.images))] for row in rows]
+    arrays = tower_arrays([image for row in slots for image in row], self.vision)
+    made = {name: array.reshape(len(rows), places, *array.shape[1:]) for name, array in arrays.items()}
+    tokens = np.stack([row.tokens for row in rows])
+    return {"token_types": (tokens == self.vision.image_token_id).astype(np.int32)} | made
+
+  def identity(self) -> dict[str, object]:
+    """What the rows depend on, for the state of the data."""
+    v = self.vision
+    keys = ("image_size_for_vit", "patch_size_for_vit", "pooling_size_for_vit", "vision_output_length", "image_token_id")
+    keys += ("boi_token_id", "eoi_token_id", "image_placeholder", "images_field", "max_images_per_row")
+    return {key: getattr(v, key) for key in keys}
