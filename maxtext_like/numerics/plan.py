@@ -20,6 +20,10 @@ EXACT = frozenset(
 )
 # The output holds some values of the operands: only non-finite numbers and the maximum are measured.
 SUBSET = frozenset("slice dynamic_slice split dynamic_update_slice pad select_and_gather_add".split())
+# The output says little that the operand's statistics have not said: measured like SUBSET. The arithmetic ones only when
+# all operands but one are scalars (x * 0.5, x + eps).
+_BOUNDED = frozenset("tanh logistic erf sin cos sign floor ceil round clamp select_n integer_pow square".split())
+_SCALED = frozenset("mul add sub div max min add_any".split())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,12 +169,19 @@ class _Builder:
       self.opaque[eqn.primitive.name] = self.opaque.get(eqn.primitive.name, 0) + 1
     if not is_exact(eqn):
       sources = jaxprs.frames(eqn)
-      op, derived = eqn.primitive.name, eqn.primitive.name in SUBSET
+      op, derived = eqn.primitive.name, node.direction == "recomputed" or _says_little(eqn)
       node.sites = [
         self.site(frame, op, path, sources, node.direction, v.aval, derived) if jaxprs.is_float(v.aval) else None
         for v in eqn.outvars
       ]
     return node
+
+
+def _says_little(eqn) -> bool:
+  """Whether the operands' statistics tell those of the result well enough; a rematerialised value is not measured twice either."""
+  op = eqn.primitive.name
+  arrays = sum(bool(v.aval.shape) for v in eqn.invars) if op in _SCALED else 0
+  return op in SUBSET or op in _BOUNDED or (op in _SCALED and arrays == 1)
 
 
 def is_exact(eqn) -> bool:

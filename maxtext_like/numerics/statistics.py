@@ -111,7 +111,7 @@ def row(x, *, full: bool = True, wide=None):
     values = lax.reduce(tuple(parts[c] for c in columns), tuple(start), merge, tuple(range(x.ndim)))
   done = dict(zip(columns, values, strict=True))
   if full:
-    done[SQUARES] = _bits(jnp.sum(jnp.where(bits < _INF_BITS, squares, 0.0)))
+    done[SQUARES] = _bits(jnp.sum(squares))  # not masked by finiteness: a plain sum of squares is a library call
   done[COUNT] = jnp.int32(np.uint32(x.size).view(np.int32))  # read back as unsigned
   blank = neutral()
   return [done.get(c, jnp.int32(blank[c])) for c in range(COLUMNS)]
@@ -146,7 +146,8 @@ def merge_axis(rows: np.ndarray, axis: int = 0) -> np.ndarray:
   out[..., MAX], out[..., WIDE] = rows[..., MAX].max(0), rows[..., WIDE].max(0)
   out[..., MIN] = rows[..., MIN].min(0)
   squares = rows[..., SQUARES].copy().view(np.float32)
-  out[..., SQUARES] = squares.sum(0, dtype=np.float32).astype(np.float32).view(np.int32)
+  with np.errstate(over="ignore", invalid="ignore"):
+    out[..., SQUARES] = np.asarray(squares.sum(0, dtype=np.float32)).view(np.int32)
   return out
 
 
@@ -163,7 +164,7 @@ class Stats:
 
   Attributes:
     count: elements measured.      max: largest finite |x|.      wide: the same before rounding to a narrow dtype, or 0.
-    rms: root mean square over finite elements; NaN where float32 squares under- or overflow (rms < 1e-19 or > 1e19).
+    rms: root mean square; NaN beside non-finite elements and where float32 squares under- or overflow (< 1e-19 or > 1e19).
     min_nonzero: smallest |x| > 0.      nan, inf, neg_inf: number of NaN, of +-inf, of -inf.      negative: elements < 0.
     zero: share of exact zeros.      subnormal: share of zeros and of subnormals of the tensor's own dtype.
     flushed: for each format, the share that is zero there although it is not zero here.
@@ -199,9 +200,9 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
   measured = count > 0
   nothing = np.full(count.shape, math.nan)
   largest = np.where(measured, real(MAX), math.nan)
-  with np.errstate(divide="ignore", invalid="ignore"):
+  with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
     share = lambda c: np.where(measured, whole(c) / count, math.nan) if full else nothing
-    rms = np.sqrt(real(SQUARES) / (count - nan - inf))
+    rms = np.sqrt(real(SQUARES) / count)
     lost = ((rms == 0) & (largest > 0)) | ~np.isfinite(rms)
     smallest = np.where(measured & np.isfinite(real(MIN)), real(MIN), math.nan)
     zero, subnormal = share(ZERO), share(SUB_OWN)
