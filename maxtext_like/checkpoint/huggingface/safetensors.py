@@ -91,18 +91,21 @@ class SafetensorsFile:
     self._check_tiling()
 
   def _read_header(self, file: Any) -> bytes:
-    start = file.read(8)
-    if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":
+    start = file.read(12)
+    length = int.from_bytes(start[:8], "little")
+    if length <= self.size - 8 and length > HEADER_LIMIT:
+      raise UserError(f"{self._where}: a header of {length} bytes, more than the {HEADER_LIMIT} that are allowed")
+    # The length of an honest header may begin with the bytes of a pickle or an archive, so this is asked second.
+    if (length > self.size - 8 or start[8:9] != b"{") and (start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"):
       raise UserError(f"{self._where}: this is a pickle or a zip archive, not safetensors; {_PICKLE}")
     if len(start) < 8:
       raise UserError(f"{self._where}: {self.size} bytes: too short to be a safetensors file; was the copy cut off?")
-    length = int.from_bytes(start, "little")
     if length > self.size - 8:
       raise UserError(
-        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; truncated, or not safetensors"
+        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; "
+        "truncated, or not safetensors"
       )
-    if length > HEADER_LIMIT:
-      raise UserError(f"{self._where}: a header of {length} bytes, more than the {HEADER_LIMIT} that are allowed")
+    file.seek(8)
     raw = file.read(length)
     if len(raw) != length:
       raise UserError(f"{self._where}: the file became shorter while its header was read")

@@ -139,6 +139,16 @@ def test_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int):
   assert canary.exists()
 
 
+@pytest.mark.parametrize("length", [0x180, 0x280, 0x580])
+def test_header_whose_length_looks_like_a_pickle_is_read(tmp_path: Path, length: int):
+  """The first byte of such a file is that of a pickle."""
+  raw = json.dumps({"a": tensor()}).encode()
+  path = tmp_path / "model.safetensors"
+  path.write_bytes(pack(raw + b" " * (length - len(raw)), EIGHT))
+  assert path.read_bytes()[:1] == b"\x80"
+  assert list(SafetensorsFile(path).entries) == ["a"]
+
+
 def test_torch_zip_is_refused(tmp_path: Path):
   path = tmp_path / "model.safetensors"
   with zipfile.ZipFile(path, "w") as archive:
