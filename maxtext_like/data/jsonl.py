@@ -1,6 +1,7 @@
 """JSON-lines files as documents: an index of line offsets, so that any record is one read away."""
 
 import json
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import numpy as np
 from maxtext_like.data import files as data_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.errors import RetryableError, UserError
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**24
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -66,13 +69,14 @@ class JsonLines:
 
   groups: Sequence[int] | None = None
 
-  def __init__(self, files: Sequence[str], text_field: str, images_field: str | None = None):
-    """`files`: paths; `images_field`: the field with the image files, None: images are not looked at.
+  def __init__(self, files: Sequence[str], text_field: str, images_field: str | None = None, *, take_images: bool = True):
+    """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any.
 
     Raises UserError when they hold no line at all.
     """
     self._files = list(files)
-    self._field, self._images_field = text_field, images_field
+    self._field, self._images_field, self._take_images = text_field, images_field, take_images
+    self._warned = False
     self._index = [index_lines(file) for file in self._files]
     self._stops = list(accumulate(len(index.starts) for index in self._index))
     if not self._stops[-1]:
@@ -121,6 +125,12 @@ class JsonLines:
   def _images(self, value: Any, place: str, file: int) -> tuple[str, ...]:
     """Paths of image files: relative ones lie in the folder of the jsonl file or below it."""
     if value is None:
+      return ()
+    if not self._take_images:
+      if value and not self._warned:
+        self._warned = True
+        logger.warning("%s: images ('%s') are left out, the text is taken as it stands; use_multimodal=true takes them",
+                       place, self._images_field)  # fmt: skip
       return ()
     if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
       raise BadRecordError(place, f"field '{self._images_field}' is not a list of file names")

@@ -112,7 +112,7 @@ def make_data(
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   multimodal = _multimodal(vision, tokenizer, length)
-  documents = open_documents(data, multimodal.vision.images_field if multimodal else None)
+  documents = open_documents(data, vision)
   available = len(documents)
   used = min(available, data.dataset_documents_max or available)
   indices = split_indices(used, data.eval_fraction, split)
@@ -182,7 +182,7 @@ def _multimodal(vision: VisionConfig | None, tokenizer: Tokenizer | None, length
   return multimodal
 
 
-def open_documents(data: DataConfig, images_field: str | None = None) -> Documents:
+def open_documents(data: DataConfig, vision: VisionConfig | None = None) -> Documents:
   """The documents that data.dataset and data.dataset_path name; images are jsonl's alone. Raises UserError."""
   if data.dataset == "python-stdlib":
     _refuse_path(data)
@@ -190,7 +190,10 @@ def open_documents(data: DataConfig, images_field: str | None = None) -> Documen
   if data.dataset == "text":
     return TextFiles(data_files.find(data.dataset_path, (), "text"))
   if data.dataset == "jsonl":
-    return JsonLines(data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl"), data.text_field, images_field)
+    files = data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl")
+    if vision is None:
+      return JsonLines(files, data.text_field)
+    return JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal)
   if data.dataset == "parquet":
     return Parquet(data_files.find(data.dataset_path, (".parquet",), "parquet"), data.text_field)
   raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")

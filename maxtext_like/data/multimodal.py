@@ -51,8 +51,9 @@ class Multimodal:
       BadRecordError: placeholders and images differ in number, an image that cannot be used, or text that gives the
         image token.
     """
-    assert self.tokenizer is not None
     v, spans = self.vision, []
+    assert self.tokenizer is not None
+    assert v.image_token_id is not None  # VisionConfig has seen to it
     if not record.images:
       ids = self.tokenizer.encode(record.text)
     else:

@@ -26,6 +26,7 @@ ARGUMENTS = {
   "process_index": 0,
   "process_count": 1,
   "split": "train",
+  "vision": None,
 }
 
 

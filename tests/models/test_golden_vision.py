@@ -177,12 +177,12 @@ def test_rotary_table_of_the_tower(name: str):
 def test_forward_reads_the_tower_where_there_are_images_for_it(tmp_path):
   case = VisionCase("gemma4_vision_small")
   path = tmp_path / "in.npz"
-  np.savez(path, **case.arrays("base"))
+  np.savez(path, allow_pickle=False, **case.arrays("base"))
   outputs, notes = forward(GOLDEN / case.name / "checkpoint", path, ["dtype=float32"])
   assert not notes
   np.testing.assert_allclose(outputs["logits"], case.expected["fp32.base.logits"], rtol=0, atol=TOLERANCE)
   text = {"input_ids": np.arange(3, 20)[None]}
-  np.savez(path, **text)
+  np.savez(path, allow_pickle=False, **text)
   outputs, notes = forward(GOLDEN / case.name / "checkpoint", path, ["dtype=float32"])
   assert [note for note in notes if "vision" in note]
   assert not any(name.startswith("vision.") for name in outputs)
@@ -218,13 +218,13 @@ FAULTS = {
 def test_images_that_do_not_fit_are_named(reason: str, tmp_path):
   name, changes, words = FAULTS[reason]
   arrays = VisionCase(name).inputs | changes
-  np.savez(tmp_path / "in.npz", **{key: array for key, array in arrays.items() if array is not None})
+  np.savez(tmp_path / "in.npz", allow_pickle=False, **{key: array for key, array in arrays.items() if array is not None})
   with pytest.raises(UserError, match=f"in.npz: .*{reason}"):
     forward(GOLDEN / name / "checkpoint", tmp_path / "in.npz", words)
 
 
 def test_images_for_a_text_model(tmp_path):
   case = VisionCase("gemma3_vision")
-  np.savez(tmp_path / "in.npz", **without(case.inputs, "token_type_ids"))
+  np.savez(tmp_path / "in.npz", allow_pickle=False, **without(case.inputs, "token_type_ids"))
   with pytest.raises(UserError, match=r"its config\.json has no vision_config"):
     forward(GOLDEN / "gemma3_text" / "checkpoint", tmp_path / "in.npz", [])
