@@ -29,7 +29,7 @@ class Linen(nn.Module):
   def __call__(self, *args, **kwargs):
     """The layer's own call, without its parameters."""
     spec = self.layer.params()
-    given = self.variables.get("params")
+    given: Any = self.variables.get("params")
     if given:
       # Not self.param: with a value at hand it would trace the initialiser again in every apply.
       params = checked(spec, nn.meta.unbox(unfreeze(given)))

@@ -122,7 +122,7 @@ def _tiny_model(family: str, **changes) -> ModelConfig:
 
 
 def _tiny_decoder(family: str, *, precision: dict | None = None, changes: dict | None = None, **build):
-  flags = {"dtype": "float32"} | (precision or {})
+  flags: dict[str, Any] = {"dtype": "float32"} | (precision or {})
   return build_decoder(_tiny_model(family, **(changes or {})), Precision(**flags), **build)
 
 

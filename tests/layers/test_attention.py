@@ -1,6 +1,7 @@
 """Gemma's attention layer against the equations in float64, in each of its variants, and what it refuses."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ VARIANTS = {
 }
 
 
-def written(cfg: AttentionConfig, p, x, kv=None):
+def written(cfg: AttentionConfig, p, x, kv=None) -> Any:
   inv_freq = inverse_frequencies(cfg.rope).astype(np.float64)
   plus = 1.0 if cfg.norm_plus_one else 0.0
   q = rope(rms(np.einsum("btd,dnh->btnh", x, p["q"]), p["q_norm"]["scale"] + plus, cfg.epsilon), POSITIONS, inv_freq)
@@ -44,7 +45,8 @@ def written(cfg: AttentionConfig, p, x, kv=None):
     v = raw if cfg.value_is_key else np.einsum("btd,dkh->btkh", x, p["v"])
     v = rms(v, 1.0, cfg.epsilon) if cfg.value_norm else v
     kv = rope(rms(raw, p["k_norm"]["scale"] + plus, cfg.epsilon), POSITIONS, inv_freq), v
-  out, _ = attention(q, *kv, causal(T, SEGMENTS, cfg.window), cfg.scale)
+  k, v = kv
+  out, _ = attention(q, k, v, causal(T, SEGMENTS, cfg.window), cfg.scale)
   return np.einsum("btnh,nhd->btd", out, p["o"]), kv
 
 

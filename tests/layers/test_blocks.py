@@ -1,6 +1,7 @@
 """How layers become stacks, and what a single layer promises: carry, aux, refusals."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from maxtext_like.layers.masks import Tokens
 
 def shape(pattern):
   """[(layers in the block, repeats)] of a pattern with one letter for each kind of layer."""
-  stacks = find_stacks(tuple(pattern))
+  letters: Any = tuple(pattern)
+  stacks: Any = find_stacks(letters)
   assert [s.name for s in stacks] == [f"stack_{i}" for i in range(len(stacks))]
   # Unrolled, the stacks are the pattern again.
   assert "".join("".join(s.block) * s.repeats for s in stacks) == pattern

@@ -4,6 +4,7 @@ Compiled programs are shared by the tests of a family and compiled without optim
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from maxtext_like.layers.embedding import PerLayerInput
 from maxtext_like.layers.masks import Tokens
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
+UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 
 
 def cross_entropy(logits, targets):
@@ -172,7 +173,8 @@ def test_positions_and_segments_have_defaults(family, tiny_decoder, random_param
   def both(p, tokens, said):
     return decoder(p, {"tokens": tokens})[0], decoder(p, {"tokens": tokens} | said)[0]
 
-  close(*both(p, tokens, said), 1e-6)
+  defaults, spelt_out = both(p, tokens, said)
+  close(defaults, spelt_out, 1e-6)
 
 
 # --- parameters and captures ---

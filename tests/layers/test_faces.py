@@ -1,6 +1,7 @@
 """Both Flax faces of every layer: the same tree, the same program, metadata of the right rank, and errors for a wrong tree."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def test_every_public_layer_is_tested_here():
       assert "Returns:" in make.__doc__
 
 
-def of_nnx(name, arguments):
+def of_nnx(name, arguments) -> Any:
   """The NNX module without running its initialisers."""
   return fnnx.eval_shape(lambda: getattr(nnx, name)(*arguments, rngs=fnnx.Rngs(0)))
 
@@ -159,7 +160,8 @@ def test_initialised_parameters_are_of_use():
     assert not jnp.allclose(tree["gate"], tree["up"])
   jax.tree.map(np.testing.assert_array_equal, variables, again)
   # apply takes the boxed tree as it came from init.
-  assert linen.MLP(MLP, FLOAT32).apply(variables, X).shape == X.shape
+  out: Any = linen.MLP(MLP, FLOAT32).apply(variables, X)
+  assert out.shape == X.shape
 
 
 # --- Linen ---
@@ -180,7 +182,7 @@ def test_linen_scan_stacks_arrays_and_their_names(random_params):
     metadata_params={nn.PARTITION_NAME: linen.PARTITION_NAME},
   )()
   variables = jax.eval_shape(scanned.init, jax.random.key(0), X, None)
-  gate = variables["params"]["mlp"]["gate"]
+  gate: Any = variables["params"]["mlp"]["gate"]
   assert gate.names == ("layers", "embed", "mlp")
   assert gate.value.shape == (3, D, 7)
   assert nn.get_partition_spec(variables)["params"]["mlp"]["down"] == jax.sharding.PartitionSpec("layers", "mlp", "embed")
@@ -215,7 +217,7 @@ def test_linen_module_inside_another_and_used_twice():
 def test_nnx_vmap_and_scan_stack_arrays_and_their_names(random_params):
   @fnnx.split_rngs(splits=3)
   @fnnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={fnnx.PARTITION_NAME: "layers"})
-  def make(rngs):
+  def make(rngs) -> Any:
     return nnx.MLP(MLP, FLOAT32, rngs=rngs)
 
   @fnnx.scan(in_axes=(fnnx.Carry, 0), out_axes=fnnx.Carry, transform_metadata={fnnx.PARTITION_NAME: "layers"})
@@ -237,7 +239,7 @@ def test_nnx_vmap_and_scan_stack_arrays_and_their_names(random_params):
 
 
 def test_nnx_gradients_pass_frozen_arrays_by():
-  face = nnx.Router(MOE, FLOAT32, rngs=fnnx.Rngs(0))
+  face: Any = nnx.Router(MOE, FLOAT32, rngs=fnnx.Rngs(0))
   assert isinstance(face.bias, nnx.Frozen)
   assert set(fnnx.to_pure_dict(fnnx.state(face))) == {"kernel", "bias"}
   assert set(fnnx.to_pure_dict(fnnx.state(face, fnnx.Param))) == {"kernel"}

@@ -1,5 +1,7 @@
 """The lightning indexer: exactly k keys with a fixed order among equals, its loss, its precision flag. Scores: test_mla.py."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,9 @@ T, D, R, HEADS, DIM = 6, 11, 5, 3, 7
 ROPE = RopeConfig(dim=4, theta=100.0)
 
 
-def indexer(topk, **flags):
+def indexer(topk, dtype: Any = "float32", indexer_float32_logits=True):
   cfg = IndexerConfig(emb_dim=D, q_lora_rank=R, num_heads=HEADS, head_dim=DIM, topk=topk, rope=ROPE)
-  return Indexer(cfg, Precision(**{"dtype": "float32"} | flags))
+  return Indexer(cfg, Precision(dtype=dtype, indexer_float32_logits=indexer_float32_logits))
 
 
 SELECT = {topk: jax.jit(indexer(topk).select) for topk in (1, 3, T, T + 5)}

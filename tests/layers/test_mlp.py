@@ -179,7 +179,7 @@ def test_the_activation_s_float16_gradient_is_finite_up_to_the_largest_number():
   gate = jnp.asarray([40.0, 42.0, -42.0, 3000.0, -3000.0, 65504.0, -65504.0], jnp.float16)
   activations: tuple[Any, ...] = ("gelu", "silu")
   for activation in activations:
-    gradient = jax.jit(jax.grad(lambda g, a=activation: jnp.sum(activate(g, a).astype(jnp.float32))))(gate)
+    gradient = jax.jit(jax.grad(lambda g, a=activation: jnp.sum(jnp.asarray(activate(g, a), jnp.float32))))(gate)
     np.testing.assert_array_equal(gradient, [1, 1, 0, 1, 0, 1, 0])
 
 
@@ -188,7 +188,8 @@ def test_a_row_is_divided_by_the_smallest_power_of_two_that_fits(peak):
   """silu of a large gate is the gate, so that the product is known exactly."""
   gate = jnp.asarray([[100.0, 50.0], [100.0, 50.0]])
   up = jnp.asarray([[peak / 100, peak / 128], [1.0, 2.0]])
-  hidden, unit, rescued = jax.jit(lambda g, u: float16_gated_product(g, u, "silu", KEPT))(gate, up)
+  run: Any = jax.jit(lambda g, u: float16_gated_product(g, u, "silu", KEPT))
+  hidden, unit, rescued = run(gate, up)
   largest = float(jnp.float32(100) * jnp.float32(peak / 100))
   exponent = max(0, int(np.ceil(np.log2(largest / FLOAT16_SAFE_MAX))))
   assert unit[:, 0].tolist() == [2.0**exponent, 1.0]

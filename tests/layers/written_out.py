@@ -1,9 +1,11 @@
 """The equations written out in float64 numpy, plainly and without regard to speed: what the layers are compared with."""
 
+from typing import Any
+
 import numpy as np
 
 
-def tree64(tree):
+def tree64(tree) -> Any:
   """A nested dict of arrays as float64 numpy."""
   return {k: tree64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -25,8 +26,12 @@ RELEASED = {
 }
 
 
-def decoder_of(name, **build):
+def decoder_of(name, **build) -> Any:
   return build_decoder(load_config(name).config.model, Precision(), **build)
+
+
+def built(model) -> Any:
+  return build_decoder(model, Precision())
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -169,16 +174,16 @@ def test_the_kernel_reaches_every_layer():
 
 def test_the_last_layer_of_gemma4_is_global_whatever_the_cycle():
   model = dataclasses.replace(load_config("gemma4-tiny").config.model, num_decoder_layers=5)
-  windows = [layer.cfg.attention.window for layer in build_decoder(model, Precision()).layers]
+  windows = [layer.cfg.attention.window for layer in built(model).layers]
   assert windows == [32, 32, None, 32, None]
   gemma3 = dataclasses.replace(load_config("gemma3-tiny").config.model, num_decoder_layers=5)
-  assert [layer.cfg.attention.window for layer in build_decoder(gemma3, Precision()).layers] == [32, 32, None, 32, 32]
+  assert [layer.cfg.attention.window for layer in built(gemma3).layers] == [32, 32, None, 32, 32]
 
 
 def test_layer_types_may_be_spelt_out():
   types = ("global", "sliding", "global", "sliding", "global", "global")
   model = dataclasses.replace(load_config("gemma4-tiny").config.model, layer_types=types)
-  kinds = tuple("sliding" if x.cfg.attention.window else "global" for x in build_decoder(model, Precision()).layers)
+  kinds = tuple("sliding" if x.cfg.attention.window else "global" for x in built(model).layers)
   assert kinds == types
 
 

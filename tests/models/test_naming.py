@@ -1,5 +1,7 @@
 """Names of parameters for people: every row of every leaf has its own, numbered as the model's layers are."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -11,7 +13,7 @@ from maxtext_like.models.naming import named_leaves, parameter_name, path_keys, 
 TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
 
 
-def decoder_of(name):
+def decoder_of(name) -> Any:
   return build_decoder(load_config(name).config.model, Precision())
 
 
