@@ -7,7 +7,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxtext_like.errors import UserError
 
@@ -194,7 +194,7 @@ def _plain(name: str, array: "np.ndarray") -> "np.ndarray":
   return array.reshape(-1, array.shape[-1]) if name.startswith("router.") else array
 
 
-def _save(path: Path, outputs: dict[str, "np.ndarray"]) -> None:
+def _save(path: Path, outputs: dict[str, Any]) -> None:
   """Writes the whole file beside its place first, so that a stop leaves no half-written one."""
   import numpy as np
 

@@ -4,6 +4,7 @@ B batch, T position.
 """
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
       return {name: file[name] for name in file.files}
   except OSError as error:
     raise UserError(f"{where}: cannot be read: {error.strerror or error}") from None
-  except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, zipfile.zlib.error) as error:
+  except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, zlib.error) as error:
     reason = "holds Python objects, which are pickles; pickle can run code" if "allow_pickle" in str(error) else error
     raise UserError(f"{where}: not an .npz file of plain arrays: {printable(reason)}") from None
 
