@@ -103,13 +103,6 @@ class TrainingConfig(_Checked):
         f"{self.wsd_decay_steps_fraction} are more than the whole run",
         ("warmup_steps_fraction", "wsd_decay_steps_fraction"),
       )
-    batch, pieces = self.per_device_batch_size, self.gradient_accumulation_steps
-    if pieces >= 1 and batch % pieces:
-      yield Problem(
-        f"per_device_batch_size = {batch} is not divisible by gradient_accumulation_steps = {pieces}",
-        ("per_device_batch_size", "gradient_accumulation_steps"),
-        f"the batch is split into {pieces} equal parts: make per_device_batch_size a multiple of {pieces}",
-      )
     for pattern in self.trainable_parameters_mask:
       try:
         re.compile(pattern)

@@ -90,7 +90,7 @@ def make_data(
   if global_batch < 1 or global_batch % process_count:
     raise UserError(
       f"the global batch of {global_batch} rows cannot be divided over {process_count} processes "
-      "(per_device_batch_size times the number of devices)"
+      "(per_device_batch_size times the number of devices, times gradient_accumulation_steps)"
     )
   batch = global_batch // process_count
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}

@@ -83,7 +83,7 @@ def estimate(program: Program) -> MemoryEstimate:
   gradients = _bytes(gradient)
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
-  rows = t.per_device_batch_size // t.gradient_accumulation_steps
+  rows = t.per_device_batch_size
   activations = _saved_bytes(program.loss, program, rows)
   if t.remat_policy != "none":
     cfg = dataclasses.replace(program.decoder.cfg, remat_policy="none")
@@ -161,8 +161,8 @@ def remedies(program: Program, need: MemoryEstimate, limit: Limit | None) -> str
   t, precision = program.config.training, program.config.precision
   lines = []
   if t.per_device_batch_size > 1:
-    now = t.per_device_batch_size
-    lines.append(f"gradient_accumulation_steps={now}, or per_device_batch_size=1 (now {now})")
+    now, same = t.per_device_batch_size, t.per_device_batch_size * t.gradient_accumulation_steps
+    lines.append(f"per_device_batch_size=1 (now {now}); gradient_accumulation_steps={same} makes the same update of it")
   if t.remat_policy != "full":
     lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:

@@ -57,9 +57,14 @@ class Program:
     return self.decoder.params()
 
   @property
-  def global_batch(self) -> int:
-    """Rows of a batch over all devices."""
+  def microbatch(self) -> int:
+    """Rows that all devices work on at a time."""
     return self.config.training.per_device_batch_size * self.mesh.size
+
+  @property
+  def global_batch(self) -> int:
+    """Rows of an update over all devices and parts."""
+    return self.microbatch * self.config.training.gradient_accumulation_steps
 
   @property
   def tokens_per_batch(self) -> int:
@@ -149,7 +154,8 @@ class Program:
       return sums["cross_entropy"], jnp.sum(batch["targets"] != IGNORED)
 
     with jax.set_mesh(self.mesh):
-      return jax.jit(evaluate).lower(self.abstract_state["params"], self.abstract_batch)
+      batch = self.batch_of(self.microbatch, batch_sharding(self.mesh))
+      return jax.jit(evaluate).lower(self.abstract_state["params"], batch)
 
   def place(self, batch: dict[str, np.ndarray]) -> Batch:
     """A batch of this process's rows as global arrays on the mesh."""
@@ -185,8 +191,7 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
     raise UserError(str(error)) from error
   spec = decoder.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
-  rows = t.per_device_batch_size // t.gradient_accumulation_steps
-  pieces = t.num_vocab_tiling or automatic_pieces(rows, t.max_target_length, config.model.vocab_size)
+  pieces = t.num_vocab_tiling or automatic_pieces(t.per_device_batch_size, t.max_target_length, config.model.vocab_size)
   if pieces > t.max_target_length:
     raise UserError(
       f"num_vocab_tiling = {pieces} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"

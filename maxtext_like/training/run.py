@@ -114,7 +114,7 @@ def open_data(program: Program, split: Any) -> DataSource:
     config.data,
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
-    global_batch=program.global_batch,
+    global_batch=program.global_batch if split == "train" else program.microbatch,
     process_index=jax.process_index(),
     process_count=jax.process_count(),
     split=split,

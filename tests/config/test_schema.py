@@ -59,7 +59,6 @@ def test_sections_are_frozen_and_keyword_only(section):
       {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.5},
       "more than the whole run",
     ),
-    ("training", {"per_device_batch_size": 6, "gradient_accumulation_steps": 4}, "not divisible"),
     ("training", {"finite_check_steps": -2}, "finite_check_steps = -2"),
     ("training", {"loss_scale_init": 0.5}, "loss_scale_init"),
     ("training", {"trainable_parameters_mask": ("ok", "(")}, "not a regular expression"),

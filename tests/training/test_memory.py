@@ -31,7 +31,7 @@ def test_state_is_counted_exactly():
   [
     (["per_device_batch_size=4"], ["per_device_batch_size=8"], "activations"),
     (["max_target_length=64"], ["max_target_length=128"], "activations"),
-    (["gradient_accumulation_steps=4"], [], "activations"),
+    (["gradient_accumulation_steps=4", "per_device_batch_size=2"], [], "activations"),
     (["remat_policy=full"], ["remat_policy=minimal"], "activations"),
     (["remat_policy=minimal"], ["remat_policy=none"], "activations"),
     (["num_vocab_tiling=4"], [], "logits"),

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.training.loss import LossLayer
 from maxtext_like.training.norms import row_labels, row_squares
-from tests.training.toy import ToyDecoder, toy_batch, toy_config, toy_step, with_precision
+from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step, with_precision
 
 CHECK, NO_CHECK = jnp.asarray(True), jnp.asarray(False)
 SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=0.5")
@@ -21,7 +21,7 @@ def reference(params, batch):
   """Mean loss over the real targets and its gradients, written out."""
 
   def mean(p):
-    return LossLayer(ToyDecoder())(p, batch)[0]["cross_entropy"] / np.sum(batch["targets"] != -100)
+    return LossLayer(toy_decoder())(p, batch)[0]["cross_entropy"] / np.sum(batch["targets"] != -100)
 
   return jax.value_and_grad(mean)(params)
 
@@ -65,7 +65,7 @@ def test_no_real_target_is_loss_0_and_not_0_over_0(plain):
 
 def test_accumulation_equals_the_large_batch(plain):
   whole, state = plain
-  parts, _ = toy_step(toy_config(*SGD, "gradient_accumulation_steps=4"))
+  parts, _ = toy_step(toy_config(*SGD, "gradient_accumulation_steps=4", "per_device_batch_size=1"))
   batch = toy_batch(ignored=9)  # the microbatches have unequal numbers of targets, one nearly none
   (a, metrics_a), (b, metrics_b) = whole(state, batch, CHECK), parts(state, batch, CHECK)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), a["params"], b["params"])
@@ -108,7 +108,7 @@ def test_a_non_finite_batch_changes_no_bit_of_parameters_and_optimizer(poison, c
 
 def test_flags_name_the_arrays_that_are_not_finite():
   params = toy_step(toy_config(*SGD))[1]["params"]
-  labels = row_labels(ToyDecoder(), params)  # pyright: ignore[reportArgumentType]
+  labels = row_labels(toy_decoder(), params)
   assert labels[:2] == ["embedding.table", "head.kernel"]
   kernel = np.array(params["stack_0"]["layer_0"]["kernel"])
   kernel[1] = np.nan
