@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.layers.param import init
 from maxtext_like.training.loss import LossLayer, automatic_pieces, token_losses
-from tests.training.toy import B, T, ToyDecoder, V, toy_batch
+from tests.training.toy import B, T, V, toy_batch, toy_decoder
 
 
 def test_by_hand():
@@ -33,7 +33,7 @@ def test_an_ignored_token_gives_nothing_even_where_its_logits_are_not_finite():
 
 @pytest.mark.parametrize("pieces", [2, 3, 7])
 def test_pieces_equal_the_whole_with_gradients(pieces):
-  decoder = ToyDecoder()
+  decoder = toy_decoder()
   params = init(decoder.params(), jax.random.key(1))
   batch = toy_batch(ignored=9)
 
@@ -46,7 +46,7 @@ def test_pieces_equal_the_whole_with_gradients(pieces):
 
 
 def test_pieces_keep_the_logits_of_one_piece_only():
-  decoder = ToyDecoder()
+  decoder = toy_decoder()
   params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
 
   def sizes(pieces):

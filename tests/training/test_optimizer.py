@@ -1,5 +1,7 @@
 """Optimizers against updates written out in numpy, over several steps."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +105,7 @@ def test_adafactor_is_unfactored_for_small_arrays_and_clips_at_rms_1(arrays):
 def test_moments_are_float32_but_the_first_in_mu_dtype():
   params = {"matrix": jnp.ones((3, 2), jnp.bfloat16), "norm": jnp.ones(3, jnp.bfloat16), "frozen": None}
   for mu, expected in (("mu_dtype=null", "bfloat16"), ("mu_dtype=float32", "float32")):
-    optimizer = make_optimizer(toy_config(mu, "adam_weight_decay=0.1").training, SPEC, "bfloat16")
+    optimizer: Any = make_optimizer(toy_config(mu, "adam_weight_decay=0.1").training, SPEC, "bfloat16")
     state = optimizer.init(params)
     _, after = optimizer.update(jax.tree.map(lambda p: p * 0.5, params), state, params)
     for adam in (state[0], after[0]):

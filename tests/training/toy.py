@@ -55,6 +55,11 @@ class ToyDecoder:
     return jnp.asarray(x @ p["head"]["kernel"].astype(self.dtype), jnp.float32)
 
 
+def toy_decoder(dtype: str = "float32") -> Any:
+  """The decoder; typed so that it passes for the real one."""
+  return ToyDecoder(dtype)
+
+
 def toy_config(*overrides: str) -> Config:
   """The configuration of gemma4-tiny with a constant learning rate, no clipping and no decay, then ``overrides``."""
   plain = ["lr_schedule_type=constant", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "adam_weight_decay=0"]
@@ -63,7 +68,7 @@ def toy_config(*overrides: str) -> Config:
 
 def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
   """(jitted train step, initial state) of a toy decoder."""
-  decoder: Any = ToyDecoder(config.precision.dtype)
+  decoder = toy_decoder(config.precision.dtype)
   spec = decoder.params()
   t = config.training
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
@@ -84,7 +89,7 @@ def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
   return jax.jit(step), state
 
 
-def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, np.ndarray]:
+def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:
   """Random tokens; ``ignored`` targets do not count, in rows unevenly."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)

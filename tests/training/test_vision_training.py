@@ -1,0 +1,150 @@
+"""Training on images: the golden loss through the train step, whole runs on text and images, statistics left untouched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxtext_like.checkpoint.huggingface.inputs import make_batch
+from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.cli.main import main
+from maxtext_like.config.schema import Config
+from maxtext_like.training.program import Program, make_program
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+SMALL = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=32", "mlp_dim=48"]
+SMALL += ["num_hidden_layers_for_vit=1", "intermediate_size_for_vit=32"]
+SMALL += ["max_target_length=40", "per_device_batch_size=4", "lr_schedule_type=constant"]
+SMALL += ["use_multimodal=true", "dataset=jsonl", "warmup_steps_fraction=0", "learning_rate=1e-2", "enable_tensorboard=false"]
+
+
+QUICK = {"xla_backend_optimization_level": 0}  # the time of these tests is XLA's
+
+
+def golden_program(case: str, *words: str) -> Program:
+  settings = ["use_multimodal=true", "dtype=float32", "matmul_precision=highest", "max_images_per_row=2", *words]
+  _, loaded = load_checkpoint_config(GOLDEN / case / "checkpoint", settings, length=34)
+  return make_program(loaded.config)
+
+
+def golden_batch(case: str, config: Config) -> dict[str, np.ndarray]:
+  """The inputs of a case with its images by row: [B, M, ...]."""
+  with np.load(GOLDEN / case / "inputs.npz") as file:
+    arrays = dict(file)
+  batch = make_batch(arrays, case, vocab_size=config.model.vocab_size, vision=config.vision).batch
+  is_image = np.pad(batch["tokens"] == config.vision.image_token_id, ((0, 0), (1, 0)))
+  counts = (np.diff(is_image.astype(int), axis=1) == 1).sum(axis=1)
+  assert counts.sum() == len(batch["pixel_values"])
+  for name, empty in (("pixel_values", 0), ("image_position_ids", -1)):
+    if name in batch:
+      images = iter(batch[name])
+      rows = np.full((len(counts), config.vision.max_images_per_row, *batch[name].shape[1:]), empty, batch[name].dtype)
+      for row, count in zip(rows, counts, strict=True):
+        for place in range(count):
+          row[place] = next(images)
+      batch[name] = rows
+  return batch
+
+
+@pytest.mark.parametrize("case", ["gemma3_vision", "gemma4_vision_large"])
+def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(case: str, tmp_path: Path):
+  """Two microbatches of one row each, recomputed layer by layer; afterwards the statistics are the file's, bit for bit."""
+  words = ["per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=full", "weight_dtype=float32"]
+  program = golden_program(case, *words)
+  # The shapes of the golden images are not those of whole squares of patches: the step takes what it is given.
+  batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
+  params = load_hugging_face(GOLDEN / case / "checkpoint", program.decoder)
+  state, metrics = jax.jit(program.step, compiler_options=QUICK)(program._around(params), batch, np.bool_(True))
+  with np.load(GOLDEN / case / "outputs.npz") as expected:
+    np.testing.assert_allclose(metrics["loss"], expected["fp32.base.loss"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["fp32.base.grad_global_norm"], rtol=1e-3)
+  assert not metrics["skipped"]
+  manager = CheckpointManager(tmp_path, config=program.config, asynchronous=False)
+  assert manager.save_and_wait(1, state)
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+  restored = manager.restore(like)
+  manager.close()
+  assert restored is not None
+  jax.tree.map(np.testing.assert_array_equal, restored.state["params"], state["params"])
+  if case == "gemma4_vision_large":
+    file = SafetensorsFile(GOLDEN / case / "checkpoint" / "model.safetensors")
+    for name in ("std_bias", "std_scale"):
+      stored = restored.state["params"]["vision"][name]
+      assert stored.dtype == np.float32
+      np.testing.assert_array_equal(stored, file.tensor(f"model.vision_tower.{name}").astype(np.float32))
+
+
+@pytest.mark.parametrize("case", ["gemma4_vision_large", "gemma4_vision_small"])
+def test_statistics_and_bounds_are_float32_whatever_the_weights_are(case: str):
+  program = golden_program(case, "weight_dtype=bfloat16")
+  params = load_hugging_face(GOLDEN / case / "checkpoint", program.decoder)["vision"]
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  buffers = [(path, x) for path, x in leaves if "std" in jax.tree_util.keystr(path) or "clip" in jax.tree_util.keystr(path)]
+  assert len(buffers) == (2 if case == "gemma4_vision_large" else 7 * 4)
+  assert all(x.dtype == np.float32 for _, x in buffers)
+  assert any(x.dtype == jax.numpy.bfloat16 for _, x in leaves)
+  trained, frozen = program.selection.split(program.spec)
+  assert len(jax.tree.leaves(frozen["vision"], is_leaf=lambda x: hasattr(x, "trainable"))) == len(buffers)
+  assert trained["vision"]["patch"] is not None
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """Records whose last word is told by the picture alone, and a quarter without any."""
+  folder = tmp_path_factory.mktemp("pictures")
+  random, rows = np.random.default_rng(0), []
+  for i in range(32):
+    if i % 4 == 3:
+      rows.append({"text": "No <image> here."})
+      continue
+    shade, size = i % 2, [(32, 32), (20, 60), (70, 15)][i % 3]
+    levels = np.clip((60, 200)[shade] + random.normal(0, 10, (*size, 3)), 0, 255)
+    Image.fromarray(levels.astype(np.uint8)).save(folder / f"{i}.png")
+    rows.append({"text": f"<image> {'ab'[shade]}", "images": [f"{i}.png"]})
+  (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return folder / "data.jsonl"
+
+
+def metrics_of(run: Path) -> list[dict]:
+  return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-tiny"])
+def test_a_run_on_images_and_text_in_float16(model: str, pictures: Path, tmp_path: Path):
+  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+  words = [*SMALL, f"dataset_path={pictures}", f"output_dir={tmp_path}", "run_name=r", "dtype=float16"]
+  words += [f"compilation_cache_dir={tmp_path}/cache"]
+  try:
+    assert main(["train", model, *words, "steps=12"]) == 0
+    assert main(["train", model, *words, "steps=13"]) == 0  # goes on from the checkpoint
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+  rows = metrics_of(tmp_path / "r")
+  assert [row["step"] for row in rows] == list(range(1, 14))
+  assert all(np.isfinite([row["loss"], row["grad_norm"], row["param_norm"]]).all() for row in rows)
+  assert not any(row["skipped"] for row in rows)
+  assert rows[-1]["loss"] < rows[0]["loss"] / 2
+
+
+@pytest.mark.slow  # two processes, two whole programs
+def test_two_devices_give_the_losses_of_one(pictures: Path, tmp_path: Path):
+  for devices in (1, 2):
+    words = [*SMALL, f"dataset_path={pictures}", f"output_dir={tmp_path}", f"run_name={devices}", "steps=3", "dtype=float32"]
+    words += [f"per_device_batch_size={4 // devices}", "opt_type=sgd", "enable_checkpointing=false"]
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "maxtext_like", "train", "gemma4-tiny", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+  one, two = ([(r["loss"], r["grad_norm"]) for r in metrics_of(tmp_path / str(n))] for n in (1, 2))
+  np.testing.assert_allclose(one, two, rtol=1e-5)
