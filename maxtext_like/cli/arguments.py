@@ -1,6 +1,7 @@
 """What the verbs share in reading their words: the model first, then what the configuration understands or refuses."""
 
 import argparse
+import os
 
 from maxtext_like.errors import UserError
 
@@ -43,3 +44,33 @@ def configuration_parser(verb: str, description: str, epilog: str = "") -> argpa
   parser.add_argument("hardware.yml", nargs="*", help="files laid over the model file, as the mesh and kernels of a machine")
   parser.add_argument("key=value", nargs="*", help="values laid over the files; maxtext-like train --help-keys lists the keys")
   return parser
+
+
+def parse_words(
+  parser: argparse.ArgumentParser, argv: list[str], needed: dict[str, str]
+) -> tuple[argparse.Namespace, list[str]]:
+  """Options of a verb and the words that are none of them, usually ``key=value``; prints the help and exits when asked to.
+
+  Args:
+    parser: of the verb, with ``exit_on_error=False`` and nothing required, which would end the process.
+    argv: the words after the verb.
+    needed: what has to be there, and how the help calls it.
+
+  Raises:
+    UserError: an option without its value, with a wrong one, or missing.
+  """
+  fix = f"\n  fix: see {parser.prog} --help"
+  try:
+    options, rest = parser.parse_known_args(argv)
+  except argparse.ArgumentError as error:
+    raise UserError(f"{parser.prog}: {error}{fix}") from None
+  for name, shown in needed.items():
+    value = getattr(options, name)
+    if value is None or (not shown.startswith("-") and "=" in value):
+      raise UserError(f"{parser.prog} needs {shown}{fix}")
+  return options, rest
+
+
+def on_the_host() -> None:
+  """For verbs that move weights between files: JAX uses the memory of this machine, unless the environment says otherwise."""
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,6 +1,7 @@
 """``maxtext-like VERB ...``: finds the verb, turns errors into one message and an exit code. Imports nothing heavy."""
 
 import importlib
+import keyword
 import os
 import sys
 import traceback
@@ -12,14 +13,16 @@ from maxtext_like.errors import ExitError
 VERBS = {
   "train": "train a model",
   "forward": "run a checkpoint on the arrays of an .npz file",
+  "import": "turn a Hugging Face checkpoint into one of ours, to train from",
+  "export": "write the weights of a run for transformers and vLLM",
   "generate": "continue prompts with a run or a Hugging Face checkpoint",
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
   "config": "print a resolved configuration and where each value comes from",
   "models": "list the model configurations with their parameter counts",
 }
-"""Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` as ``run(argv) -> int``."""
+"""Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
-USES_JAX = ("train", "forward", "generate", "compile", "models")
+USES_JAX = ("train", "forward", "import", "export", "generate", "compile", "models")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +82,8 @@ def _dispatch(words: list[str]) -> int:
     from maxtext_like.cli.environment import check_environment
 
     check_environment()
-  return importlib.import_module(f"maxtext_like.cli.{verb}").run(rest)
+  module = f"{verb}_" if keyword.iskeyword(verb) else verb
+  return importlib.import_module(f"maxtext_like.cli.{module}").run(rest)
 
 
 def usage() -> str:

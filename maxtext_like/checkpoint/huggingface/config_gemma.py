@@ -131,7 +131,7 @@ def read_gemma4(top: Fields) -> dict[str, Any]:
     "num_kv_shared_layers": shared,
     "use_double_wide_mlp": text.boolean("use_double_wide_mlp", False) and shared > 0,
     "hidden_size_per_layer_input": width,
-    "vocab_size_per_layer_input": rows if width and rows != values["vocab_size"] else None,
+    "vocab_size_per_layer_input": rows if width else None,
     "use_bidirectional_image_attn": text.values.get("use_bidirectional_attention") == "vision",
     "rope_max_timescale": full.number("rope_theta", 1e6 if not full.values else 1e4),
     "local_rope_max_timescale": sliding.number("rope_theta", 1e4),

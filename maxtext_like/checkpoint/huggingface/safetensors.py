@@ -102,8 +102,7 @@ class SafetensorsFile:
       raise UserError(f"{self._where}: {self.size} bytes: too short to be a safetensors file; was the copy cut off?")
     if length > self.size - 8:
       raise UserError(
-        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; "
-        "truncated, or not safetensors"
+        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; truncated, or not safetensors"
       )
     file.seek(8)
     raw = file.read(length)

@@ -1,0 +1,196 @@
+"""Our parameters as a directory that transformers and vLLM load: config.json, safetensors, the files of the tokenizer."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from maxtext_like.checkpoint.huggingface.config import export_config, read_config
+from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
+from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
+from maxtext_like.checkpoint.huggingface.tensors import HEAD, Tensor, flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
+from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+
+ExportDtype = Literal["bfloat16", "float16", "float32"]
+EXPORT_DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float16", "float32")
+_STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+# Data that travel with a model. Code (*.py) never does.
+COMPANIONS = (
+  "generation_config.json",
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "preprocessor_config.json",
+  "processor_config.json",
+  "LICENSE",
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+  """What a model inherits from the Hugging Face checkpoint that its weights began with.
+
+  Attributes:
+    files: a tokenizer's and the like, to copy.
+    dtype: of the weights, if it is one that can be exported.
+    nested: a Gemma 4 whose text model is nested although it has no tower; its tensors are named accordingly.
+    token_ids: the keys of config.json beside the text model that name tokens with a meaning.
+  """
+
+  files: tuple[Path, ...] = ()
+  dtype: ExportDtype | None = None
+  nested: bool = False
+  token_ids: dict[str, Any] = field(default_factory=dict)
+
+
+def read_origin(directory: Path) -> Origin:
+  """What a model that began with the checkpoint in ``directory`` inherits; raises UserError for a malformed config.json."""
+  config = read_config(directory)
+  raw = parse_file(directory / "config.json", limit=4 << 20)
+  return Origin(
+    files=tuple(directory / name for name in COMPANIONS if (directory / name).is_file()),
+    dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
+    nested=config.model_type == "gemma4" and not config.vision,
+    token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
+  )
+
+
+def hub_names(table: Sequence[Tensor], model: ModelConfig, *, multimodal: bool) -> dict[str, str]:
+  """How released files of the family spell each tensor of the table."""
+  gemma4 = model.decoder_block == "gemma4"
+  prefix = ("model.language_model." if gemma4 else "language_model.model.") if multimodal else "model."
+  head = "language_model." + HEAD if multimodal and not gemma4 else HEAD
+  names = {}
+  for tensor in table:
+    if is_vision(tensor.name):
+      names[tensor.name] = hub_name(tensor.name, gemma4=gemma4)
+    else:
+      names[tensor.name] = head if tensor.name == HEAD else prefix + tensor.name
+  return names
+
+
+def export_hugging_face(
+  out: Path,
+  params: dict,
+  decoder: Decoder,
+  model: ModelConfig,
+  *,
+  vision: VisionConfig | None = None,
+  dtype: ExportDtype = "bfloat16",
+  shard_size: int = 5 * 10**9,
+  origin: Origin | None = None,
+) -> int:
+  """Writes ``out`` as a whole or not at all.
+
+  Args:
+    out: a directory that does not exist, or an empty one.
+    params: the parameters of ``decoder``.
+    decoder: the model.
+    model: its ``model:`` section.
+    vision: its ``vision:`` section; the tower is written if the decoder has one.
+    dtype: of the weights. The correction bias of DeepSeek's router is float32 always.
+    shard_size: bytes of one file; more weights are written to several.
+    origin: what the model inherits from the checkpoint that its weights began with.
+
+  Returns:
+    The number of tensors.
+
+  Raises:
+    UserError: ``out`` is not empty or cannot be written, or a number does not fit ``dtype``.
+  """
+  leaves = dict(flatten(params))
+  origin = origin or Origin()
+  tower = decoder.cfg.vision is not None
+  multimodal = tower or (origin.nested and model.decoder_block == "gemma4")
+  table = tensor_table(decoder, deepseek=model.decoder_block == "deepseek")
+  names = hub_names(table, model, multimodal=multimodal)
+  sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
+  with new_directory(out) as part:
+    write(part, sources, shard_size=shard_size)
+    config = export_config(model, dtype, vision if tower else None)
+    if multimodal:
+      config = (config if tower else _nested(config)) | origin.token_ids
+    write_json(part / "config.json", config)
+    for file in origin.files:
+      shutil.copyfile(file, part / file.name)
+    if not (part / "generation_config.json").exists():
+      tokens = {f"{which}_token_id": getattr(model, f"{which}_token_id") for which in ("bos", "eos", "pad")}
+      write_json(part / "generation_config.json", tokens)
+  return len(sources)
+
+
+def _nested(text: dict[str, Any]) -> dict[str, Any]:
+  """config.json of a Gemma 4 without a tower, nested all the same. ``text``: of the text-only class."""
+  return {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "dtype": text["dtype"],
+    "tie_word_embeddings": text["tie_word_embeddings"],
+    "text_config": {key: value for key, value in text.items() if key != "architectures"},
+    "vision_config": None,
+    "audio_config": None,
+  }
+
+
+def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Source:
+  stored = "F32" if tensor.name.endswith("e_score_correction_bias") else _STORED[dtype]
+
+  def values() -> np.ndarray:
+    array = tensor.from_params(leaves)
+    with np.errstate(over="ignore"):
+      converted = array.astype(DTYPES[stored])
+    if stored == "F16" and np.isinf(converted).any() and np.isfinite(array.astype(np.float32)).all():
+      raise UserError(f"{name}: holds numbers beyond 65504, which float16 cannot hold; use --dtype bfloat16")
+    return converted
+
+  return Source(name, stored, tensor.shape, values)
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+  """A directory beside ``out`` to write into, which becomes ``out`` when the block ends well and is removed when not.
+
+  Raises:
+    UserError: ``out`` exists and is not empty, or cannot be written.
+  """
+  where = printable(out)
+  part = out.with_name(f".{out.name}.{os.getpid()}.part")
+  try:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+      raise UserError(f"{where}: is there already; name a new directory")
+    part.mkdir(parents=True)
+  except OSError as error:
+    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+  try:
+    yield part
+    if out.exists():
+      out.rmdir()
+    os.rename(part, out)
+  except OSError as error:
+    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+  """Writes values as people and Hugging Face read them."""
+  path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

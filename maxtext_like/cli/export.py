@@ -1,0 +1,144 @@
+"""``maxtext-like export``: the weights of a run, or of an imported checkpoint, for transformers and vLLM."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.checkpoint.huggingface.export import Origin
+
+DESCRIPTION = """Writes the newest complete checkpoint of a run, or what `maxtext-like import` made, as a directory that
+transformers and vLLM load: config.json, safetensors (with an index when there are several), generation_config.json and
+the files of the tokenizer, where the model came with them. The dtype is by default that of the weights the run began
+with, else bfloat16."""
+EPILOG = """examples:
+  maxtext-like export runs/gemma4-tiny --out exported
+  maxtext-like export runs/a/checkpoints/500 --out exported --dtype float32 --shard-size 2GB"""
+
+
+def run(argv: list[str]) -> int:
+  """Runs the verb; see ``DESCRIPTION``."""
+  parser = argparse.ArgumentParser(
+    prog="maxtext-like export",
+    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB]",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+  parser.add_argument(
+    "source", metavar="RUN_OR_DIR", nargs="?", help="a run, one of its checkpoints, or an imported checkpoint"
+  )
+  parser.add_argument("--out", metavar="HF_DIR", help="a new directory")
+  parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")
+  parser.add_argument("--shard-size", default="5GB", help="bytes of one file, as 5GB or 500MB (default: %(default)s)")
+  options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
+  if rest:
+    raise UserError(f"export: unknown word '{rest[0]}'\n  fix: see maxtext-like export --help")
+  on_the_host()
+  source, out = Path(options.source).expanduser(), Path(options.out).expanduser()
+  from maxtext_like.checkpoint.huggingface.writer import parse_size
+
+  tensors, dtype, copied = export_checkpoint(source, out, options.dtype, parse_size(options.shard_size))
+  if not any("tokenizer" in name for name in copied):
+    print("note: no tokenizer came with the model; copy its files into the directory for use with transformers")
+  print(f"{out}: {tensors} tensors in {dtype}" + (f", {', '.join(copied)}" if copied else ""))
+  return 0
+
+
+def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> tuple[int, str, list[str]]:
+  """Exports ``source`` into the new directory ``out``.
+
+  Args:
+    source: a run, a directory of steps, a step, or an imported checkpoint.
+    out: a directory that does not exist, or an empty one.
+    dtype: of the weights; None: what the model was imported with, else bfloat16.
+    shard_size: bytes of one file.
+
+  Returns:
+    The number of tensors, their dtype, and the names of the files that were copied.
+
+  Raises:
+    UserError: no complete checkpoint there, or ``out`` cannot be written.
+  """
+  import jax
+
+  from maxtext_like.checkpoint import manifest, restore
+  from maxtext_like.checkpoint.huggingface.export import export_hugging_face
+  from maxtext_like.config.model import ModelConfig
+  from maxtext_like.config.vision import VisionConfig
+  from maxtext_like.layers.param import abstract
+  from maxtext_like.layers.precision import Precision
+  from maxtext_like.models.build import build_decoder
+  from maxtext_like.training.initial_weights import find_step
+
+  step = find_step(source)
+  if step is None:
+    raise UserError(
+      f"{source}: no complete checkpoint\n"
+      "  fix: name a run directory, one of its checkpoints/N, or a directory made by maxtext-like import"
+    )
+  try:
+    stored = manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  model, vision = _section(ModelConfig, stored.config), _section(VisionConfig, stored.config)
+  weight_dtype = stored.config.get("precision", {}).get("weight_dtype", "float32")
+  decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
+  local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local), abstract(decoder.params()))
+  params = restore.load(step, {"params": like}).state["params"]
+  origin = _origin(step, stored)
+  dtype = dtype or origin.dtype or "bfloat16"
+  tensors = export_hugging_face(
+    out,
+    params,
+    decoder,
+    model,
+    vision=vision,
+    dtype=dtype,
+    shard_size=shard_size,
+    origin=origin,
+  )
+  return tensors, dtype, [file.name for file in origin.files]
+
+
+def _section(kind: Any, config: dict[str, Any]) -> Any:
+  """A section of a stored configuration; keys that are newer than the checkpoint have their defaults."""
+  from maxtext_like.config.load import base_values
+
+  name = {"ModelConfig": "model", "VisionConfig": "vision"}[kind.__name__]
+  values = dict(base_values()) | config.get(name, {})
+  found = {field.name: values[field.name] for field in dataclasses.fields(kind)}
+  return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+
+
+def _origin(step: Path, stored: Any) -> "Origin":
+  """What the model inherits from the Hugging Face checkpoint at the beginning of a chain of ``init_from``."""
+  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
+  from maxtext_like.cli.import_ import FOLDER
+  from maxtext_like.training.initial_weights import find_step
+
+  seen: set[Path] = set()
+  while step not in seen:
+    seen.add(step)
+    for home in (step.parent.parent, step.parent):
+      if (home / FOLDER / "config.json").is_file():
+        return read_origin(home / FOLDER)
+    beginning = stored.config.get("checkpoint", {}).get("init_from")
+    if not beginning:
+      break
+    directory = Path(beginning).expanduser()
+    if (directory / "config.json").is_file():
+      return read_origin(directory)
+    earlier = find_step(directory)
+    if earlier is None:
+      break
+    step, stored = earlier, manifest.read(earlier)
+  return Origin()
