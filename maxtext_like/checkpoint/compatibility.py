@@ -14,7 +14,9 @@ from maxtext_like.errors import UserError
 # A label, not a dimension: a renamed model file is the same model.
 _MODEL_LABELS = frozenset({"model_name"})
 # What decides which arrays a state has, beside the model.
-_STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype"})
+_STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"})
+# What ``vision:`` says about the data, not about the tower.
+_VISION_DATA = frozenset({"image_placeholder", "images_field", "max_images_per_row"})
 _SHOWN = 12
 
 
@@ -55,6 +57,13 @@ def _table(changes: Iterable[tuple[str, Any, Any]]) -> str:
   return "\n".join(f"  {key}: checkpoint {json.dumps(old)}, this run {json.dumps(new)}" for key, old, new in changes)
 
 
+def _of_the_model(sections: dict[str, Any]) -> dict[str, Any]:
+  """The sections that say which model it is; a vision tower that is not built is no part of it."""
+  vision = sections.get("vision", {})
+  tower = {k: v for k, v in vision.items() if k not in _VISION_DATA} if vision.get("use_multimodal") else {}
+  return {"model": sections.get("model", {}), "vision": tower}
+
+
 def check_state(
   where: str,
   saved: dict[str, Any],
@@ -82,7 +91,7 @@ def check_state(
   current = current or {}
   models = [
     change
-    for change in differences({"model": saved.get("model", {})}, {"model": current.get("model", {})})
+    for change in differences(_of_the_model(saved), _of_the_model(current))
     if change[0].removeprefix("model.") not in _MODEL_LABELS
   ]
   leaves = _leaf_complaints(saved_leaves, wanted_leaves, subset=subset)

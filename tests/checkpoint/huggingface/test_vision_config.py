@@ -18,7 +18,7 @@ CASES = ["gemma3_vision", "gemma4_vision_large", "gemma4_vision_small", "stress_
 
 
 def section(kind: Any, values: dict[str, Any]) -> Any:
-  base: dict[str, Any] = base_values()
+  base: dict[str, Any] = dict(base_values())
   return kind(**{field.name: (base | values)[field.name] for field in dataclasses.fields(kind)})
 
 
