@@ -32,7 +32,7 @@ def main(cases: list[str]) -> int:
     lines = dict(re.findall(r"^  (\w+) +(.*)$", done.stdout, flags=re.MULTILINE))
     peak = lines.get("peak") or ("> " + lines["needed"] if "needed" in lines else "not compiled")
     row = [
-      model, topology, " ".join(values), _gib(lines.get("arguments", "")), _gib(lines.get("temporaries", "")), _gib(peak),
+      model, topology, " ".join(values), _size(lines.get("arguments", "")), _size(lines.get("temporaries", "")), _size(peak),
       lines.get("collectives", "").partition(" in the program text: ")[2] or "none",
       f"{_cpu_seconds() - before:.0f}", lines["verdict"].partition(":")[0],
     ]  # fmt: skip
@@ -46,8 +46,10 @@ def _cpu_seconds() -> float:
   return used.ru_utime + used.ru_stime
 
 
-def _gib(text: str) -> str:
-  return text.partition(" GiB")[0]
+def _size(text: str) -> str:
+  """The size at the beginning of a line of the report."""
+  found = re.match(r"(?:> )?[\d.]+ [GM]iB", text)
+  return found[0] if found else text
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def split_own(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def report(loaded: Loaded, step, group: str) -> str:
-  """The table for people, GiB (2**30 bytes) of one chip."""
+  """The table for people, in GiB (2**30 bytes) or MiB of one chip."""
   from maxtext_like.training.ahead_of_time import version
 
   c, t, hbm = loaded.config, loaded.config.training, step.topology.hbm_bytes
@@ -62,19 +62,19 @@ def report(loaded: Loaded, step, group: str) -> str:
   mesh = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items())
   shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a chip"
   if t.gradient_accumulation_steps > 1:
-    shape += f" in {t.gradient_accumulation_steps} parts"
+    shape += f", {t.gradient_accumulation_steps} times"
   rows = [
     ("model", f"{c.model.model_name}, {step.parameters:,} parameters, {c.precision.weight_dtype} weights"),
     ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
     ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
-    ("arguments", f"{_gib(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
+    ("arguments", f"{_size(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
   ]
   if step.temporary_bytes is not None:
-    rows.append(("temporaries", f"{_gib(step.temporary_bytes)} a chip, not all at once"))
+    rows.append(("temporaries", f"{_size(step.temporary_bytes)} a chip, not all at once"))
   if step.peak_bytes is not None:
     share = f"{step.peak_bytes / hbm:.0%}"
     name = "peak" if not step.out_of_memory else "needed"
-    rows.append((name, f"{_gib(step.peak_bytes)} of {_gib(hbm)} HBM a chip ({share})"))
+    rows.append((name, f"{_size(step.peak_bytes)} of {_size(hbm)} HBM a chip ({share})"))
   if not step.out_of_memory:
     rows.append(("collectives", collectives(step)))
   packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {group}"
@@ -95,8 +95,8 @@ def collectives(step) -> str:
   return f"{sum(step.collectives.values())} in the program text: {words}"
 
 
-def _gib(size: int) -> str:
-  return f"{size / GIB:.2f} GiB"
+def _size(size: int) -> str:
+  return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.2f} MiB"
 
 
 def _remedy(step) -> str:

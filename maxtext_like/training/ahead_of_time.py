@@ -205,9 +205,18 @@ def out_of_memory_bytes(message: str) -> int | None:
 
 
 def count_collectives(hlo: str) -> dict[str, int]:
-  """Instructions of an HLO text that move data between chips, by kind; an asynchronous pair counts once."""
-  names = "|".join(COLLECTIVES)
-  counted = collections.Counter(m[1] for m in re.finditer(rf" ({names})(?:-start)?\(", hlo))
+  """Instructions of an HLO text that move data between chips, by kind; an asynchronous pair counts once.
+
+  On TPU a reduce-scatter is an all-reduce in a fused computation of its own, ``%all-reduce-scatter``.
+  """
+  instruction = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+  counted: collections.Counter[str] = collections.Counter()
+  scatter = False
+  for line in hlo.splitlines():
+    if line.startswith(("%", "ENTRY")):
+      scatter = line.startswith("%all-reduce-scatter")
+    for found in instruction.finditer(line):
+      counted["reduce-scatter" if scatter and found[1] == "all-reduce" else found[1]] += 1
   return {name: counted[name] for name in COLLECTIVES if counted[name]}
 
 

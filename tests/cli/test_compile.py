@@ -82,21 +82,30 @@ def test_what_the_compiler_says_about_memory(message, gib):
 
 
 def test_collectives_are_counted_once():
-  hlo = """
+  hlo = """HloModule jit_step
+
+%all-reduce-scatter.1 (input.5: bf16[64]) -> bf16[8] {
+  %all-reduce.7 = bf16[64] all-reduce(%input.5), channel_id=6
+  ROOT %dynamic-slice.38 = bf16[8] dynamic-slice(%all-reduce.7, %multiply.14)
+}
+
+ENTRY %main (p: f32[8]) -> f32[] {
   %ag.1 = (f32[8], f32[64]) all-gather-start(f32[8] %p), replica_groups={}
   %ag.2 = f32[64] all-gather-done((f32[8], f32[64]) %ag.1)
-  ROOT %ar = f32[] all-reduce(f32[] %x), to_apply=%sum
+  %fusion.1 = bf16[8] fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
   %ag.3 = f32[64] all-gather(f32[8] %all-gather.7), dimensions={0}
   %rs = f32[8] reduce-scatter(f32[64] %y)
-  """
-  assert count_collectives(hlo) == {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 1}
+  ROOT %ar = f32[] all-reduce(f32[] %x), to_apply=%sum
+}
+"""
+  assert count_collectives(hlo) == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 1}
   assert count_collectives("ROOT %add = f32[] add(%a, %b)") == {}
 
 
 def test_flags_have_the_types_that_the_compiler_takes():
   base, everything = xla_flags("base"), xla_flags("all")
   assert base["xla_jf_spmd_threshold_for_windowed_einsum_mib"] == "1000000"
-  assert base["xla_tpu_assign_all_reduce_scatter_layout"] is True
+  assert everything["xla_enable_async_all_gather"] is True
   assert base.items() < everything.items()
   with pytest.raises(UserError, match="xla_flags=most"):
     xla_flags("most")
