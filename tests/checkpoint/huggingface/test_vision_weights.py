@@ -32,10 +32,10 @@ def section(kind: Any, values: dict[str, Any]) -> Any:
   return kind(**{field.name: (base | values)[field.name] for field in dataclasses.fields(kind)})
 
 
-def decoder_of(directory: Path, weight_dtype: str = "bfloat16") -> Decoder:
+def decoder_of(directory: Path) -> Decoder:
   config = read_config(directory)
   vision = section(VisionConfig, config.vision | {"use_multimodal": True})
-  return build_decoder(section(ModelConfig, config.model), Precision(weight_dtype=weight_dtype), vision=vision)
+  return build_decoder(section(ModelConfig, config.model), Precision(weight_dtype="bfloat16"), vision=vision)
 
 
 def stored(case: str) -> dict[str, np.ndarray]:
