@@ -25,7 +25,8 @@ def read_weights(directory: Path, program: Program) -> Any:
   directory = directory.expanduser()
   params = program.abstract_state["params"]
   if (directory / "config.json").is_file():
-    return load_hugging_face(directory, program.decoder, shardings=jax.tree.map(lambda x: x.sharding, params))
+    places = jax.tree.map(lambda x: x.sharding, params)
+    return load_hugging_face(directory, program.decoder, model=program.config.model, shardings=places)
   step = find_step(directory)
   if step is None:
     raise UserError(

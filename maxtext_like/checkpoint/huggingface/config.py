@@ -5,6 +5,7 @@ Both forms are read: the Hub's, which leaves out what equals the defaults, and t
 names in ``auto_map`` is never run: the keys are data here.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,48 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
     float8_block=_float8_block(top),
     dtype=top.text("dtype", top.text("torch_dtype", "")) or None,
   )
+
+
+# Labels, and the interval, which is a way to write layer_types.
+_NOT_THE_MODEL = frozenset(
+  ["inhomogeneous_layer_cycle_interval", "model_name", "max_position_embeddings"]
+  + [f"{which}_token_id" for which in ("pad", "bos", "eos")]
+)
+
+
+def require_same_model(config: HuggingFaceConfig, model: ModelConfig, directory: Path) -> None:
+  """Refuses a checkpoint whose config.json describes another model, though every shape may agree.
+
+  Raises:
+    UserError: lists the keys that differ.
+  """
+  if config.model["decoder_block"] != model.decoder_block:
+    raise UserError(f"{printable(directory)}: a {config.model['decoder_block']}; this run trains a {model.decoder_block}")
+  names = {key for key in config.model if key not in _NOT_THE_MODEL}
+  theirs = dataclasses.replace(model, **config.model)
+  if not config.vision or theirs.decoder_block == "gemma4":
+    names.discard("use_bidirectional_image_attn")  # without a tower there are no images
+  changed = [key for key in sorted(names) if _meaning(theirs, key) != _meaning(model, key)]
+  if changed:
+    table = "\n".join(f"  {key}: config.json {_meaning(theirs, key)}, this run {_meaning(model, key)}" for key in changed)
+    raise UserError(
+      f"{printable(directory)}: a checkpoint of another model:\n{table}\n"
+      "  fix: train a model file with the checkpoint's values; maxtext-like import writes one"
+    )
+
+
+def _meaning(model: ModelConfig, key: str) -> Any:
+  """A value with its default filled in, where leaving it out means another key's value."""
+  value = getattr(model, key)
+  if key == "layer_types":
+    return model.attention_types() if model.decoder_block != "deepseek" else None
+  if (key == "query_pre_attn_scalar" and model.decoder_block == "gemma3") or key == "global_head_dim":
+    return model.head_dim if value is None else value
+  if key == "global_num_kv_heads":
+    return model.num_kv_heads if value is None else value
+  if key == "vocab_size_per_layer_input" and model.hidden_size_per_layer_input:
+    return model.vocab_size if value is None else value
+  return value
 
 
 def _float8_block(top: Fields) -> tuple[int, int]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
+from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 
@@ -209,13 +210,25 @@ class Weights:
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def load_hugging_face(directory: Path | str, decoder: Decoder, *, shardings: Any = None) -> dict:
-  """The parameters of a Hugging Face checkpoint directory for a decoder built from its config.json.
+def load_hugging_face(
+  directory: Path | str, decoder: Decoder, *, model: ModelConfig | None = None, shardings: Any = None
+) -> dict:
+  """The parameters of a Hugging Face checkpoint directory for a decoder.
 
-  Each array has the dtype that the decoder declares (``weight_dtype``). Raises UserError as ``Weights`` does.
+  Args:
+    directory: with config.json and safetensors.
+    decoder: the model; each array gets the dtype that it declares (``weight_dtype``).
+    model: the configuration the decoder was built from, when that is not config.json itself; the two are compared.
+    shardings: as for ``Weights.load``.
+
+  Raises:
+    UserError: as ``Weights``, and when config.json describes another model.
   """
   directory = Path(directory)
-  return Weights(directory, decoder, read_config(directory)).load(shardings)
+  config = read_config(directory)
+  if model is not None:
+    require_same_model(config, model, directory)
+  return Weights(directory, decoder, config).load(shardings)
 
 
 def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:

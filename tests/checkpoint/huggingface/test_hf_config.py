@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config
-from maxtext_like.config.load import base_values
+from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config, require_same_model
+from maxtext_like.config.load import base_values, load_config
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
 
@@ -169,3 +169,72 @@ def test_code_of_the_repository_is_data(tmp_path: Path):
   config = hub("gemma3_text") | {"auto_map": {"AutoModelForCausalLM": "modeling_x.Model"}}
   (tmp_path / "config.json").write_text(json.dumps(config))
   assert read_config(tmp_path).model == values(hub("gemma3_text"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_the_one_of_its_own_config(case: str):
+  config = read_config(GOLDEN / case / "checkpoint")
+  model = build(config.model)
+  require_same_model(config, model, GOLDEN)
+  require_same_model(config, dataclasses.replace(model, model_name="mine", eos_token_id=7), GOLDEN)
+
+
+@pytest.mark.parametrize(
+  ("case", "change"),
+  [
+    ("gemma3_text", {"rope_max_timescale": 5e5}),
+    ("gemma3_text", {"query_pre_attn_scalar": None}),
+    ("gemma3_text", {"layer_types": ("sliding",) * 7}),
+    ("gemma4_dense", {"final_logits_soft_cap": 30.0}),
+    ("gemma4_dense", {"normalization_layer_epsilon": 1e-5}),
+    ("deepseek3", {"routed_scaling_factor": 1.0}),
+    ("deepseek3", {"mscale_all_dim": 0.5}),
+  ],
+)
+def test_another_model_of_the_same_shapes_is_refused(case: str, change: dict[str, Any]):
+  config = read_config(GOLDEN / case / "checkpoint")
+  with pytest.raises(UserError, match=f"another model:\n  .*{next(iter(change))}: config.json"):
+    require_same_model(config, dataclasses.replace(build(config.model), **change), GOLDEN)
+
+
+def test_values_that_mean_the_same_are_the_same():
+  config = read_config(GOLDEN / "gemma4_dense" / "checkpoint")  # head_dim 8, interval 3
+  spelt_out = {"layer_types": ("sliding", "sliding", "global") * 2, "inhomogeneous_layer_cycle_interval": 6}
+  require_same_model(config, dataclasses.replace(build(config.model), **spelt_out), GOLDEN)
+
+
+def test_another_family_is_refused():
+  config = read_config(GOLDEN / "gemma4_dense" / "checkpoint")
+  with pytest.raises(UserError, match="a gemma4; this run trains a deepseek"):
+    require_same_model(config, build(read_config(GOLDEN / "deepseek3" / "checkpoint").model), GOLDEN)
+
+
+_GEMMA3 = {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+_GEMMA4 = {"rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0}
+_GEMMA4 |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10, "attention_k_eq_v": True}
+_YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+RELEASED: dict[str, dict[str, Any]] = {
+  "gemma3-4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, **_GEMMA3},
+  "gemma3-27b": {
+    **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32},
+    **{"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, **_GEMMA3},
+  },
+  "gemma4-31b": {
+    **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32},
+    **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "global_head_dim": 512, "sliding_window": 1024},
+    **{"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, **_GEMMA4},
+    "use_bidirectional_attention": "vision",
+  },
+  "deepseek3-671b": {"max_position_embeddings": 163840, "rope_scaling": {**_YARN, "original_max_position_embeddings": 4096}},
+  "deepseek3.2-671b": {"rope_scaling": {**_YARN, "original_max_position_embeddings": 4096}},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_config_is_the_model_file_of_that_name(name: str):
+  """A sparse config.json, as it is on the Hub, and configs/models agree, so that ``init_from`` takes it."""
+  family = {"gemma3": "gemma3", "gemma4": "gemma4", "deepseek3": "deepseek_v3", "deepseek3.2": "deepseek_v32"}
+  text, model_type = RELEASED[name], family[name.rpartition("-")[0]]
+  config = text if "deepseek" in name else {"text_config": text, "vision_config": None}
+  found = interpret({"model_type": model_type, **config}, "config.json")
+  require_same_model(found, load_config(name).config.model, GOLDEN)
