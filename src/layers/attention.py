@@ -150,6 +150,7 @@ class Attention:
       value_dim=c.head_dim,
       dtype=self.precision.dtype,
       blocks=c.bidirectional_blocks and tokens.blocks is not None,
+      length=x_BTD.shape[1],
     )
     out_BTNH = attend(
       q_BTNH,

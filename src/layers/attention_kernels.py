@@ -16,7 +16,9 @@ from maxtext_like.layers.splash import splash_attention
 Kernel = Literal["auto", "dot_product", "cudnn_flash", "splash"]
 
 
-def choose_kernel(kernel: Kernel, *, platform: str, head_dim: int, value_dim: int, dtype: str, blocks: bool) -> Kernel:
+def choose_kernel(
+  kernel: Kernel, *, platform: str, head_dim: int, value_dim: int, dtype: str, blocks: bool, length: int | None = None
+) -> Kernel:
   """The kernel that will run.
 
   Args:
@@ -25,6 +27,7 @@ def choose_kernel(kernel: Kernel, *, platform: str, head_dim: int, value_dim: in
     head_dim, value_dim: sizes of q.k heads and of v heads.
     dtype: dtype of q, k and v.
     blocks: the mask has bidirectional image blocks.
+    length: positions of a row; None: a multiple of 128.
 
   Returns:
     "dot_product", "cudnn_flash" or "splash".
@@ -51,6 +54,9 @@ def choose_kernel(kernel: Kernel, *, platform: str, head_dim: int, value_dim: in
     reasons.append(f"dtype {dtype} is not bfloat16")
   if not on_tpu and dtype not in ("bfloat16", "float16"):
     reasons.append(f"dtype {dtype} is neither bfloat16 nor float16")
+  if not on_tpu and length is not None and length % 128:
+    # cuDNN's bfloat16 backward gave NaN gradients with a finite loss at length % 128 == 64 (pytorch issue 196678).
+    reasons.append(f"the row length {length} is not a multiple of 128")
   if blocks:
     reasons.append("the mask has bidirectional image blocks")
   if kernel == "auto":

@@ -17,8 +17,8 @@ Spec = Any  # a nested dict of Param
 Rules = Mapping[str, str | tuple[str, ...] | None]  # logical axis -> mesh axis or axes
 
 
-# Leaves of at most this many numbers get their random bits from one program together: a program each is slow to compile.
-SMALL_LEAF = 1 << 20
+# Rows of at most this many numbers get their random bits from one program together: a program each is slow to compile.
+SMALL_ROW = 1 << 17
 
 
 def _symmetric(bits: jax.Array, bound: float) -> jax.Array:
@@ -123,7 +123,7 @@ def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = la
   leaves, tree = jax.tree_util.tree_flatten_with_path(spec)
   codes = [zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves]
   params = [p for _, p in leaves]
-  small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and math.prod(p.shape) <= SMALL_LEAF]
+  small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and _row_size(p) <= SMALL_ROW]
   shared = dict(zip(small, _bits_together(key, [(codes[i], params[i]) for i in small]), strict=True))
   arrays = []
   for i, (code, p) in enumerate(zip(codes, params, strict=True)):
@@ -134,6 +134,10 @@ def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = la
     make = p.init if p.rows is None else jax.vmap(p.init)
     arrays.append(make(bits).astype(p.dtype))
   return jax.tree_util.tree_unflatten(tree, [box(p, x) for p, x in zip(params, arrays, strict=True)])
+
+
+def _row_size(p: Param) -> int:
+  return math.prod(p.shape if p.rows is None else p.shape[1:])
 
 
 def _bits_alone(key: jax.Array, p: Param) -> jax.Array:
@@ -154,7 +158,7 @@ def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.
   row_keys = jax.random.key_data(fold(fold(jnp.broadcast_to(key, len(rows)), row_codes), row_numbers))
   keys, numbers, begin = [], [], 0
   for _, p in leaves:
-    count, size = p.rows or 1, math.prod(p.shape) // (p.rows or 1)
+    count, size = p.rows or 1, _row_size(p)
     mine = row_keys[begin : begin + count, None]
     keys.append(jnp.broadcast_to(mine, (count, size, mine.shape[-1])).reshape(count * size, -1))
     numbers.append(jnp.broadcast_to(jnp.arange(size), (count, size)).reshape(-1))

@@ -117,6 +117,7 @@ REFUSED = [
   ("cudnn_flash", GPU | {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
   ("cudnn_flash", GPU | {"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
   ("cudnn_flash", GPU | {"blocks": True}, "bidirectional image blocks"),
+  ("cudnn_flash", GPU | {"length": 192}, "the row length 192 is not a multiple of 128"),
   ("splash", TPU | {"platform": "cpu"}, "on TPUs, not on cpu"),
   ("splash", TPU | {"head_dim": 192, "value_dim": 192}, "192 is not a multiple of 128"),
   ("splash", TPU | {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
