@@ -25,6 +25,7 @@ from maxtext_like.numerics.plan import SUBSET, Block, Frame, Node, Plan, Site
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
 _BOTH: Signs = frozenset("+-")
+_CARRIED = 128  # faults remembered for each value: beyond, the earliest ones
 _FLIP = {"+": "-", "-": "+", "nan": "nan"}
 
 
@@ -69,13 +70,15 @@ class Operand:
 
 @dataclasses.dataclass
 class Value:
-  """What the replay knows of a value: its fault, its intentional infinities, its statistics, its slices along axis 0."""
+  """What the replay knows of a value: its earliest fault and the order of all it carries, its intentional infinities, its
+  statistics, its slices along axis 0."""
 
   fault: Fault | None = None
   signs: Signs = _NONE
   row: np.ndarray | None = None
   full: bool = False
   slices: list["Value"] | None = None
+  carried: frozenset[int] = frozenset()
 
   @property
   def tainted(self) -> bool:
@@ -90,7 +93,7 @@ class Findings:
   """All faults in execution order, and which of them reached the outputs."""
 
   faults: list[Fault]
-  reached: list[tuple[int, Fault]]  # (output index, its earliest fault)
+  reached: list[tuple[int, frozenset[int]]]  # (output index, orders of the faults it carries)
 
 
 def search(plan: Plan, data, n_outputs: int) -> Findings:
@@ -103,7 +106,7 @@ def search(plan: Plan, data, n_outputs: int) -> Findings:
   consts = [replay.input(site, data["rows"], constant=True) for site in plan.consts]
   outs = replay.frame(plan.frame, data, args, (), consts)
   assert len(outs) == n_outputs
-  return Findings(replay.faults, [(i, v.fault) for i, v in enumerate(outs) if v.fault is not None])
+  return Findings(replay.faults, [(i, v.carried) for i, v in enumerate(outs) if v.carried])
 
 
 def _any_bad(data) -> bool:
@@ -131,7 +134,8 @@ class _Replay:
       return Value(row=row, full=site.full)
     if constant and "nan" not in signs:
       return Value(signs=signs, row=row, full=site.full)
-    return Value(fault=self.new_fault(site, (), row), row=row, full=site.full)
+    fault = self.new_fault(site, (), row)
+    return Value(fault=fault, row=row, full=site.full, carried=frozenset((fault.order,)))
 
   def frame(self, frame: Frame, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
     assert frame.block is not None
@@ -156,8 +160,8 @@ class _Replay:
         return operands  # optimization_barrier and collectives of several values: one to one
       if len(floats) == 1:
         v = floats[0]
-        signs = _signs_out(node.eqn.primitive.name, operands)
-        return [Value(v.fault, signs, v.row, v.full)] * len(node.eqn.outvars)
+        signs = _signs_out(node.eqn.primitive.name, operands) if node.eqn.primitive.name in ("neg", "abs") else v.signs
+        return [Value(v.fault, signs, v.row, v.full, carried=v.carried)] * len(node.eqn.outvars)
       return [_union(floats)] * len(node.eqn.outvars)
     outs = []
     for site in node.sites:
@@ -165,21 +169,25 @@ class _Replay:
         outs.append(_CLEAN)
         continue
       row = data["rows"][site.row]
-      fault, signs = self.judge(node, site, row, operands, loops)
-      outs.append(Value(fault, signs, row, site.full))
+      outs.append(self.judge(node, site, row, operands, loops))
     return outs
 
-  def judge(self, node: Node, site: Site, row, operands: Sequence[Value], loops) -> tuple[Fault | None, Signs]:
+  def judge(self, node: Node, site: Site, row, operands: Sequence[Value], loops) -> Value:
+    """The rules of the module, for one output."""
+    value = Value(row=row, full=site.full)
     signs = _signs(row)
     if not signs:
-      return None, _NONE
-    faults = [v.fault for v in operands if v.fault is not None]
-    if faults:
-      return min(faults, key=lambda f: f.order), _NONE
-    if signs <= _signs_out(node.eqn.primitive.name, operands):
-      return None, signs
-    ranges = [_operand(a, v) for a, v in zip(node.eqn.invars, operands, strict=True)]
-    return self.new_fault(site, loops, row, ranges, dict(node.eqn.params)), _NONE
+      return value
+    if any(v.fault is not None for v in operands):
+      derived = _union(operands)
+      value.fault, value.carried = derived.fault, derived.carried
+    elif signs <= _signs_out(node.eqn.primitive.name, operands):
+      value.signs = signs
+    else:
+      ranges = [_operand(a, v) for a, v in zip(node.eqn.invars, operands, strict=True)]
+      value.fault = self.new_fault(site, loops, row, ranges, dict(node.eqn.params))
+      value.carried = frozenset((value.fault.order,))
+    return value
 
   def replay_call(self, node: Node, data, operands, loops) -> list[Value]:
     assert node.block is not None
@@ -190,7 +198,7 @@ class _Replay:
     length, reverse = node.eqn.params["length"], node.eqn.params["reverse"]
     n_consts, n_carry = jaxprs.scan_counts(node.eqn)
     consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
-    ys: list[list[Value]] = [[_CLEAN] * length for _ in node.eqn.outvars[n_carry:]]
+    ys = [[_CLEAN] * length for _ in node.eqn.outvars[n_carry:]]
     flagged = _bad_iterations(data, length)
     steps = range(length - 1, -1, -1) if reverse else range(length)
     for step, i in enumerate(steps):
@@ -228,11 +236,11 @@ class _Replay:
     data = data["children"][node.child]
     taken = np.unique(data["branch"])  # several only when shards of a shard_map took different branches
     results = [self.frame(node.frames[b], data["branches"][b], operands[1:], loops) for b in taken]
-    return [_union(values) if len(values) > 1 else values[0] for values in zip(*results, strict=True)]
+    return results[0] if len(results) == 1 else [_union(values) for values in zip(*results, strict=True)]
 
   def replay_shard_map(self, node: Node, data, operands, loops) -> list[Value]:
     shards = data["children"][node.child]
-    drop = lambda v: Value(v.fault, v.signs, v.row, v.full)  # an array's slices are not the shards' slices
+    drop = lambda v: dataclasses.replace(v, slices=None)  # an array's slices are not the shards' slices
     return self.frame(node.frames[0], over_shards(shards), [drop(v) for v in operands], loops)
 
 
@@ -336,11 +344,15 @@ def _union(values: Sequence[Value]) -> Value:
   faults = [v.fault for v in values if v.fault is not None]
   signs = frozenset().union(*(v.signs for v in values))
   row = next((v.row for v in values if v.row is not None), None)
-  return Value(min(faults, key=lambda f: f.order) if faults else None, signs, row, any(v.full for v in values))
+  earliest = min(faults, key=lambda f: f.order) if faults else None
+  carried = frozenset().union(*(v.carried for v in values))
+  if len(carried) > _CARRIED:
+    carried = frozenset(sorted(carried)[:_CARRIED])
+  return Value(earliest, signs, row, any(v.full for v in values), carried=carried)
 
 
 def _stacked(values: list[Value]) -> Value:
   whole = _union(values) if values else _CLEAN
   rows = [v.row for v in values if v.row is not None]
   row = statistics.merge_axis(np.stack(rows)) if rows else None
-  return Value(whole.fault, whole.signs, row, whole.full, values)
+  return Value(whole.fault, whole.signs, row, whole.full, values, whole.carried)

@@ -11,7 +11,17 @@ from maxtext_like.numerics.cause import Fault, Loop, Operand
 from maxtext_like.numerics.statistics import Stats, decode
 
 _INFIX = {"mul": "x", "add": "+", "add_any": "+", "sub": "-", "div": "/", "dot_general": "@", "ragged_dot_general": "@"}
-_NEAR_ZERO = ("div", "log", "rsqrt", "integer_pow", "pow", "log2", "sqrt", "atan2", "rem")  # what matters is the smallest
+_NEAR_ZERO = (
+  "div",
+  "log",
+  "rsqrt",
+  "integer_pow",
+  "pow",
+  "log2",
+  "sqrt",
+  "atan2",
+  "rem",
+)  # what matters is the smallest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +171,7 @@ def _words(op, raw, operands: tuple[Range, ...], result: str, stats: Stats, dtyp
     left = f"{op}({', '.join(terms[:4])}{', ...' if len(terms) > 4 else ''})"
   if op == "select_n" and result == "nan":
     return f"{left} -> nan (a NaN constant was selected)"
-  if wide > limit and not (op == "convert_element_type"):
+  if wide > limit and op != "convert_element_type":
     return f"{left} -> {number(wide)} > {number(limit)}"
   if op == "convert_element_type":
     return f"{left} -> {result} ({number(limit)} is the largest)"

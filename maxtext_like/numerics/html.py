@@ -19,7 +19,8 @@ _ROWS = 80
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; color: #111; background: #fff; }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem;
+  color: #111; background: #fff; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .cause { border-left: 6px solid #111; background: #f3f3f3; padding: .6rem 1rem; font-family: ui-monospace, monospace; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -139,10 +140,20 @@ def _list(report: Report) -> str:
     value = lambda x, at=at: "" if math.isnan(float(x[at])) else f"{float(x[at]):.3g}"
     share = lambda x, at=at: "" if math.isnan(float(x[at])) else f"{100 * float(x[at]):.1f}%"
     texts = [t.name, t.source, t.direction, t.dtype, "x".join(map(str, t.shape))]
-    numbers = [value(s.max), value(s.rms), value(s.min_nonzero), str(int(s.nan[at])), str(int(s.inf[at])), share(s.zero)]
+    numbers = [
+      value(s.max),
+      value(s.rms),
+      value(s.min_nonzero),
+      str(int(s.nan[at])),
+      str(int(s.inf[at])),
+      share(s.zero),
+    ]
     numbers += [",".join(map(str, at)), *(share(s.flushed[f]) for f in FORMATS)]
     rows.append(
-      "<tr>" + "".join(f"<td class=l>{html.escape(x)}</td>" for x in texts) + "".join(f"<td>{x}</td>" for x in numbers) + "</tr>"
+      "<tr>"
+      + "".join(f"<td class=l>{html.escape(x)}</td>" for x in texts)
+      + "".join(f"<td>{x}</td>" for x in numbers)
+      + "</tr>"
     )
   head = "".join(f"<th class=l>{h}</th>" if i < 5 else f"<th>{h}</th>" for i, h in enumerate(heads))
   return (

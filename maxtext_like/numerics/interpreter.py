@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from maxtext_like.numerics import jaxprs, statistics
 from maxtext_like.numerics.plan import Block, Frame, Node, Plan
@@ -128,7 +128,7 @@ class Interpreter:
     step = jaxprs.vary(jnp.int32(0), axes)
 
     def go_on(state):
-      return jax.core.eval_jaxpr(condition, condition_consts, *cond_consts, *state[0])[0]
+      return core.eval_jaxpr(condition, condition_consts, *cond_consts, *state[0])[0]
 
     def turn(state):
       carry, step, first, history = state

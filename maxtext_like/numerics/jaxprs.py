@@ -128,6 +128,6 @@ def vary(x, axes: Sequence[str]):
 def is_float(aval) -> bool:
   """Whether an abstract value holds floating-point (or complex) numbers; keys, integers, booleans and references do not."""
   dtype = getattr(aval, "dtype", None)
-  if dtype is None or "Ref" in type(aval).__name__ or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+  if dtype is None or "Ref" in type(aval).__name__ or jnp.issubdtype(dtype, jax.dtypes.extended):
     return False
   return bool(jnp.issubdtype(dtype, jnp.inexact))

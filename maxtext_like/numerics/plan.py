@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from maxtext_like.numerics import jaxprs, statistics
 
 # The output holds exactly the values of the operands: measuring it again tells nothing, taint passes through unchanged.
@@ -118,9 +120,7 @@ class _Builder:
     source = sources[0] if sources else ""
     full = not self.light and not derived and (self.only is None or bool(self.only.search(f"{path} {source} {op}")))
     wide = op in statistics.WIDENED and statistics.overflows_early(aval.dtype)
-    site = Site(
-      len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape), full, wide, self.order, derived
-    )
+    site = Site(len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape), full, wide, self.order, derived)
     self.order += 1
     frame.sites.append(site)
     return site
@@ -178,7 +178,7 @@ class _Builder:
 
 
 def _says_little(eqn) -> bool:
-  """Whether the operands' statistics tell those of the result well enough; a rematerialised value is not measured twice either."""
+  """Whether the operands' statistics tell those of the result well enough."""
   op = eqn.primitive.name
   arrays = sum(bool(v.aval.shape) for v in eqn.invars) if op in _SCALED else 0
   return op in SUBSET or op in _BOUNDED or (op in _SCALED and arrays == 1)
@@ -192,13 +192,12 @@ def is_exact(eqn) -> bool:
 
 
 def _widens(old, new) -> bool:
-  import jax.numpy as jnp
-
   if not (jaxprs.is_float(old) and jaxprs.is_float(new)):
     return False
   if jnp.issubdtype(new.dtype, jnp.complexfloating) != jnp.issubdtype(old.dtype, jnp.complexfloating):
     return False
-  return jnp.finfo(new.dtype).max >= jnp.finfo(old.dtype).max and jnp.finfo(new.dtype).bits >= jnp.finfo(old.dtype).bits
+  a, b = jnp.finfo(old.dtype), jnp.finfo(new.dtype)
+  return bool(b.max >= a.max) and b.bits >= a.bits
 
 
 def _join(a: str, b: str) -> str:

@@ -147,11 +147,10 @@ def build(plan: Plan, data, outputs: Any, output_names: Sequence[str]) -> Report
   """A report from a program's data (host arrays)."""
   findings = cause_search.search(plan, data, len(output_names))
   reached: dict[int, list[str]] = {}
-  for index, fault in findings.reached:
-    reached.setdefault(fault.order, []).append(output_names[index])
-  faults = tuple(
-    explain(f, masked=f.order not in reached, outputs=tuple(reached.get(f.order, ()))) for f in findings.faults
-  )
+  for index, orders in findings.reached:
+    for order in orders:
+      reached.setdefault(order, []).append(output_names[index])
+  faults = tuple(explain(f, masked=f.order not in reached, outputs=tuple(reached.get(f.order, ()))) for f in findings.faults)
   unmasked = [f for f in faults if not f.masked]
   first = (unmasked or [*faults, None])[0]
   tensors = sorted(_tensors(plan.frame, data, ()), key=lambda t: t.order)

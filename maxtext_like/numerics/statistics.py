@@ -8,6 +8,7 @@ Narrow floats convert to float32 exactly. float64 is clipped to float32's range 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax import lax
 
 MAX, WIDE, MIN, NAN, POS_INF, INF, NEGATIVE, ZERO, SUB_OWN, SUB_F16, SUB_E5M2, SUB_E4M3, SQUARES, COUNT = range(14)
 COLUMNS = 14
-_SUMS = (NAN, POS_INF, INF, NEGATIVE, ZERO, SUB_OWN, SUB_F16, SUB_E5M2, SUB_E4M3)
 
 
 def _bits_of(x: float) -> int:
@@ -69,20 +69,53 @@ def _magnitude(x):
   return _bits(x) & jnp.int32(0x7FFFFFFF)
 
 
-def row(x, *, full: bool = True, wide=None):
-  """Statistics of one array as int32 [COLUMNS].
+# Up to this size the sum of squares joins the reduction (one kernel less to compile); above it, it is a library call.
+_SMALL = 2048
+
+
+@dataclasses.dataclass
+class Scalar:
+  """A tensor of one element, to be measured together with the others of its frame: one kernel instead of many."""
+
+  x: Any
+  full: bool
+  wide: Any
+
+
+def row(x, *, full: bool = True, wide=None) -> "Scalar | list[Any]":
+  """Statistics of one array, for `stack`: int32 scalars, one for each of COLUMNS (SQUARES: float32), or a Scalar.
 
   full=False leaves out all but max, NaN and infinities. `wide` is the same result computed in float32.
   """
+  return Scalar(x, full, wide) if x.size == 1 else _reduced(x, full, wide)
+
+
+def _reduced(x, full: bool, wide) -> list[Any]:
+  parts, squares = _elements(x, full, wide, float(jnp.finfo(x.dtype).tiny))
+  inside = full and x.size <= _SMALL
+  if inside:
+    parts[SQUARES] = squares
+  columns = sorted(parts)
+  start = [jnp.float32(0) if c == SQUARES else jnp.int32(_INF_BITS if c == MIN else 0) for c in columns]
+  join = lambda a, b: tuple(_merge_column(c, p, q) for c, p, q in zip(columns, a, b, strict=True))
+  values = lax.reduce(tuple(parts[c] for c in columns), tuple(start), join, tuple(range(x.ndim)))
+  done = dict(zip(columns, values, strict=True))
+  if full:  # not masked by finiteness: a plain sum of squares is a library call
+    done[SQUARES] = done[SQUARES] if inside else jnp.sum(squares)
+  done[COUNT] = jnp.int32(np.uint32(x.size).view(np.int32))  # read back as unsigned
+  blank = neutral()
+  return [done.get(c, jnp.int32(blank[c])) for c in range(COLUMNS)]
+
+
+def _elements(x, full: bool, wide, tiny) -> tuple[dict[int, Any], Any]:
+  """Each element's contribution to each column, and its square. `tiny`: smallest normal number of the tensor's dtype."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     re, im = _float32(x.real), _float32(x.imag)
     bits = lax.max(_magnitude(re), _magnitude(im))  # the larger component stands for the number
     signed, squares = bits, re * re + im * im
   else:
     x32 = _float32(x)
-    signed = _bits(x32)
-    bits = _magnitude(x32)
-    squares = x32 * x32
+    signed, bits, squares = _bits(x32), _magnitude(x32), x32 * x32
   flag = lambda condition: condition.astype(jnp.int32)
   parts = {
     MAX: jnp.where(bits < _INF_BITS, bits, 0),
@@ -95,30 +128,24 @@ def row(x, *, full: bool = True, wide=None):
     wide_bits = _magnitude(_float32(wide))
     parts[WIDE] = jnp.where(wide_bits < _INF_BITS, wide_bits, 0)
   if full:
+    # float64's smallest normal number is zero in float32, whose bits are then 0: zeros count, as they should.
+    tiny_bits = np.maximum(np.asarray(tiny, np.float32).view(np.int32), 1)
     parts[MIN] = jnp.where(bits > 0, bits, _INF_BITS)
     parts[ZERO] = flag(bits == 0)
-    parts[SUB_OWN] = flag(bits < _bits_of(min(float(jnp.finfo(x.dtype).tiny), 1.0)) if _tiny_fits(x.dtype) else bits == 0)
+    parts[SUB_OWN] = flag(bits < tiny_bits)
     parts |= {column: flag(bits <= _bits_of(bound)) for column, bound in _FLUSHED.items()}
-  columns = sorted(parts)
-  start = [jnp.int32(_INF_BITS if c == MIN else 0) for c in columns]
-
-  def merge(a, b):
-    return tuple(_merge_column(c, p, q) for c, p, q in zip(columns, a, b, strict=True))
-
-  if x.size == 1:
-    values = [parts[c].reshape(()) for c in columns]
-  else:
-    values = lax.reduce(tuple(parts[c] for c in columns), tuple(start), merge, tuple(range(x.ndim)))
-  done = dict(zip(columns, values, strict=True))
-  if full:
-    done[SQUARES] = _bits(jnp.sum(squares))  # not masked by finiteness: a plain sum of squares is a library call
-  done[COUNT] = jnp.int32(np.uint32(x.size).view(np.int32))  # read back as unsigned
-  blank = neutral()
-  return [done.get(c, jnp.int32(blank[c])) for c in range(COLUMNS)]
+  return parts, squares
 
 
-def _tiny_fits(dtype) -> bool:
-  return float(jnp.finfo(dtype).tiny) >= float(np.finfo(np.float32).tiny)
+def _scalars(found: list[Scalar]) -> Any:
+  """Rows of scalars, int32 [len(found), COLUMNS]: real ones in one vector operation."""
+  as32 = lambda x: jnp.abs(x).astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.complexfloating) else _float32(x)
+  x = jnp.stack([as32(s.x).reshape(()) for s in found])
+  wide = jnp.stack([jnp.float32(0) if s.wide is None else _float32(s.wide).reshape(()) for s in found])
+  tiny = np.asarray([float(jnp.finfo(s.x.dtype).tiny) for s in found])
+  parts, squares = _elements(x, True, wide, tiny)
+  parts |= {SQUARES: _bits(squares), COUNT: jnp.ones(len(found), jnp.int32)}
+  return jnp.stack([parts[c] for c in range(COLUMNS)], axis=-1)
 
 
 def _merge_column(column, a, b):
@@ -230,7 +257,16 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
   )
 
 
-def stack(rows: list[list[Any]]) -> jax.Array:
-  """Rows as int32 [len(rows), COLUMNS]."""
-  flat = [x for r in rows for x in r]
-  return jnp.stack(flat).reshape(len(rows), COLUMNS) if flat else jnp.zeros((0, COLUMNS), jnp.int32)
+def stack(rows: Sequence[Any]) -> jax.Array:
+  """Results of `row` as int32 [len(rows), COLUMNS]."""
+  tensors = [i for i, r in enumerate(rows) if not isinstance(r, Scalar)]
+  scalars = [i for i, r in enumerate(rows) if isinstance(r, Scalar)]
+  parts = [jnp.zeros((0, COLUMNS), jnp.int32)]
+  if tensors:
+    whole = jnp.stack([x for i in tensors for c, x in enumerate(rows[i]) if c != SQUARES]).reshape(-1, COLUMNS - 1)
+    squares = jnp.stack([jnp.asarray(rows[i][SQUARES], jnp.float32) for i in tensors])  # one bit cast for all of them
+    parts.append(jnp.insert(whole, SQUARES, _bits(squares), axis=1))
+  if scalars:
+    parts.append(_scalars([rows[i] for i in scalars]))
+  order = np.argsort(np.asarray(tensors + scalars, np.int32))
+  return jnp.concatenate(parts)[order] if scalars and tensors else jnp.concatenate(parts)

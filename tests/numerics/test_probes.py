@@ -38,9 +38,7 @@ def case():
 @pytest.mark.parametrize("remat", [False, True])
 def test_values_equal_a_loop_written_out_and_gradients_are_untouched(case, remat):
   ws, slots, x = case
-  (value, seen), (grads, back) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)(
-    ws, slots, x, remat
-  )
+  (value, seen), (grads, back) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)(ws, slots, x, remat)
   plain_value, plain_grads = jax.value_and_grad(lambda ws: loss(ws, None, x, remat)[0])(ws)
   np.testing.assert_allclose(value, plain_value, rtol=1e-6)
   np.testing.assert_allclose(grads, plain_grads, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """The report's three forms: table, JSON, one HTML file; and the statistics beneath them."""
 
 import html.parser
+import itertools
 import json
 
 import jax
@@ -16,7 +17,7 @@ from maxtext_like.numerics.xray import xray
 
 
 def stats_of(x, **options):
-  row = jax.jit(lambda x: jnp.stack(statistics.row(x, **options)))(x)
+  row = jax.jit(lambda x: statistics.stack([statistics.row(x, **options)])[0])(x)
   return statistics.decode(row, full=options.get("full", True), dtype=x.dtype)
 
 
@@ -50,10 +51,24 @@ def test_nonfinite_numbers_are_counted_apart_and_kept_out_of_the_maximum():
   assert int(stats_of(jnp.asarray([jnp.nan + 1j, 1.0])).nan) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-6, np.inf, -np.inf, np.nan])
+def test_a_scalar_is_measured_like_an_array(dtype, value):
+  if dtype == "complex64" and value == -np.inf:
+    return  # a complex infinity has no sign
+  x = jnp.asarray(value, dtype)
+  scalar = stats_of(x)
+  array = stats_of(jnp.stack([x, x]))
+  for name in ("max", "rms", "min_nonzero", "zero", "subnormal"):
+    np.testing.assert_allclose(getattr(scalar, name), getattr(array, name), rtol=1e-6, err_msg=name)
+  for name in ("nan", "inf", "neg_inf", "count"):
+    assert 2 * int(getattr(scalar, name)) == int(getattr(array, name)), name
+
+
 def test_rows_merge_like_one_tensor():
   a, b = jnp.asarray([1.0, -2.0, 0.0]), jnp.asarray([jnp.inf, 1e-30, 7.0])
-  rows = np.stack([np.asarray(jnp.stack(statistics.row(v))) for v in (a, b)])
-  both = statistics.decode(statistics.row(jnp.concatenate([a, b])))
+  rows = np.stack([np.asarray(statistics.stack([statistics.row(v)])[0]) for v in (a, b)])
+  both = statistics.decode(statistics.stack([statistics.row(jnp.concatenate([a, b]))])[0])
   for merged in (statistics.merge_axis(rows), np.asarray(statistics.merge(rows[0], rows[1]))):
     s = statistics.decode(merged)
     for name in ("count", "max", "min_nonzero", "nan", "inf", "zero", "subnormal", "negative"):
@@ -131,7 +146,7 @@ def test_colours_fall_in_lightness_with_headroom_and_text_stays_readable():
 
   cells = [html_page.colour(b) for b in np.linspace(0, 16, 33)]
   backs = [lightness(back) for back, _ in cells]
-  assert all(a > b for a, b in zip(backs, backs[1:], strict=False))
+  assert all(a > b for a, b in itertools.pairwise(backs))
   for back, ink in cells:
     light, dark = sorted([lightness(back), lightness(ink)], reverse=True)
     assert (light + 0.05) / (dark + 0.05) > 4.0

@@ -22,7 +22,8 @@ def local(x, ws):
   return c + n.sum() * 0, lax.psum(sums, "data")
 
 def fn(x, ws):
-  return jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(None, None, None)), out_specs=(P("data", "model"), P("model")))(x, ws)
+  specs = dict(in_specs=(P("data"), P(None, None, None)), out_specs=(P("data", "model"), P("model")))
+  return jax.shard_map(local, mesh=mesh, **specs)(x, ws)
 
 x = jax.random.normal(jax.random.key(0), (8, 3))
 ws = jax.random.normal(jax.random.key(1), (5, 3, 3))
