@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.numerics import jaxprs
+from maxtext_like.numerics import jaxprs, statistics
 
 MAX, NONFINITE = 0, 1
 WIDTH = 2
@@ -34,9 +34,8 @@ def slots(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Ar
 
 def summary(x) -> jax.Array:
   """float32 [2] of one floating array: largest finite |x|, number of non-finite elements (exact up to 2**24)."""
-  finite = jnp.isfinite(x)
-  largest = jnp.max(jnp.where(finite, jnp.abs(x), 0), initial=0).astype(jnp.float32)
-  return jax.lax.stop_gradient(jnp.stack([largest, jnp.sum(~finite, dtype=jnp.float32)]))
+  largest, bad = statistics.largest_and_bad(x)
+  return jax.lax.stop_gradient(jnp.stack([largest, bad.astype(jnp.float32)]))
 
 
 def probe(x, slot) -> tuple[Any, jax.Array]:
