@@ -9,7 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.attention_kernels import attend, choose_kernel
+from maxtext_like.layers.attention_kernels import Kernel, attend, choose_kernel
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 
@@ -58,10 +58,11 @@ def main() -> None:
       for rows, segments in (("full", None), ("packed", packed(B, length))):
         tokens = Tokens(segments)
         results = {}
-        for kernel in ("dot_product", "auto"):
-          chosen = choose_kernel(kernel, platform=platform, head_dim=H, value_dim=H, dtype=dtype, blocks=False)
+        kernels: tuple[Kernel, ...] = ("dot_product", "auto")
+        for kernel in kernels:
+          chosen: Kernel = choose_kernel(kernel, platform=platform, head_dim=H, value_dim=H, dtype=dtype, blocks=False)
 
-          def loss(q, k, v, chosen=chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
+          def loss(q, k, v, chosen: Kernel = chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
             out = attend(
               q, k, v, tokens, window=window, bidirectional_blocks=False, scale=H**-0.5, precision=precision, kernel=chosen
             )

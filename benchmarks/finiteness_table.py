@@ -53,11 +53,12 @@ def main() -> int:
   failed = 0
   print(f"{'model':18} {'dtype':9} {'face':6} {'exit':>4} {'loss 0':>10} {'last loss':>10}  checks")
   with tempfile.TemporaryDirectory() as runs, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-    results = pool.map(lambda case: check(*case, args.steps, runs), cases)
+    results = pool.map(lambda case: check(case[0], case[1], case[2], args.steps, runs), cases)
     for (model, dtype, face), (code, verdicts, losses, error) in zip(cases, results, strict=True):
       failed += code != 0
       ends = (losses[0], losses[-1]) if losses else (float("nan"), float("nan"))
-      print(f"{model:18} {dtype:9} {face:6} {code:4} {ends[0]:10.6f} {ends[1]:10.6f}  {verdicts if code == 0 else error}", flush=True)
+      row = f"{model:18} {dtype:9} {face:6} {code:4} {ends[0]:10.6f} {ends[1]:10.6f}"
+      print(f"{row}  {verdicts if code == 0 else error}", flush=True)
   print(f"{len(cases) - failed} of {len(cases)} finite")
   return 1 if failed else 0
 

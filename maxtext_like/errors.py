@@ -2,36 +2,36 @@
 
 
 class ExitError(Exception):
-    """An error that ends the program with its own exit code and one message, no traceback."""
+  """An error that ends the program with its own exit code and one message, no traceback."""
 
-    exit_code = 1
+  exit_code = 1
 
 
 class UserError(ExitError):
-    """Wrong usage, configuration or input. A retry repeats it."""
+  """Wrong usage, configuration or input. A retry repeats it."""
 
-    exit_code = 2
+  exit_code = 2
 
 
 class NonFiniteError(ExitError):
-    """Training failed in a way that a retry repeats: non-finite numbers."""
+  """Training failed in a way that a retry repeats: non-finite numbers."""
 
-    exit_code = 3
+  exit_code = 3
 
 
 class DoesNotFitError(ExitError):
-    """The run does not fit the memory of the machine."""
+  """The run does not fit the memory of the machine."""
 
-    exit_code = 4
+  exit_code = 4
 
 
 class RetryableError(ExitError):
-    """A fault that a restart can mend: preempted, peer lost, hang, storage outage."""
+  """A fault that a restart can mend: preempted, peer lost, hang, storage outage."""
 
-    exit_code = 42
+  exit_code = 42
 
 
 class InterruptedRunError(ExitError):
-    """Stopped by Ctrl-C after a checkpoint."""
+  """Stopped by Ctrl-C after a checkpoint."""
 
-    exit_code = 130
+  exit_code = 130

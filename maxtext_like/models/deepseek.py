@@ -88,6 +88,6 @@ def decoder(m: ModelConfig, precision: Precision, kernel: Kernel) -> tuple[Decod
     norm=NormConfig(dim=m.emb_dim, epsilon=epsilon, round_before_scale=True),
     tied=m.logits_via_embedding,
     final_soft_cap=m.final_logits_soft_cap,
-    pad_token_id=m.pad_token_id,
+    pad_token_id=m.pad_token_id or 0,
   )
   return cfg, tuple(layers)

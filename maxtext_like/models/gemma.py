@@ -109,6 +109,6 @@ def decoder(
     final_soft_cap=m.final_logits_soft_cap,
     per_layer_input=per_layer,
     kv_slots=tuple((name, a.num_kv_heads, a.head_dim) for name, a in owners.items()),
-    pad_token_id=m.pad_token_id,
+    pad_token_id=m.pad_token_id or 0,
   )
   return cfg, tuple(layers)

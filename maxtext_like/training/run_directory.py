@@ -127,9 +127,7 @@ class RunDirectory:
       if holder is not None:
         name = "process {pid} on {host}, started {started} ({command})".format_map(defaultdict(str, holder))
         if self._alive(holder):
-          raise UserError(
-            f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name"
-          )
+          raise UserError(f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name")
         _log.warning("%s: taking over the lock of %s, which is gone", self.path, name)
       self._identity = _identity()
       atomic.write_text(self._lock, json.dumps(self._identity, indent=1) + "\n")

@@ -23,7 +23,7 @@ from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.precision import Precision
 
 Carry = dict[str, Any]  # {"x": [B, T, D]} and {"kv": {slot: (k, v)}} where layers share keys and values
-Aux = dict[str, jax.Array]
+Aux = dict[str, Any]
 
 CAPTURES = ("hidden", "router", "indexer", "ple", "vision")
 
@@ -98,7 +98,7 @@ class GemmaLayer:
   def params(self) -> dict:
     c, dtype, norm = self.cfg, self.precision.weight_dtype, self._norm().params()
     D, P = c.attention.emb_dim, c.per_layer_dim
-    spec = {
+    spec: dict[str, Any] = {
       "pre_attention_norm": norm,
       "attention": Attention(c.attention, self.precision).params(),
       "post_attention_norm": norm,
@@ -212,9 +212,9 @@ class DeepSeekLayer:
       "attention": MLA(c.attention, self.precision).params(),
       "pre_mlp_norm": self._norm().params(),
     }
-    if c.moe:
-      return spec | {"moe": MoE(c.moe, self.precision).params()}
-    return spec | {"mlp": MLP(c.mlp, self.precision).params()}
+    if c.mlp:
+      return spec | {"mlp": MLP(c.mlp, self.precision).params()}
+    return spec | ({"moe": MoE(c.moe, self.precision).params()} if c.moe else {})
 
   def cache_slots(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Slots of this layer's cache in rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
@@ -231,12 +231,13 @@ class DeepSeekLayer:
     )
     x = x + out.astype(residual)
     y = norm(p["pre_mlp_norm"], x)
-    if c.moe:
+    if c.mlp:
+      out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], y)
+      aux: Aux = {"rescued": rescued}
+    else:
+      assert c.moe, "one of the two; see DeepSeekLayerConfig"
       out, moe_aux = MoE(c.moe, self.precision)(p["moe"], y, live=ctx.live)
       aux = _moe_aux(moe_aux, ctx)
-    else:
-      out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], y)
-      aux = {"rescued": rescued}
     x = x + out.astype(residual)
     if "indexer_loss" in attention_aux:
       aux["indexer_loss"] = attention_aux["indexer_loss"]

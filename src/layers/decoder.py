@@ -59,10 +59,11 @@ def find_stacks(layers: Sequence[Layer]) -> tuple[Stack, ...]:
   return tuple(stacks)
 
 
-def remat(function, policy: RematPolicy, *, in_scan: bool):
+def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
   """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass.
 
-  Inside a scan nothing can merge the recomputation with the forward pass; outside, XLA must be kept from it.
+  Where a layer is the whole body of a scan, nothing can merge its recomputation with the forward pass. Elsewhere XLA must
+  be kept from it, and from computing several layers again at once.
   """
   if policy == "none":
     return function
@@ -71,7 +72,7 @@ def remat(function, policy: RematPolicy, *, in_scan: bool):
     "full": jax.checkpoint_policies.nothing_saveable,
     "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
   }[policy]
-  return jax.checkpoint(function, policy=saved, prevent_cse=not in_scan)
+  return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class Decoder:
     return Head(self.cfg.embedding, self.precision)
 
   @property
-  def _vision(self) -> Siglip | Gemma4Vision | None:
+  def _vision(self) -> Any:
     tower = self.cfg.vision
     if tower is None:
       return None
@@ -271,7 +272,7 @@ class Decoder:
     by_row = images["pixel_values"].ndim > vision.pixel_rank
     if by_row:
       images = {name: x.reshape(-1, *x.shape[2:]) for name, x in images.items()}
-    wrap = functools.partial(remat, policy=self.cfg.remat_policy, in_scan=True)
+    wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone_in_scan=True)
     features, valid, aux = vision(p["vision"], images["pixel_values"], images.get("image_position_ids"), wrap=wrap)
     is_image = tokens == self.cfg.image_token_id
     tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
@@ -297,7 +298,7 @@ class Decoder:
       p_row, inputs, cache_row = row
       aux = {}
       for j, layer in enumerate(s.block):
-        call = remat(layer, self.cfg.remat_policy, in_scan=in_scan)
+        call = remat(layer, self.cfg.remat_policy, alone_in_scan=in_scan and period == 1)
         x_in = None if inputs is None else inputs[j]
         held = None if cache_row is None else cache_row[f"layer_{j}"]
         carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held)

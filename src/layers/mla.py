@@ -166,20 +166,21 @@ class MLA:
     q, q_latent = self._queries(p, x_BTD, table)
     indexer = Indexer(c.indexer, self.precision) if c.indexer else None
     latent, k_rope = self.latents(p, x_BTD, table)
-    index_k = indexer.keys(p["indexer"], x_BTD, positions) if indexer else None
+    keys = {"latent": latent, "k_rope": k_rope}
+    if indexer:
+      keys["index_k"] = indexer.keys(p["indexer"], x_BTD, positions)
     aux: dict = {}
     if cache is not None and step is not None:
-      new = {"latent": latent, "k_rope": k_rope} | ({"index_k": index_k} if indexer else {})
-      aux["cache"] = {name: stored(cache[name], new[name], step) for name in new}
-      latent, k_rope = joined(cache["latent"], latent), joined(cache["k_rope"], k_rope)
-      index_k = joined(cache["index_k"], index_k) if indexer else None
-      visible = cached_mask(step, T, latent.shape[1] - T, window=None)
+      aux["cache"] = {name: stored(cache[name], new, step) for name, new in keys.items()}
+      keys = {name: joined(cache[name], new) for name, new in keys.items()}
+      visible = cached_mask(step, T, keys["latent"].shape[1] - T, window=None)
     else:
       visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
-    k, v = self.expand(p, latent, k_rope)
+    k, v = self.expand(p, keys["latent"], keys["k_rope"])
     mask, scores = visible, None
     if indexer:
-      scores = indexer(p["indexer"], x_BTD, q_latent, positions, index_k)
+      assert q_latent is not None, "IndexerConfig asks for q_lora_rank"
+      scores = indexer(p["indexer"], x_BTD, q_latent, positions, keys["index_k"])
       selected, aux["topk_idx"] = indexer.select(scores, visible)
       mask = selected if c.indexer_sparse else visible
     out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)

@@ -6,7 +6,7 @@ B batch, T position, D model, F hidden.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,28 @@ FLOAT16_SAFE_MAX = 65280.0
 _GELU = 2 * math.sqrt(2 / math.pi)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
   """GELU in its tanh approximation (Hendrycks & Gimpel 2016) or SiLU, computed in float32, in x's dtype.
 
   The backward pass keeps x alone, rounds once too, and is finite wherever x is.
   """
+  return _activate(x, activation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _activate(x, activation) -> Any:
   return _value_and_slope(x, activation)[0].astype(x.dtype)
 
 
 def _activate_fwd(x, activation):
-  return activate(x, activation), x
+  return _activate(x, activation), x
 
 
 def _activate_bwd(activation, x, g):
   return ((g.astype(jnp.float32) * _value_and_slope(x, activation)[1]).astype(x.dtype),)
 
 
-activate.defvjp(_activate_fwd, _activate_bwd)
+_activate.defvjp(_activate_fwd, _activate_bwd)
 
 
 def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +57,7 @@ def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, j
   z = jnp.clip(x, -100.0, 100.0)
   v, slope = z, jnp.ones_like(z)
   if activation == "gelu":
-    v, slope = _GELU * z * (1 + 0.044715 * z * z), _GELU * (1 + 3 * 0.044715 * z * z)
+    v, slope = _GELU * (z + 0.044715 * z * z * z), _GELU * (1 + 3 * 0.044715 * z * z)
   sigmoid = jax.nn.sigmoid(v)
   return x * sigmoid, sigmoid + z * slope * sigmoid * (1 - sigmoid)
 

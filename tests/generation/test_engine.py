@@ -33,7 +33,8 @@ def model(request):
 
 def run(model, prompts, sampling=GREEDY, stop=frozenset(), max_tokens=LENGTH):
   answers = [[] for _ in prompts]
-  for rows in generate(*model, Prompts(prompts), max_tokens=max_tokens, stop=stop, sampling=sampling):
+  decoder, params = model
+  for rows in generate(decoder, params, Prompts(prompts), max_tokens=max_tokens, stop=stop, sampling=sampling):
     for answer, new in zip(answers, rows, strict=True):
       answer.extend(new)
   return answers

@@ -32,7 +32,7 @@ def run(grads: dict, params: dict, *overrides: str, weight_dtype: str = "float32
 @pytest.fixture
 def arrays():
   rng = np.random.default_rng(0)
-  tree = lambda: {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=3), "frozen": None}  # noqa: E731
+  tree = lambda: {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=3), "frozen": None}
   return tree(), tree()
 
 

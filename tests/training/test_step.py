@@ -84,7 +84,7 @@ def test_clipping_scales_the_gradient_and_is_counted(plain):
   assert bool(told["clipped"])
   assert not bool(metrics["clipped"])
   np.testing.assert_allclose(told["grad_norm"], norm, rtol=1e-6)
-  moved = lambda new: jax.tree.map(lambda a, b: np.asarray(a - b), new["params"], state["params"])  # noqa: E731
+  moved = lambda new: jax.tree.map(lambda a, b: np.asarray(a - b), new["params"], state["params"])
   jax.tree.map(lambda a, b: np.testing.assert_allclose(4 * a, b, rtol=1e-3, atol=1e-6), moved(clipped), moved(free))
 
 
