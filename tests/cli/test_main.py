@@ -93,7 +93,7 @@ def test_no_words_is_wrong_usage(capsys):
   [
     ("trian", "unknown verb 'trian', did you mean 'train'?"),
     ("configs/models/gemma4-tiny.yml", "fix: maxtext-like train configs/models/gemma4-tiny.yml"),
-    ("xyzzy", "one of train, forward, compile, config, models"),
+    ("xyzzy", "one of train, forward, "),
   ],
 )
 def test_unknown_verbs(word, reason, capsys):
