@@ -46,7 +46,10 @@ def run_small(model: str, *words: str) -> dict:
 @pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "gemma4-moe-tiny" else pytest.mark.slow) for m in TINY])
 def test_eight_devices_give_the_losses_of_one(model):
   found = run_small(model)
-  np.testing.assert_allclose(found["eight"], found["one"], rtol=1e-5)
+  one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3
+  np.testing.assert_allclose(eight[0::2], one[0::2], rtol=1e-5)
+  # Norms of gradients behind a narrow norm (per-layer inputs) show the order of sums more than losses do.
+  np.testing.assert_allclose(eight[1::2], one[1::2], rtol=1e-4)
   assert found["whole"] == []
 
 
