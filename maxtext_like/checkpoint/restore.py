@@ -85,7 +85,7 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
   }
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     flat = checkpointer.restore(
-      step_directory / manifest.STATE_NAME,
+      (step_directory / manifest.STATE_NAME).absolute(),  # orbax refuses relative paths
       args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
     )
   casts: dict[str, list[str]] = {}

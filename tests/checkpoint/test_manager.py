@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -326,6 +327,13 @@ def test_a_part_of_a_state_from_another_run(pristine):
   assert_same(loaded.state, {"params": state["params"]})
   with pytest.raises(UserError, match=r"is not a complete checkpoint: file .*COMPLETE.json is missing"):
     restore.load(source / "30", part)
+
+
+def test_a_relative_path_is_read(pristine, monkeypatch):
+  source, state = pristine
+  monkeypatch.chdir(source)
+  loaded = restore.load(Path("20"), abstract({"params": state["params"]}), config=CONFIG)
+  assert_same(loaded.state, {"params": state["params"]})
 
 
 def test_a_newer_schema_is_refused(pristine, tmp_path):
