@@ -225,12 +225,14 @@ class LoggingConfig(_Checked):
   output_dir: str
   run_name: str | None
   enable_tensorboard: bool
+  numerics_every: int
   log_interval: int
   compilation_cache_dir: str | None
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
     yield from at_least(self, 1, "log_interval")
+    yield from at_least(self, 0, "numerics_every")
     if not self.output_dir:
       yield Problem("output_dir is empty", ("output_dir",), "name a directory, '.' for the current one")
     if self.run_name is not None and (self.run_name in ("", ".", "..") or "/" in self.run_name):

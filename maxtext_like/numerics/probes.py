@@ -1,67 +1,21 @@
-"""Light probes for every N-th training step: per-layer maxima and non-finite counts, forward and backward, without callbacks.
+"""Light statistics of training steps (``numerics_every``): per-layer maxima and non-finite counts, forward and backward.
 
-A probe is an identity. Its forward statistics are returned as a value; the statistics of its cotangent are the "gradient" of
-a dummy argument, the slot: whatever loop, remat or vmap the layer sits in, jax.grad brings them out in the slots' own shape.
-
-    slots = probes.slots(["residual", "mlp"], (layers,))                      # one slot for each layer and name
-    def block(x, inputs):
-      params, slot = inputs
-      x, seen = probes.probe(layer(params, x), slot["residual"])              # seen: forward statistics, a value
-      return x, {"residual": seen}
-    def loss(params, slots): x, forward = lax.scan(block, x0, (params, slots)); return ..., forward
-    (value, forward), (grads, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, slots)
-    metrics = probes.metrics(forward, backward)
-
-On steps without numerics, pass slots=None through the block and call no probe: the compiled step is the plain one.
+The probes themselves sit in the layers (``maxtext_like.layers.probe``); here their results, and those of parameter
+gradients, become metrics.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.numerics import jaxprs, statistics
-
-MAX, NONFINITE = 0, 1
-WIDTH = 2
+from maxtext_like.layers.probe import MAX, NONFINITE, WIDTH, summary
+from maxtext_like.numerics import jaxprs
 
 
-def slots(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Array]:
-  """A zero slot, float32 [*shape, 2], for each name; shape is the loop's, usually (layers,)."""
-  return {name: jnp.zeros((*shape, WIDTH), jnp.float32) for name in names}
-
-
-def summary(x) -> jax.Array:
-  """float32 [2] of one floating array: largest finite |x|, number of non-finite elements (exact up to 2**24)."""
-  largest, bad = statistics.largest_and_bad(x)
-  return jax.lax.stop_gradient(jnp.stack([largest, bad.astype(jnp.float32)]))
-
-
-def probe(x, slot) -> tuple[Any, jax.Array]:
-  """(x, summary(x)): x unchanged, and after jax.grad the slot's gradient is the summary of x's cotangent.
-
-  Args:
-    x: floating array of any shape.      slot: float32 [2]; its value is not used.
-  Raises:
-    ValueError: x is not floating, or the slot is not float32 [2] (a scan must slice its leading axis off).
-  """
-  if not jaxprs.is_float(jax.typeof(x)):
-    raise ValueError(f"probe: expects a floating array, got {jax.typeof(x).str_short()}")
-  if slot.shape != (WIDTH,) or slot.dtype != jnp.float32:
-    raise ValueError(f"probe: the slot must be float32 [{WIDTH}], got {slot.dtype} {list(slot.shape)}; scan over the slots")
-  return _tap(x, slot), summary(x)
-
-
-@jax.custom_vjp
-def _tap(x, slot):
-  return x
-
-
-_tap.defvjp(lambda x, slot: (x, None), lambda _, g: (g, summary(g)))
-
-
-def tree(values) -> jax.Array:
+def tree(values: Any) -> jax.Array:
   """float32 [2] over all floating leaves of a tree: for gradients, updates or parameters."""
   parts = [summary(x) for x in jax.tree.leaves(values) if jaxprs.is_float(jax.typeof(x))]
   if not parts:
@@ -70,19 +24,40 @@ def tree(values) -> jax.Array:
   return jnp.stack([stacked[:, MAX].max(), stacked[:, NONFINITE].sum()])
 
 
-def rows(values) -> jax.Array:
-  """float32 [layers, 2] over all floating leaves of a tree whose leaves are stacked by layer."""
+def rows(values: Any, count: int) -> jax.Array:
+  """float32 [count, 2] over all floating leaves of a tree whose leaves are stacked by layer, count layers; zeros of none."""
   leaves = [x for x in jax.tree.leaves(values) if jaxprs.is_float(jax.typeof(x))]
+  if not leaves:
+    return jnp.zeros((count, WIDTH), jnp.float32)
   parts = jnp.stack([jax.vmap(summary)(x) for x in leaves])
   return jnp.stack([parts[..., MAX].max(0), parts[..., NONFINITE].sum(0)], axis=-1)
 
 
-def metrics(forward: Mapping[str, Any], backward: Mapping[str, Any] | None = None) -> dict[str, jax.Array]:
-  """Flat metrics: numerics/{forward,backward}/NAME/{max,nonfinite}, each with the slots' leading axes (layers)."""
-  sides = {"forward": forward, "backward": backward or {}}
+def joined(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Summaries [..., 2] of two arrays as if they were one: of microbatches, for instance."""
+  return jnp.stack([jnp.maximum(a[..., MAX], b[..., MAX]), a[..., NONFINITE] + b[..., NONFINITE]], axis=-1)
+
+
+def metrics(sides: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+  """Flat metrics from {side: {name: [..., 2]}}: "numerics/SIDE/NAME/max" and ".../nonfinite", each with the leading axes."""
   found = {}
   for side, values in sides.items():
     for name, value in values.items():
       found[f"numerics/{side}/{name}/max"] = value[..., MAX]
       found[f"numerics/{side}/{name}/nonfinite"] = value[..., NONFINITE]
   return found
+
+
+def by_layer(params: Mapping[str, Any], stacks: Mapping[str, tuple[int, int]]) -> jax.Array:
+  """float32 [L, 2] of a decoder's parameter-shaped tree, layer by layer in the model's order.
+
+  Args:
+    params: {stack: {layer_j: tree of arrays [repeats, ...]}}, as ``Decoder.params``; other entries are left out.
+    stacks: {stack: (repeats, layers of its block)} in the model's order.
+  """
+  found = []
+  for stack, (repeats, period) in stacks.items():
+    layers = sorted(params[stack].items(), key=lambda item: int(re.sub(r"\D", "", item[0])))
+    assert len(layers) == period, "one entry for each layer of the block"
+    found.append(jnp.stack([rows(layer, repeats) for _, layer in layers], axis=1).reshape(-1, WIDTH))
+  return jnp.concatenate(found)

@@ -148,15 +148,6 @@ def _scalars(found: list[Scalar]) -> Any:
   return jnp.stack([parts[c] for c in range(COLUMNS)], axis=-1)
 
 
-def largest_and_bad(x) -> tuple[jax.Array, jax.Array]:
-  """Largest finite |x| (float32 scalar) and number of non-finite elements (int32 scalar) of a real array, in one pass."""
-  bits = _magnitude(_float32(x))
-  parts = jnp.where(bits < _INF_BITS, bits, 0), (bits >= _INF_BITS).astype(jnp.int32)
-  join = lambda a, b: (lax.max(a[0], b[0]), lax.add(a[1], b[1]))
-  largest, bad = lax.reduce(parts, (jnp.int32(0), jnp.int32(0)), join, tuple(range(x.ndim)))
-  return lax.bitcast_convert_type(largest, jnp.float32), bad
-
-
 def _merge_column(column, a, b):
   if column in (MAX, WIDE):
     return lax.max(a, b)

@@ -116,12 +116,16 @@ class Loop:
     seconds, self._last_end = end - self._last_end, end
     host = jax.device_get(metrics)
     finite = host.pop("finite")
+    every = self.program.config.logging.numerics_every
+    by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
     # Whole numbers stay whole: a count is not 1024.0.
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
-    row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
+    row: dict[str, Any] = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
     row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
+    if every and step % every == 0:
+      row |= by_layer
     self.finite = bool(np.isfinite(scalars["param_norm"]))
     if evaluate is not None and self.finite:
       row["eval_loss"] = evaluate(self.state["params"])

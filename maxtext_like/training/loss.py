@@ -20,6 +20,7 @@ def automatic_pieces(rows: int, length: int, vocab_size: int) -> int:
   return min(length, -(-rows * length * vocab_size * 4 // PIECE_BYTES))
 
 
+@jax.named_scope("loss")
 def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
   """Cross entropy of each token and its z-loss, float32 [B, T]; both 0 where the target is ignored.
 

@@ -58,9 +58,10 @@ class MetricsWriter:
     if self._events is not None:
       self._events.close()
 
-  def write(self, row: dict[str, float | int]) -> None:
-    """One step. A number that is not finite becomes null, which JSON has, where it has no NaN."""
-    clean = {k: v if math.isfinite(v) else None for k, v in row.items()}
+  def write(self, row: dict[str, float | int | list[float]]) -> None:
+    """One step; a list has a number for each layer. A number that is not finite becomes null: JSON has no NaN."""
+    finite = lambda v: v if math.isfinite(v) else None
+    clean = {k: [finite(x) for x in v] if isinstance(v, list) else finite(v) for k, v in row.items()}
     self._file.write(json.dumps(clean) + "\n")
     self._file.flush()
     if not self._tensorboard:
@@ -71,5 +72,7 @@ class MetricsWriter:
 
       self._events = SummaryWriter(str(self._directory), purge_step=self._start + 1 if self._start else None)
     for name, value in clean.items():
-      if name != "step" and value is not None:
-        self._events.add_scalar(name, value, row["step"])
+      layers = {f"{name}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+      for label, number in layers.items():
+        if label != "step" and number is not None:
+          self._events.add_scalar(label, number, row["step"])

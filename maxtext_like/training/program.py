@@ -209,5 +209,6 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
     parts=t.gradient_accumulation_steps,
     grad_dtype=config.precision.grad_dtype,
     router_bias=find_router_bias(decoder, config.model.routed_bias_update_rate) if everything else None,
+    probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
   )
   return Program(config, mesh, decoder, loss, selection, optimizer, step)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext_like.layers.blocks import PROBED
+from maxtext_like.layers.probe import slots
+from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import IGNORED
 from maxtext_like.training.norms import row_squares
@@ -36,6 +39,7 @@ class TrainStep:
     parts: microbatches that a batch is worked through in.
     grad_dtype: of the gradients as the optimizer sees them.
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
+    probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
   """
 
   apply: Callable[[Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
@@ -46,6 +50,7 @@ class TrainStep:
   parts: int
   grad_dtype: str
   router_bias: RouterBias | None = None
+  probed_stacks: dict[str, tuple[int, int]] | None = None
 
   def __call__(self, state: State, batch: Batch, check: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
@@ -59,13 +64,18 @@ class TrainStep:
 
     Returns:
       The next state, and metrics: float32 and int32 scalars, and under "finite" bools: "loss", and by parameter row
-      "gradients" and "parameters" (see ``norms.row_labels``).
+      "gradients" and "parameters" (see ``norms.row_labels``); with probed stacks also "numerics/SIDE/NAME/max" and
+      ".../nonfinite", float32 [L]: forward values, their cotangents as the backward pass holds them (times the loss
+      scale), and gradients of parameters.
     """
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
     grads, losses = self._gradients(params, frozen, batch, scaling["scale"] if scaling else None)
     loss = sum(losses["loss"].values())
 
+    if self.probed_stacks:
+      by_layer = probes.by_layer(grads, self.probed_stacks)
+      losses["probes"] |= {"gradients": {"parameters": by_layer}}
     squares = row_squares(grads)
     norm = jnp.sqrt(jnp.sum(squares))
     clipped = norm > self.clip if self.clip else jnp.zeros((), bool)
@@ -73,6 +83,7 @@ class TrainStep:
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
     rate = self.schedule(state["step"])
 
+    @jax.named_scope("optimizer")
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
@@ -112,34 +123,42 @@ class TrainStep:
     targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
     live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
 
-    def objective(params, batch):
+    def objective(trained, batch):
+      params, probe_slots = trained
+      batch = batch | ({"probe_slots": probe_slots} if probe_slots else {})
       sums, aux = self.apply(merge(params, frozen), batch)
       # Terms that are means over the tokens of a microbatch count by its share of the tokens.
       share = jnp.sum(batch["segments"] > 0) / live
       terms = {name: value / targets for name, value in sums.items()}
       terms |= {name: aux[name] * share for name in ("load_balance_loss", "indexer_loss") if name in aux}
-      out = {"loss": terms, "rescued": aux["rescued"]}
+      out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
       if "moe_load" in aux:
         out["moe_load"] = aux["moe_load"] * share
       total = sum(terms.values())
       return total if scale is None else total * scale, jax.lax.stop_gradient(out)
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
+    trained = (params, slots(PROBED, (layers,)) if self.probed_stacks else {})
     if self.parts == 1:
-      (_, out), grads = value_and_grad(params, batch)
+      (_, out), (grads, cotangents) = value_and_grad(trained, batch)
+      seen = {"forward": out.pop("probes"), "backward": cotangents}
     else:
       # Row r goes to microbatch r % parts, so that every microbatch lies on all devices as the batch does.
       split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
 
       def add(total, part):
-        (_, out), grads = value_and_grad(params, part)
-        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (out, grads)), None
+        (_, out), (grads, cotangents) = value_and_grad(trained, part)
+        seen = {"forward": out.pop("probes"), "backward": cotangents}
+        sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[0], (out, grads))
+        return (sums, jax.tree.map(probes.joined, total[1], seen)), None
 
-      shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], split))
-      (_, out), grads = shapes
-      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+      (_, out), (_, cotangents) = jax.eval_shape(value_and_grad, trained, jax.tree.map(lambda x: x[0], split))
+      seen = {"forward": out.pop("probes"), "backward": cotangents}
+      zeros, unseen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (out, seen))
       zero_grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-      (out, grads), _ = jax.lax.scan(add, (zeros, zero_grads), split)
+      ((out, grads), seen), _ = jax.lax.scan(add, ((zeros, zero_grads), unseen), split)
+    out["probes"] = seen
     if scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
     return self.selection.mask_rows(jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)), out
@@ -158,4 +177,4 @@ def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> M
   metrics["rescued"] = losses["rescued"]
   if scaling:
     metrics["loss_scale"] = scaling["scale"]
-  return metrics
+  return metrics | probes.metrics(losses["probes"])

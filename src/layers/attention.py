@@ -101,6 +101,11 @@ class Attention:
       v_BTKH = self._norm(with_scale=False)({}, v_BTKH)
     return rotate(self._norm()(p["k_norm"], k_BTKH), table), v_BTKH
 
+  def _output(self, p: dict, out_BTNH: jax.Array) -> jax.Array:
+    # A float16 sum could overflow; the norm or the residual stream that takes it is float32 then.
+    return self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.dtype == "float16")
+
+  @jax.named_scope("attention")
   def __call__(
     self,
     p: dict,
@@ -123,8 +128,8 @@ class Attention:
       step: where the tokens stand, in generation.
 
     Returns:
-      The output [B, T, D] in ``dtype``, and the keys and values that were used, both [B, S, K, H]; S = T, and C + T
-      in generation.
+      The output [B, T, D] in ``dtype`` (float32 with float16), and the keys and values that were used, both
+      [B, S, K, H]; S = T, and C + T in generation.
 
     Raises:
       ValueError: a layer that shares keys and values got none.
@@ -142,7 +147,7 @@ class Attention:
       T, S = x_BTD.shape[1], kv[0].shape[1]
       mask = cached_mask(step, T, S - T, window=c.window, blocks=tokens.blocks if c.bidirectional_blocks else None)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
-      return self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"]), kv
+      return self._output(p, out_BTNH), kv
     kernel = choose_kernel(
       c.kernel,
       platform=c.platform,
@@ -163,4 +168,4 @@ class Attention:
       kernel=kernel,
     )
     out_BTNH = checkpoint_name(out_BTNH, "attention")
-    return self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"]), kv
+    return self._output(p, out_BTNH), kv

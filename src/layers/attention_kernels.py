@@ -89,10 +89,13 @@ def dot_product_attention(
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
   q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-  scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, float32=precision.float32_qk_product) * scale
-  scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
-  probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])
-  out_BTKGV = precision.einsum("BKGTS,BSKV->BTKGV", probs_BKGTS, v_BSKV)
+  with jax.named_scope("qk_product"):
+    scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, float32=precision.float32_qk_product) * scale
+  with jax.named_scope("softmax"):
+    scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+    probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])
+  with jax.named_scope("pv_product"):
+    out_BTKGV = precision.einsum("BKGTS,BSKV->BTKGV", probs_BKGTS, v_BSKV)
   return out_BTKGV.reshape(B, T, N, -1), probs_BKGTS
 
 
@@ -146,9 +149,11 @@ def attend(
     [B, T, N, V] in ``dtype``.
   """
   if kernel == "splash":
-    return splash_attention(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
+    with jax.named_scope("splash_attention"):
+      return splash_attention(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
   if kernel == "cudnn_flash":
-    return _cudnn_flash(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
+    with jax.named_scope("cudnn_attention"):
+      return _cudnn_flash(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
   B, T = q_BTNH.shape[:2]
   mask = attention_mask(tokens, B, T, window=window, bidirectional_blocks=bidirectional_blocks)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]

@@ -21,11 +21,14 @@ from maxtext_like.layers.moe import MoE, MoEConfig
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.probe import probe
 
 Carry = dict[str, Any]  # {"x": [B, T, D]} and {"kv": {slot: (k, v)}} where layers share keys and values
 Aux = dict[str, Any]
 
 CAPTURES = ("hidden", "router", "indexer", "ple", "vision")
+PROBED = ("attention", "mlp", "residual")
+"""What a layer's probes look at: the output of attention, of MLP or experts, and the residual stream after the layer."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +52,19 @@ class Context:
   def live(self) -> jax.Array | None:
     """bool [B, T]: real tokens; None: all of them."""
     return None if self.tokens.segments is None else self.tokens.segments > 0
+
+
+@jax.named_scope("residual")
+def _add(x: jax.Array, branch: jax.Array) -> jax.Array:
+  return x + branch
+
+
+def _probed(slots: dict | None, name: str, x: jax.Array, aux: Aux) -> jax.Array:
+  """x; with slots, its statistics go to aux and those of its cotangent to the slot (see ``layers.probe``)."""
+  if slots is None:
+    return x
+  x, aux[f"probe.{name}"] = probe(x, slots[name])
+  return x
 
 
 def _moe_aux(aux: Aux, ctx: Context) -> Aux:
@@ -125,31 +141,43 @@ class GemmaLayer:
     return capacity(self.cfg.attention.window, length), attention.cache_shapes()
 
   def __call__(
-    self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None, cache: dict | None = None
+    self,
+    p: dict,
+    carry: Carry,
+    ctx: Context,
+    per_layer_input: jax.Array | None = None,
+    cache: dict | None = None,
+    slots: dict | None = None,
   ) -> tuple[Carry, Aux]:
-    """carry["x"]: [B, T, D] in the residual dtype; per_layer_input: [B, T, P] or None; cache: of earlier tokens, or None."""
+    """carry["x"]: [B, T, D] in the residual dtype; per_layer_input: [B, T, P] or None; cache: of earlier tokens, or None;
+    slots: float32 [2] for each of ``PROBED``, or None."""
+    aux: Aux = {}
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
     kv = carry["kv"][c.kv_slot] if c.attention.shared_kv else None
     out, kv = Attention(c.attention, self.precision)(
       p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv, cache, ctx.step
     )
-    x = x + norm(p["post_attention_norm"], out, residual)
+    out = _probed(slots, "attention", out, aux)
+    x = _add(x, norm(p["post_attention_norm"], out, residual))
     out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], norm(p["pre_mlp_norm"], x))
-    aux: Aux = {"rescued": rescued}
+    aux["rescued"] = rescued
     if c.moe:
       # Both branches hang on the same residual; the router reads it with its own norm.
       moe = MoE(c.moe, self.precision)
       sparse, moe_aux = moe(p["moe"], norm(p["pre_moe_norm"], x), x, ctx.live)
-      out = norm(p["post_dense_norm"], out, residual) + norm(p["post_moe_norm"], sparse, residual)
+      out = _add(norm(p["post_dense_norm"], out, residual), norm(p["post_moe_norm"], sparse, residual))
       aux |= _moe_aux(moe_aux, ctx) | {"rescued": rescued + moe_aux["rescued"]}
-    x = x + norm(p["post_mlp_norm"], out, residual)
+    out = _probed(slots, "mlp", out, aux)
+    x = _add(x, norm(p["post_mlp_norm"], out, residual))
     if c.per_layer_dim:
       out, rescued = self._per_layer(p["ple"], x, per_layer_input)
-      x = x + norm(p["ple"]["norm"], out, residual)
+      x = _add(x, norm(p["ple"]["norm"], out, residual))
       aux["rescued"] = aux["rescued"] + rescued
     if c.layer_scalar:
-      x = x * p["layer_scalar"].astype(residual)
+      with jax.named_scope("residual"):
+        x = x * p["layer_scalar"].astype(residual)
+    x = _probed(slots, "residual", x, aux)
     new_carry = carry | {"x": x}
     if c.kv_slot and not c.attention.shared_kv:
       new_carry["kv"] = carry["kv"] | {c.kv_slot: kv}
@@ -164,6 +192,7 @@ class GemmaLayer:
       aux["ple"] = per_layer_input
     return new_carry, aux
 
+  @jax.named_scope("per_layer_input")
   def _per_layer(self, p, x, per_layer_input):
     """projection(gelu(gate(x)) * input), float32: a norm follows, and amplifies what rounding leaves of a small product.
 
@@ -175,7 +204,8 @@ class GemmaLayer:
       hidden, unit, rescued = float16_gated_product(gate, per_layer_input, self.cfg.mlp.activation, self.precision)
       out = self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True) * unit
       return rescue_output(out, rescued, self.precision)
-    hidden = activate(gate, self.cfg.mlp.activation) * per_layer_input
+    with jax.named_scope("gate_product"):
+      hidden = activate(gate, self.cfg.mlp.activation) * per_layer_input
     return self.precision.einsum("BTP,PD->BTD", hidden, p["projection"], float32=True), jnp.zeros((), jnp.int32)
 
 
@@ -221,24 +251,34 @@ class DeepSeekLayer:
     return length, MLA(self.cfg.attention, self.precision).cache_shapes()
 
   def __call__(
-    self, p: dict, carry: Carry, ctx: Context, per_layer_input: jax.Array | None = None, cache: dict | None = None
+    self,
+    p: dict,
+    carry: Carry,
+    ctx: Context,
+    per_layer_input: jax.Array | None = None,
+    cache: dict | None = None,
+    slots: dict | None = None,
   ) -> tuple[Carry, Aux]:
-    """carry["x"]: [B, T, D] in the residual dtype; cache: of earlier tokens, or None."""
+    """carry["x"]: [B, T, D] in the residual dtype; cache: of earlier tokens, or None; slots: float32 [2] for each of
+    ``PROBED``, or None."""
+    aux: Aux = {}
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
     out, attention_aux = MLA(c.attention, self.precision)(
       p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, cache, ctx.step
     )
-    x = x + out.astype(residual)
+    out = _probed(slots, "attention", out, aux)
+    x = _add(x, out.astype(residual))
     y = norm(p["pre_mlp_norm"], x)
     if c.mlp:
       out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], y)
-      aux: Aux = {"rescued": rescued}
+      aux["rescued"] = rescued
     else:
       assert c.moe, "one of the two; see DeepSeekLayerConfig"
       out, moe_aux = MoE(c.moe, self.precision)(p["moe"], y, live=ctx.live)
-      aux = _moe_aux(moe_aux, ctx)
-    x = x + out.astype(residual)
+      aux |= _moe_aux(moe_aux, ctx)
+    out = _probed(slots, "mlp", out, aux)
+    x = _probed(slots, "residual", _add(x, out.astype(residual)), aux)
     if "indexer_loss" in attention_aux:
       aux["indexer_loss"] = attention_aux["indexer_loss"]
     if "indexer" in ctx.capture and "topk_idx" in attention_aux:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.blocks import CAPTURES, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
+from maxtext_like.layers.blocks import CAPTURES, PROBED, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, PerLayerInput, PerLayerInputConfig, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
@@ -163,7 +163,8 @@ class Decoder:
         row is one document); "token_types" (1 image, 2 video, 0 text: which tokens see each other both ways; default:
         none do). With images: "pixel_values" and, for Gemma 4, "image_position_ids" (see the towers), either [I, ...],
         those of all rows in the order in which the rows name them, or [B, M, ...], those of each row; what follows the
-        last named image is left unused.
+        last named image is left unused. "probe_slots": float32 [L, 2] for each of ``blocks.PROBED``: the layers are
+        probed, see ``layers.probe``.
       capture: names of ``blocks.CAPTURES`` to hand out.
 
     Returns:
@@ -172,6 +173,7 @@ class Decoder:
     x_BTD, aux = self.hidden(p, batch, capture)
     return self.head(p, x_BTD), aux
 
+  @jax.named_scope("head")
   def head(self, p: dict, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of normed hidden states, float32 with ``cast_logits_to_fp32``."""
     logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
@@ -212,8 +214,9 @@ class Decoder:
     """Normed hidden states [B, T, D] in ``dtype``, and aux.
 
     aux always: "rescued" int32; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an indexer
-    "indexer_loss", the mean over layers. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm",
-    "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx", "ple.layerNN", "vision.*".
+    "indexer_loss", the mean over layers; with slots "probes" {name: [L, 2]}. By capture: "hidden.embed",
+    "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx",
+    "ple.layerNN", "vision.*".
     With caches and a step (see ``extend``): "cache".
     """
     if unknown := set(capture) - set(CAPTURES):
@@ -240,7 +243,7 @@ class Decoder:
       carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
     collected = []
     for s in self.stacks:
-      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer, cache and cache[s.name])
+      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer, cache and cache[s.name], batch.get("probe_slots"))
       collected.append((s, aux))
     x = RMSNorm(self.cfg.norm, self.precision)(p["final_norm"], carry["x"])
     aux = _totals(collected) | _captured(collected)
@@ -287,28 +290,40 @@ class Decoder:
     return jnp.where(is_image[..., None], chosen, x), tokens, aux | {"vision.valid": valid}
 
   def _run(
-    self, s: Stack, p: dict, carry: Carry, ctx: Context, per_layer: jax.Array | None, cache: dict | None
+    self,
+    s: Stack,
+    p: dict,
+    carry: Carry,
+    ctx: Context,
+    per_layer: jax.Array | None,
+    cache: dict | None,
+    slots: dict[str, jax.Array] | None,
   ) -> tuple[Carry, dict[str, Aux]]:
     """Runs one stack. Every leaf of aux has a leading axis of ``repeats``."""
     period, in_scan = len(s.block), self.cfg.scan_layers and s.repeats > 1
-    if per_layer is not None:
-      per_layer = per_layer[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *per_layer.shape[1:])
+
+    def cut(x):  # [L, ...] of all layers to [repeats, period, ...] of this stack's
+      return x[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *x.shape[1:])
+
+    per_layer, slots = jax.tree.map(cut, (per_layer, slots))
 
     def block(carry, row):
-      p_row, inputs, cache_row = row
+      p_row, inputs, cache_row, slots_row = row
       aux = {}
       for j, layer in enumerate(s.block):
         call = remat(layer, self.cfg.remat_policy, alone_in_scan=in_scan and period == 1)
         x_in = None if inputs is None else inputs[j]
         held = None if cache_row is None else cache_row[f"layer_{j}"]
-        carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held)
+        own_slots = None if slots_row is None else {name: slot[j] for name, slot in slots_row.items()}
+        with jax.named_scope(f"{s.name}/layer_{j}"):
+          carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held, own_slots)
         carry = carry | {"x": constrain_batch(carry["x"])}
       return carry, aux
 
     if in_scan:
-      return jax.lax.scan(block, carry, (p, per_layer, cache))
+      return jax.lax.scan(block, carry, (p, per_layer, cache, slots))
     # unstack's transpose is one concatenation; indexing each row would transpose to a sum of padded copies.
-    leaves, tree = jax.tree.flatten((p, per_layer, cache))
+    leaves, tree = jax.tree.flatten((p, per_layer, cache, slots))
     rows = [jax.tree.unflatten(tree, row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
     outs = []
     for row in rows:
@@ -322,14 +337,17 @@ def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
   found: dict[str, list[jax.Array]] = {}
   for _, aux in collected:
     layers = list(aux.values())
-    for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load"):
+    probes = [f"probe.{name}" for name in PROBED]
+    for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load", *probes):
       values = [a[key] for a in layers if key in a]
       if values:
         together = jnp.stack(values, axis=1)  # [repeats, layers of the block that have it, ...]
         found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
   joined = {key: jnp.concatenate(values) for key, values in found.items()}
   reduce = {"rescued": jnp.sum, "load_balance_loss": jnp.sum, "indexer_loss": jnp.mean}
-  return {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
+  seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
+  totals = {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
+  return totals | ({"probes": seen} if seen else {})
 
 
 def _captured(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:

@@ -34,6 +34,7 @@ class Embedding:
     shape = (c.vocab_size, c.emb_dim)
     return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, normal(c.emb_dim**-0.5))}
 
+  @jax.named_scope("embedding")
   def __call__(self, p: dict, tokens_BT: jax.Array) -> jax.Array:
     """tokens: int32 [B, T], each below V (JAX clamps silently: check on the host). Returns [B, T, D], residual dtype."""
     rows = self.precision.cast(p["table"][tokens_BT]).astype(self.precision.residual)
@@ -63,6 +64,7 @@ class Head:
     return output_product(self.precision, "BTD,DV->BTV", x_BTD, p["kernel"])
 
 
+@jax.named_scope("logits")
 def output_product(precision: Precision, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
   """The last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
   if precision.logits_dot_in_fp32:
@@ -71,6 +73,7 @@ def output_product(precision: Precision, spec: str, x: jax.Array, w: jax.Array) 
   return precision.einsum(spec, x, w, float32=precision.cast_logits_to_fp32)
 
 
+@jax.named_scope("soft_cap")
 def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
   """cap * tanh(logits / cap) (Gemma 2), in the dtype of the logits."""
   return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -107,6 +110,7 @@ class PerLayerInput:
       "norm": self._norm.params(),
     }
 
+  @jax.named_scope("per_layer_input")
   def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
     """tokens: int32 [B, T]; x: embedded input [B, T, D]. Returns [B, T, L, P] in ``dtype``."""
     c, precision = self.cfg, self.precision

@@ -64,11 +64,13 @@ class Indexer:
       "weights": Param((c.emb_dim, c.num_heads), ("embed", "heads"), dtype),
     }
 
+  @jax.named_scope("indexer")
   def keys(self, p: dict, x_BTD: jax.Array, positions: jax.Array) -> jax.Array:
     """Index keys [B, T, H] of the normed input of the layer: what a cache holds."""
     k_BTH = self._k_norm(p["k_norm"], self.precision.einsum("BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
     return self._rotate(k_BTH, rope_table(self.cfg.rope, positions))
 
+  @jax.named_scope("indexer")
   def __call__(
     self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array, k_BSH: jax.Array | None = None
   ) -> jax.Array:
@@ -92,20 +94,23 @@ class Indexer:
     q_BTXH = self._rotate(einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
     if k_BSH is None:
       k_BSH = self.keys(p, x_BTD, positions)
-    products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
+    with jax.named_scope("indexer_product"):
+      products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
     if float32:
       weights = jnp.einsum("BTD,DX->BTX", x_BTD.astype(jnp.float32), p["weights"].astype(jnp.float32), precision="highest")
     else:
       weights = einsum("BTD,DX->BTX", x_BTD, p["weights"])
-    relu = jax.nn.relu(products * jnp.asarray(c.head_dim**-0.5, products.dtype))
-    weights = weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
-    # A sum of signed terms over heads: rounding the terms would decide which keys stand at the cut.
-    return jnp.einsum("BXTS,BTX->BTS", relu, weights, precision="highest" if float32 else None)
+    with jax.named_scope("indexer_sum"):
+      relu = jax.nn.relu(products * jnp.asarray(c.head_dim**-0.5, products.dtype))
+      weights = weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
+      # A sum of signed terms over heads: rounding the terms would decide which keys stand at the cut.
+      return jnp.einsum("BXTS,BTX->BTS", relu, weights, precision="highest" if float32 else None)
 
   def _rotate(self, x, table):
     rotated, rest = jnp.split(x, [self.cfg.rope.dim], axis=-1)
     return jnp.concatenate([rotate(rotated, table), rest], axis=-1)
 
+  @jax.named_scope("indexer")
   def select(self, scores_BTS: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The ``topk`` best visible keys of each query; of equal scores the earlier key.
 
@@ -127,6 +132,7 @@ class Indexer:
     return chosen & mask, indices
 
 
+@jax.named_scope("indexer_loss")
 def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, live: jax.Array | None = None) -> jax.Array:
   """Mean over tokens of KL(p || softmax(I)), the loss that trains the indexer.
 

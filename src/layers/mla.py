@@ -137,6 +137,7 @@ class MLA:
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
+  @jax.named_scope("mla")
   def __call__(
     self,
     p: dict,
@@ -157,8 +158,8 @@ class MLA:
       step: where the tokens stand, in generation.
 
     Returns:
-      [B, T, D] in ``dtype`` and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and "indexer_loss"; in generation
-      "cache"; else empty.
+      [B, T, D] in ``dtype`` (float32 with float16) and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and
+      "indexer_loss"; in generation "cache"; else empty.
     """
     c = self.cfg
     B, T, _ = x_BTD.shape
@@ -191,5 +192,6 @@ class MLA:
         heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
         aux["indexer_loss"] = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, live)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
-    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"])
+    # A float16 sum could overflow; the residual stream that takes it is float32 then.
+    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.dtype == "float16")
     return (out + self.precision.cast(p["o_bias"]) if c.bias else out), aux

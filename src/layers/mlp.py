@@ -90,6 +90,7 @@ class MLP:
     """x: [B, T, D]. Returns [B, T, D] in ``dtype``; float32 when ``dtype`` is float16 (see ``forward``)."""
     return self.forward(p, x_BTD)[0]
 
+  @jax.named_scope("mlp")
   def forward(self, p: dict, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The output and the number of values that had to be rescued.
 
@@ -100,11 +101,14 @@ class MLP:
     gate = self.precision.einsum("BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
     up = self.precision.einsum("BTD,DF->BTF", x_BTD, p["up"], float32=float32)
     if self.precision.dtype != "float16":
-      hidden_BTF = activate(gate, self.cfg.activation) * up
-      return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"]), jnp.zeros((), jnp.int32)
+      with jax.named_scope("gate_product"):
+        hidden_BTF = activate(gate, self.cfg.activation) * up
+      with jax.named_scope("down_product"):
+        return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"]), jnp.zeros((), jnp.int32)
     hidden_BTF, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
-    out_BTD = self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=True) * unit
-    return rescue_output(out_BTD, rescued, self.precision)
+    with jax.named_scope("down_product"):
+      out_BTD = self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=True) * unit
+      return rescue_output(out_BTD, rescued, self.precision)
 
 
 def keep_float32(precision: Precision) -> bool:
@@ -114,6 +118,7 @@ def keep_float32(precision: Precision) -> bool:
   return precision.float32_gate_product and precision.dtype != "float32"
 
 
+@jax.named_scope("gate_product")
 def float16_gated_product(gate, up, activation: Activation, precision: Precision):
   """act(gate) * up as float16 operands of the next product.
 

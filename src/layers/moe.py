@@ -88,6 +88,7 @@ class Router:
       return jnp.einsum("...D,DE->...E", x.astype(jnp.float32), p["kernel"].astype(jnp.float32), precision="highest")
     return self.precision.einsum("...D,DE->...E", x, p["kernel"])
 
+  @jax.named_scope("router")
   def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
     """Routes.
 
@@ -151,6 +152,7 @@ class Experts:
       "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1)),
     }
 
+  @jax.named_scope("experts")
   def __call__(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of the chosen experts' outputs.
 
@@ -207,10 +209,13 @@ class Experts:
     if not keep_float32(self.precision):
       gate, up = self.precision.cast(gate), self.precision.cast(up)
     if self.precision.dtype != "float16":
-      hidden = activate(gate, self.cfg.activation) * up
-      return product(self.precision.cast(hidden), p["down"]), jnp.zeros((), jnp.int32)
+      with jax.named_scope("gate_product"):
+        hidden = activate(gate, self.cfg.activation) * up
+      with jax.named_scope("down_product"):
+        return product(self.precision.cast(hidden), p["down"]), jnp.zeros((), jnp.int32)
     hidden, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
-    return rescue_output(product(hidden, p["down"]) * unit, rescued, self.precision)
+    with jax.named_scope("down_product"):
+      return rescue_output(product(hidden, p["down"]) * unit, rescued, self.precision)
 
   def _product_operands(self, x, w):
     # No grouped float16 product on TPU (Mosaic refuses it); float32 operands hold float16 numbers exactly.
@@ -227,6 +232,7 @@ class Experts:
     x = jnp.broadcast_to(x, (w.shape[0], *x.shape[1:]))
     return jnp.einsum(spec, x, w, precision=self.precision.matmul_precision)
 
+  @jax.named_scope("weight_sum")
   def _combine(self, out_BTkD, weights):
     if self.precision.float32_weight_sum or self.precision.dtype == "float16":
       return jnp.einsum("BTkD,BTk->BTD", out_BTkD.astype(jnp.float32), weights, precision="highest")
@@ -255,6 +261,7 @@ class MoE:
       spec["shared"] = self._shared.params()
     return spec
 
+  @jax.named_scope("moe")
   def __call__(self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, live: jax.Array | None = None):
     """Routes and sums.
 
@@ -272,7 +279,8 @@ class MoE:
     weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts)
     if c.shared_experts:
-      shared, shared_rescued = self._shared.forward(p["shared"], x_BTD)
+      with jax.named_scope("shared_experts"):
+        shared, shared_rescued = self._shared.forward(p["shared"], x_BTD)
       out, rescued = out + shared.astype(out.dtype), rescued + shared_rescued
     counts = jnp.ones(experts.shape[:2], jnp.float32) if live is None else live.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)

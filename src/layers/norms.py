@@ -58,6 +58,7 @@ class RMSNorm:
     start = 0.0 if self.cfg.scale_plus_one else 1.0
     return {"scale": Param((self.cfg.dim,), (None,), self.precision.weight_dtype, constant(start))}
 
+  @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
     """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
     dtype = dtype or self.precision.dtype
@@ -84,6 +85,7 @@ class LayerNorm:
     shape, dtype = (self.cfg.dim,), self.precision.weight_dtype
     return {"scale": Param(shape, (None,), dtype, constant(1.0)), "bias": Param(shape, (None,), dtype, constant(0.0))}
 
+  @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array) -> jax.Array:
     """Normalises the last dimension of x, any leading shape. Returns the dtype of activations."""
     x32 = x.astype(jnp.float32)

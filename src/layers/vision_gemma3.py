@@ -92,14 +92,22 @@ class SiglipLayer:
     """x: [I, P, D] in the residual dtype; returns the same."""
     c, einsum, cast, residual = self.cfg, self.precision.einsum, self.precision.cast, self.precision.residual
     a, y = p["attention"], self._norm(p["pre_attention_norm"], x_IPD)
-    q, k, v = (einsum("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
-    everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
-    scale = (c.emb_dim // c.num_heads) ** -0.5
-    out, _ = dot_product_attention(q, k, v, everything, scale=scale, precision=self.precision)
-    x_IPD = x_IPD + (einsum("IPNH,NHD->IPD", out, a["o"]) + cast(a["o_bias"])).astype(residual)
+    # A float16 branch could overflow where the float32 residual stream that takes it does not.
+    float32 = self.precision.dtype == "float16"
+    with jax.named_scope("attention"):
+      q, k, v = (einsum("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
+      everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
+      scale = (c.emb_dim // c.num_heads) ** -0.5
+      out, _ = dot_product_attention(q, k, v, everything, scale=scale, precision=self.precision)
+      out = einsum("IPNH,NHD->IPD", out, a["o"], float32=float32) + cast(a["o_bias"])
+    with jax.named_scope("residual"):
+      x_IPD = x_IPD + out.astype(residual)
     m, y = p["mlp"], self._norm(p["pre_mlp_norm"], x_IPD)
-    hidden = activate(einsum("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
-    return x_IPD + (einsum("IPF,FD->IPD", hidden, m["down"]) + cast(m["down_bias"])).astype(residual)
+    with jax.named_scope("mlp"):
+      hidden = activate(einsum("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
+      out = einsum("IPF,FD->IPD", hidden, m["down"], float32=float32) + cast(m["down_bias"])
+    with jax.named_scope("residual"):
+      return x_IPD + out.astype(residual)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class Siglip:
       "projector": {"norm": self._projector_norm.params(), "kernel": Param((D, c.output_dim), ("embed", None), dtype)},
     }
 
+  @jax.named_scope("vision")
   def __call__(
     self,
     p: dict,

@@ -115,13 +115,19 @@ class Gemma4VisionLayer:
     c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
     head_norm = self._norm(c.head_dim)
     a, y = p["attention"], norm(p["pre_attention_norm"], x_IPD)
-    q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
-    k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
-    v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
-    out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
-    x_IPD = x_IPD + norm(p["post_attention_norm"], self._linear(a, "o", "IPNH,NHD->IPD", out), residual)
-    return x_IPD + norm(p["post_mlp_norm"], self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD)), residual)
+    with jax.named_scope("attention"):
+      q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
+      k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
+      v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
+      out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
+      out = self._linear(a, "o", "IPNH,NHD->IPD", out)
+    with jax.named_scope("residual"):
+      x_IPD = x_IPD + norm(p["post_attention_norm"], out, residual)
+    out = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))
+    with jax.named_scope("residual"):
+      return x_IPD + norm(p["post_mlp_norm"], out, residual)
 
+  @jax.named_scope("mlp")
   def _mlp(self, p, y):
     float32 = keep_float32(self.precision)
     gate = self._linear(p, "gate", "IPD,DF->IPF", y, float32=float32)
@@ -159,6 +165,7 @@ class Gemma4Vision:
       spec["std_scale"] = Param((D,), (None,), "float32", constant(1.0), trainable=False)
     return spec
 
+  @jax.named_scope("vision")
   def __call__(
     self, p: dict, pixels: jax.Array, positions: jax.Array, *, wrap: Callable[[Any], Any] = lambda layer: layer
   ) -> tuple[jax.Array, jax.Array, dict]:
@@ -192,6 +199,7 @@ class Gemma4Vision:
     aux = {"vision.pooled": pooled.astype(jnp.float32) * c.emb_dim**0.5, "vision.tower_out": features, "vision.projected": out}
     return out, valid, aux
 
+  @jax.named_scope("vision_pool")
   def _pool(self, x, positions, live):
     """Mean over squares of pooling x pooling patches: float32 [I, S, D], and which squares hold a patch."""
     c = self.cfg
@@ -202,6 +210,7 @@ class Gemma4Vision:
     pooled = jnp.einsum("IPS,IPD->ISD", member, x.astype(jnp.float32), precision="highest") / c.pooling**2
     return pooled, jnp.any(member > 0, axis=1)
 
+  @jax.named_scope("vision_pool")
   def _standardize(self, p, pooled):
     """sqrt(D) * pooled, shifted and scaled.
 

@@ -90,7 +90,8 @@ def test_low_precision_stays_near_and_in_its_dtype(dtype, random_params):
   cfg = dataclasses.replace(BASE, **VARIANTS["gemma4 sliding"])
   p = random_params(Attention(cfg, FLOAT32).params())
   out, kv = run(cfg, p, precision=Precision(dtype=dtype))
-  assert out.dtype == kv[0].dtype == kv[1].dtype == dtype
+  assert kv[0].dtype == kv[1].dtype == dtype
+  assert out.dtype == ("float32" if dtype == "float16" else dtype)  # a float16 sum could overflow
   exact = written(cfg, tree64(p), X)[0]
   tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
   np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())

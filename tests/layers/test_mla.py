@@ -196,7 +196,7 @@ def test_scale():
 def test_low_precision_is_near(dtype, tolerance, random_params):
   p = random_params(MLA(BASE, FLOAT32).params())
   out, _ = run(BASE, p, Precision(dtype=dtype))
-  assert out.dtype == dtype
+  assert out.dtype == ("float32" if dtype == "float16" else dtype)  # a float16 sum could overflow
   exact = written(BASE, tree64(p), X)[0]
   np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from maxtext_like.layers import probe as probing
 from maxtext_like.numerics import probes
 
 LAYERS, WIDTH = 7, 5
@@ -17,7 +18,7 @@ def forward(ws, slots, x, remat):
     x = x + jnp.tanh(x @ w)
     if slot is None:
       return x, {}
-    x, seen = probes.probe(x, slot["residual"])
+    x, seen = probing.probe(x, slot["residual"])
     return x, {"residual": seen}
 
   return lax.scan(jax.checkpoint(block) if remat else block, x, (ws, slots))
@@ -32,7 +33,7 @@ def loss(ws, slots, x, remat=True, scale=1.0):
 def case():
   ws = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) * 0.1
   x = jax.random.normal(jax.random.key(1), (3, WIDTH))
-  return ws, probes.slots(["residual"], (LAYERS,)), x
+  return ws, probing.slots(["residual"], (LAYERS,)), x
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -71,10 +72,10 @@ def test_a_backward_overflow_is_counted_at_its_layer_only_in_the_backward(case):
 def test_metrics_and_trees(case):
   ws, slots, x = case
   (_, seen), (grads, back) = jax.value_and_grad(loss, (0, 1), has_aux=True)(ws.at[2, 0, 0].set(jnp.nan), slots, x)
-  flat = probes.metrics(seen, back)
+  flat = probes.metrics({"forward": seen, "backward": back})
   assert set(flat) == {f"numerics/{d}/residual/{k}" for d in ("forward", "backward") for k in ("max", "nonfinite")}
   np.testing.assert_array_equal(flat["numerics/forward/residual/nonfinite"] > 0, [False, False, *[True] * 5])
-  rows = probes.rows({"w": ws.at[3].set(4.0).at[4, 0, 0].set(jnp.inf), "ids": jnp.arange(LAYERS)})
+  rows = probes.rows({"w": ws.at[3].set(4.0).at[4, 0, 0].set(jnp.inf), "ids": jnp.arange(LAYERS)}, LAYERS)
   assert rows.shape == (LAYERS, 2)
   assert rows[3, 0] == 4.0
   np.testing.assert_array_equal(rows[:, 1], [0, 0, 0, 0, 1, 0, 0])
@@ -86,6 +87,6 @@ def test_metrics_and_trees(case):
 def test_wrong_slots_are_refused(case):
   _, slots, x = case
   with pytest.raises(ValueError, match="scan over the slots"):
-    probes.probe(x, slots["residual"])
+    probing.probe(x, slots["residual"])
   with pytest.raises(ValueError, match="floating array"):
-    probes.probe(jnp.arange(3), slots["residual"][0])
+    probing.probe(jnp.arange(3), slots["residual"][0])

@@ -1,0 +1,65 @@
+"""Probes: identities inside a layer that hand out what passes through them, forward and backward, without callbacks.
+
+The forward statistics of a probed array are returned as a value; those of its cotangent are the "gradient" of a dummy
+argument, the slot: whatever scan, remat or vmap the layer sits in, ``jax.grad`` brings them out in the slots' own shape.
+
+    def block(x, inputs):                                            # the body of a scan over (params, slots)
+      params, slot = inputs
+      x, seen = probe(layer(params, x), slot["residual"])
+      return x, {"residual": seen}
+    (value, forward), (grads, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, slots(["residual"], (L,)))
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MAX, NONFINITE = 0, 1
+WIDTH = 2
+
+_INFINITY = int(np.float32(np.inf).view(np.int32))
+
+
+def slots(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Array]:
+  """A zero slot, float32 [*shape, 2], for each name; shape is the loop's, usually (layers,)."""
+  return {name: jnp.zeros((*shape, WIDTH), jnp.float32) for name in names}
+
+
+def summary(x: jax.Array) -> jax.Array:
+  """float32 [2] of one real floating array: largest finite |x|, and number of non-finite elements (exact up to 2**24).
+
+  One integer reduction: the bits of |x| as float32 order like the numbers.
+  """
+  bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x).astype(jnp.float32), jnp.int32) & jnp.int32(0x7FFFFFFF)
+  parts = jnp.where(bits < _INFINITY, bits, 0), (bits >= _INFINITY).astype(jnp.int32)
+  join = lambda a, b: (jax.lax.max(a[0], b[0]), jax.lax.add(a[1], b[1]))
+  largest, bad = jax.lax.reduce(parts, (jnp.int32(0), jnp.int32(0)), join, tuple(range(x.ndim)))
+  return jnp.stack([jax.lax.bitcast_convert_type(largest, jnp.float32), bad.astype(jnp.float32)])
+
+
+def probe(x: jax.Array, slot: jax.Array) -> tuple[Any, jax.Array]:
+  """(x, summary(x)): x unchanged, and after ``jax.grad`` the slot's gradient is the summary of x's cotangent.
+
+  Args:
+    x: floating array of any shape.
+    slot: float32 [2]; its value is not used.
+
+  Raises:
+    ValueError: x is not floating, or the slot is not float32 [2] (a scan must slice its leading axis off).
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"probe: expects a floating array, got {jax.typeof(x).str_short()}")
+  if slot.shape != (WIDTH,) or slot.dtype != jnp.float32:
+    raise ValueError(f"probe: the slot must be float32 [{WIDTH}], got {slot.dtype} {list(slot.shape)}; scan over the slots")
+  return _tap(x, slot), summary(x)
+
+
+@jax.custom_vjp
+def _tap(x, slot):
+  return x
+
+
+_tap.defvjp(lambda x, slot: (x, None), lambda _, g: (g, summary(g)))
