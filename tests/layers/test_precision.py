@@ -105,3 +105,25 @@ def test_matmul_precision_reaches_the_product(dtype, precision):
   einsum = Precision(dtype=dtype, matmul_precision=precision).einsum
   dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, float32=True))
   assert dot.params["precision"] == (jax.lax.Precision(precision),) * 2
+
+
+@pytest.mark.parametrize(
+  ("spec", "x_shape", "y_shape"),
+  [
+    ("BTD,DF->BTF", (2, 3, 64), (64, 5)),
+    ("BTNH,NHD->BTD", (2, 3, 4, 6), (4, 6, 7)),
+    ("BTKGH,BSKH->BKGTS", (2, 3, 2, 2, 16), (2, 5, 2, 16)),
+  ],
+)
+def test_highest_rounds_less_and_a_gradient_is_the_same(spec, x_shape, y_shape):
+  x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((x_shape, y_shape)))
+  plain, highest = (Precision(dtype="float32", matmul_precision=p) for p in ("default", "highest"))
+  exact = np.einsum(spec, np.asarray(x, np.float64), np.asarray(y, np.float64))
+  np.testing.assert_allclose(highest.einsum(spec, x, y), exact, atol=2e-6)
+  assert str(jax.make_jaxpr(highest.einsum, static_argnums=0)(spec, x, y)).count("dot_general") == 4
+  # Sums that every machine takes in blocks, and sums of a few terms, are one product.
+  for size in (8, 128):
+    wide = [jnp.ones((3, size)), jnp.ones((size, 2))]
+    assert str(jax.make_jaxpr(highest.einsum, static_argnums=0)("TD,DF->TF", *wide)).count("dot_general") == 1
+  grads = [jax.grad(lambda x, p=p: jnp.sum(jnp.sin(p.einsum(spec, x, y))))(x) for p in (plain, highest)]
+  np.testing.assert_allclose(grads[0], grads[1], atol=1e-5)

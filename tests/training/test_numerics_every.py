@@ -14,7 +14,7 @@ from tests.training.small import SMALL, batches, small_config
 
 SIZES = ("per_device_batch_size=4", "vocab_size=300", "numerics_every=1")
 FEW = {
-  "gemma3-tiny": ("num_decoder_layers=3", "inhomogeneous_layer_cycle_interval=2"),
+  "gemma3-tiny": ("num_decoder_layers=4", "inhomogeneous_layer_cycle_interval=2"),
   "deepseek3-tiny": ("num_decoder_layers=3",),
 }
 
