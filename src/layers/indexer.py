@@ -87,13 +87,17 @@ class Indexer:
       [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. No gradient leaves through the inputs: the
       language-model loss and the indexer's loss train disjoint parameters.
     """
-    c, einsum = self.cfg, self.precision.einsum
-    float32 = self.precision.indexer_float32_logits
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
-    table = rope_table(c.rope, positions)
-    q_BTXH = self._rotate(einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
+    table = rope_table(self.cfg.rope, positions)
+    q_BTXH = self._rotate(self.precision.einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
     if k_BSH is None:
       k_BSH = self.keys(p, x_BTD, positions)
+    return self.score(p, x_BTD, q_BTXH, k_BSH)
+
+  def score(self, p: dict, x_BTD: jax.Array, q_BTXH: jax.Array, k_BSH: jax.Array) -> jax.Array:
+    """Index scores [B, T, S] of rotated index queries and keys; the heads' weights are read from x (see the call)."""
+    c, einsum = self.cfg, self.precision.einsum
+    float32 = self.precision.indexer_float32_logits
     with jax.named_scope("indexer_product"):
       products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
     if float32:
