@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.blockwise import BLOCK, blockwise_attention
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.splash import splash_attention
@@ -143,7 +144,7 @@ def attend(
     bidirectional_blocks: tokens of one image see each other.
     scale: multiplies the scores.
     precision: flags.
-    kernel: "dot_product", "cudnn_flash" or "splash".
+    kernel: "dot_product" (in blocks of queries where a row is long), "cudnn_flash" or "splash".
 
   Returns:
     [B, T, N, V] in ``dtype``.
@@ -155,5 +156,7 @@ def attend(
     with jax.named_scope("cudnn_attention"):
       return _cudnn_flash(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale)
   B, T = q_BTNH.shape[:2]
+  if T > BLOCK and not (bidirectional_blocks and tokens.blocks is not None):
+    return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, tokens.segments, window=window, scale=scale, precision=precision)
   mask = attention_mask(tokens, B, T, window=window, bidirectional_blocks=bidirectional_blocks)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]

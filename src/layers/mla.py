@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention_kernels import Kernel, dot_product_attention
+from maxtext_like.layers.attention_kernels import Kernel, attend, dot_product_attention
 from maxtext_like.layers.cache import Step, cached_mask, joined, stored
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.masks import Tokens, attention_mask
@@ -137,6 +137,12 @@ class MLA:
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
+  def _dense(self, q, k, v, tokens: Tokens) -> jax.Array:
+    return attend(
+      q, k, v, tokens, window=None, bidirectional_blocks=False, scale=self.cfg.scale, precision=self.precision,
+      kernel="dot_product",
+    )  # fmt: skip
+
   @jax.named_scope("mla")
   def __call__(
     self,
@@ -184,11 +190,15 @@ class MLA:
       scores = indexer(p["indexer"], x_BTD, q_latent, positions, keys["index_k"])
       selected, aux["topk_idx"] = indexer.select(scores, visible)
       mask = selected if c.indexer_sparse else visible
-    out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
+    if indexer is None and step is None:
+      out_BTNV, probs = self._dense(q, k, v, tokens), None
+    else:
+      out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
     if scores is not None and step is None:
       aux["indexer_loss"] = jnp.zeros((), jnp.float32)
       if c.indexer_loss_weight:
         live = None if tokens.segments is None else tokens.segments > 0
+        assert probs is not None, "an indexer's loss reads the probabilities"
         heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
         aux["indexer_loss"] = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, live)
     out_BTNV = checkpoint_name(out_BTNV, "attention")

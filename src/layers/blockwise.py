@@ -1,0 +1,139 @@
+"""Attention in blocks of queries, in plain XLA: half the work of a causal row, and no T x S numbers kept for the backward pass.
+
+For shapes and dtypes that no fused kernel takes. A block of queries meets only the keys that causality and the window leave
+it, and the backward pass computes its scores again from what the forward pass keeps of a row: its maximum and its sum
+(Rabe & Staats 2021; Dao et al. 2022). Every step obeys the precision flags as the reference does.
+
+B batch, T position, K key-value heads, G queries a key-value head, H head, V value head, t queries and s keys of a block.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.masks import masked_fill
+from maxtext_like.layers.precision import Precision
+
+BLOCK = 512  # queries; rows of at most this many are one block, for which the reference is as good
+
+_Static = tuple[Precision, float, int | None, int]  # precision, scale, window, queries of a block
+
+
+def blockwise_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKV: jax.Array,
+  segments: jax.Array | None,
+  *,
+  window: int | None,
+  scale: float,
+  precision: Precision,
+  block: int = BLOCK,
+) -> jax.Array:
+  """Causal self-attention of each row over itself.
+
+  Args:
+    q_BTNH, k_BTKH, v_BTKV: queries, keys, values; query head n reads key-value head n // (N / K).
+    segments: int32 [B, T], 0 is padding; None: every row is one document.
+    window: keys a query sees, itself included; None: all before it.
+    scale: multiplies the scores.
+    precision: ``float32_qk_product`` and ``float32_logits``.
+    block: queries worked on at a time.
+
+  Returns:
+    [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
+  """
+  B, T, N, H = q_BTNH.shape
+  K = k_BTKH.shape[2]
+  q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BTKH, v_BTKV))
+  return _attend((precision, scale, window, block), q, k, v, segments).reshape(B, T, N, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q, k, v, segments) -> jax.Array:
+  return _forward(static, q, k, v, segments)[0]
+
+
+def _forward(static: _Static, q, k, v, segments) -> tuple[jax.Array, Any]:
+  """[B, T, K, G, V], and what the backward pass needs."""
+  precision = static[0]
+  outs, tops, totals = [], [], []
+  for queries, keys in _blocks(static, q.shape[1]):
+    scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
+    with jax.named_scope("softmax"):
+      top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
+      weights = _exponentials(scores, mask, top)
+      total = jnp.sum(weights, axis=-1, keepdims=True)
+      total = jnp.where(total == 0, 1, total)
+      probs_BKGts = weights / total
+    with jax.named_scope("pv_product"):
+      outs.append(precision.einsum("BKGts,BsKV->BtKGV", probs_BKGts, v[:, keys]))
+    tops.append(top)
+    totals.append(total)
+  out = jnp.concatenate(outs, axis=1)
+  return out, (q, k, v, segments, out, tops, totals)
+
+
+def _backward(static: _Static, saved, g: jax.Array):
+  q, k, v, segments, out, tops, totals = saved
+  precision, scale = static[:2]
+  # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
+  operand = jnp.float32 if precision.dtype == "float16" else q.dtype
+  product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
+  with jax.named_scope("softmax"):
+    delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+  dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+  for (queries, keys), top, total in zip(_blocks(static, q.shape[1]), tops, totals, strict=True):
+    scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
+    with jax.named_scope("softmax"):
+      probs = _exponentials(scores, mask, top) / total
+    with jax.named_scope("pv_product"):
+      g_BtKGV = g[:, queries].astype(operand)
+      dprobs = product("BtKGV,BsKV->BKGts", g_BtKGV, v[:, keys].astype(operand)).astype(probs.dtype)
+      dv = dv.at[:, keys].add(product("BKGts,BtKGV->BsKV", probs.astype(operand), g_BtKGV))
+    with jax.named_scope("softmax"):
+      delta_BKGt1 = jnp.moveaxis(delta_BTKG[:, queries], 1, -1)[..., None].astype(probs.dtype)
+      dscores = (probs * (dprobs - delta_BKGt1)).astype(operand)
+    with jax.named_scope("qk_product"):
+      dqs.append(product("BKGts,BsKH->BtKGH", dscores, k[:, keys].astype(operand)) * scale)
+      dk = dk.at[:, keys].add(product("BKGts,BtKGH->BsKH", dscores, q[:, queries].astype(operand)) * scale)
+  dq = jnp.concatenate(dqs, axis=1)
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _blocks(static: _Static, length: int) -> list[tuple[slice, slice]]:
+  """Queries of each block, and the keys that any of them may see."""
+  _, _, window, block = static
+  found = []
+  for start in range(0, length, block):
+    end = min(start + block, length)
+    first = 0 if window is None else max(0, start - window + 1) // 128 * 128  # whole tiles of a matrix unit
+    found.append((slice(start, end), slice(first, end)))
+  return found
+
+
+def _scores(static: _Static, q_BtKGH, k_BsKH, segments, queries: slice, keys: slice) -> tuple[jax.Array, jax.Array]:
+  """Scores [B, K, G, t, s] in the dtype of the softmax, and the mask [B or 1, 1, 1, t, s]."""
+  precision, scale, window, _ = static
+  with jax.named_scope("qk_product"):
+    scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
+  with jax.named_scope("softmax"):
+    scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+  query, key = jnp.arange(queries.start, queries.stop)[:, None], jnp.arange(keys.start, keys.stop)[None, :]
+  mask = (key <= query)[None]
+  if window is not None:
+    mask = mask & (key > query - window)[None]
+  if segments is not None:
+    mine, theirs = segments[:, queries, None], segments[:, None, keys]
+    mask = mask & (mine == theirs) & (theirs > 0)
+  return scores, mask[:, None, None]
+
+
+def _exponentials(scores, mask, top):
+  # The inner where keeps a masked score, which may lie far above the visible ones, from overflowing.
+  return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)

@@ -1,0 +1,92 @@
+"""Attention in blocks of queries: values and gradients of the reference, under every mask and flag."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equations import named
+
+from maxtext_like.layers.attention_kernels import attend, dot_product_attention
+from maxtext_like.layers.blockwise import blockwise_attention
+from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.precision import Precision
+
+B, T, N, K, H, V = 2, 300, 4, 2, 6, 5
+Q, KEYS, VALUES, G = (
+  jax.random.normal(jax.random.key(i), (B, T, n, size)) for i, (n, size) in enumerate([(N, H), (K, H), (K, V), (N, V)])
+)
+AT = np.arange(T)
+# Three documents; padding in front and behind, whose queries see nothing.
+SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 150, 1, 2)), np.where(AT < 290, 3, 0)]), jnp.int32)
+
+
+def both(precision, segments, window, scale=0.7, block=64):
+  mask = attention_mask(Tokens(segments), B, T, window=window, bidirectional_blocks=False)
+
+  def reference(q, k, v):
+    out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision)[0]
+    return jnp.sum(out.astype(jnp.float32) * G), out
+
+  def blocks(q, k, v):
+    out = blockwise_attention(q, k, v, segments, window=window, scale=scale, precision=precision, block=block)
+    return jnp.sum(out.astype(jnp.float32) * G), out
+
+  cast = [x.astype(precision.dtype) for x in (Q, KEYS, VALUES)]
+  return [jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*cast) for f in (reference, blocks)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100], ids=str)
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
+def test_float32_values_and_gradients(segments, window):
+  ((_, want), want_grads), ((_, got), got_grads) = both(Precision(dtype="float32"), segments, window)
+  np.testing.assert_allclose(got, want, atol=2e-6)
+  for a, b in zip(got_grads, want_grads, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  if segments is not None:
+    assert not np.any(np.asarray(got)[np.asarray(segments) == 0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
+@pytest.mark.parametrize(("product", "softmax"), [(True, True), (False, True), (True, False), (False, False)])
+def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tolerance, product, softmax):
+  precision = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
+  ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 100)
+  assert got.dtype == dtype
+  np.testing.assert_allclose(np.float32(got), np.float32(want), atol=tolerance / 2)
+  for a, b in zip(got_grads, want_grads, strict=True):
+    assert a.dtype == dtype
+    a, b = np.float32(a), np.float32(b)
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) * (1 if softmax else 4)
+
+
+@pytest.mark.parametrize(("product", "softmax"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_flags_decide_the_dtypes(product, softmax):
+  precision = Precision(dtype="bfloat16", float32_qk_product=product, float32_logits=softmax)
+  run = lambda q, k, v: blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, block=128)
+  equations = named(run, Q, KEYS, VALUES, name="dot_general")
+  first = [str(e.outvars[0].aval.dtype) for e in equations][::2]
+  assert set(first) == {"float32" if product else "bfloat16"}
+  exponentials = {str(e.outvars[0].aval.dtype) for e in named(run, Q, KEYS, VALUES, name="exp")}
+  assert exponentials == {"float32" if softmax else "bfloat16"}
+
+
+def test_extreme_scores_are_finite_forward_and_backward():
+  for dtype in ("float32", "float16"):
+    (_, _), ((_, got), grads) = both(Precision(dtype=dtype), SEGMENTS, None, scale=3e4 if dtype == "float32" else 3e3)
+    assert all(np.isfinite(np.float32(x)).all() for x in (got, *grads))
+
+
+def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
+  def count(length, blocks=None, window=None):
+    x = [jnp.zeros((1, length, 1, 4))] * 3
+    run = lambda q, k, v: attend(
+      q, k, v, Tokens(None, blocks), window=window, bidirectional_blocks=blocks is not None, scale=1.0,
+      precision=Precision(dtype="float32"), kernel="dot_product",
+    )  # fmt: skip
+    # einsum orders the dimensions as it likes; the head has 4 numbers, so the two largest are queries and keys.
+    return [tuple(sorted(e.outvars[0].aval.shape)[-2:]) for e in named(run, *x, name="dot_general")][::2]
+
+  assert count(512) == [(512, 512)]
+  assert count(1100) == [(512, 512), (512, 1024), (76, 1100)]
+  assert count(1100, window=130) == [(512, 512), (512, 768), (76, 332)]
+  assert count(1100, blocks=jnp.zeros((1, 1100), jnp.int32)) == [(1100, 1100)]
