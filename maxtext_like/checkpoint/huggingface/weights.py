@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
+from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
@@ -46,6 +47,7 @@ class Weights:
     self.shards = Shards(directory)
     self.shards.block = config.float8_block
     self.notes: list[str] = []
+    self._whole: tuple[str, np.ndarray] = ("", np.empty(0))
     self.decoder = decoder
     self._config = config
     deepseek = config.model_type.startswith("deepseek")
@@ -150,6 +152,28 @@ class Weights:
         out[where] = _converted(part, dtype, name)
         self.shards.release()
     return out
+
+  def part(self, path: tuple[str, ...], index: tuple[int | slice, ...]) -> np.ndarray:
+    """``params[path][index]`` in float32, of which no more is read than the file's format asks for.
+
+    Args:
+      path: of the parameter.
+      index: an entry for every axis; axes along which the file has a tensor each (rows of a stack, experts of DeepSeek)
+        take a number. Of a float8 tensor the whole is made once, and kept until another tensor is asked for.
+    """
+    count = len(self._pieces[path][0][1].index)
+    name, piece = self._by_place[path, index[:count]]
+    if self._whole[0] != name:
+      self._whole = (name, self.shards.weight(name))
+    result = np.array(piece.to_ours(self._whole[1])[index[count:]], np.float32)
+    if self.shards.entry(name).dtype not in FLOAT8:  # a view of the file
+      self._whole = ("", np.empty(0))
+      self.shards.release()
+    return result
+
+  @functools.cached_property
+  def _by_place(self) -> dict[tuple[Any, Any], tuple[str, Piece]]:
+    return {(path, piece.index): (name, piece) for path, pieces in self._pieces.items() for name, piece in pieces}
 
   def load(self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None) -> dict:
     """The parameters as JAX arrays, one after the other and each placed as it is read.

@@ -1,0 +1,252 @@
+"""How large numbers can become that are computed from normed inputs, from the weights alone: bounds and expected sizes.
+
+Everything follows from one fact: RMSNorm's output is scale * u with ||u||_2 <= sqrt(D), whatever the input is. A linear map
+W of it is then at most sqrt(D) * ||scale * W[:, f]||_2 in output f (Cauchy-Schwarz), and no smaller number would do.
+
+All bounds hold for computed numbers too: every rounding to the dtype of activations is counted as a factor 1 + u, and a
+product of n terms accumulated in float32 as 1 + n * 2^-23 (Higham 2002, section 3.1).
+
+C channels of a signal, F outputs of a product, H head dimension.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Signal:
+  """All vectors offset + scale * u, where u falls into blocks of equal size and no block's 2-norm exceeds ``radius``.
+
+  A normed vector is one block; the normed heads of a layer are a block each; blocks of 1 bound every channel by itself.
+
+  Attributes:
+    scale: float64 [C], not negative.
+    std: float64 [C], expected standard deviation around the offset.
+    block: channels of a block.
+    radius: of a block.
+    offset: float64 [C], where the vectors are centred; None: 0.
+  """
+
+  scale: np.ndarray
+  std: np.ndarray
+  block: int = 1
+  radius: float = 1.0
+  offset: np.ndarray | None = None
+
+  def bounds(self) -> np.ndarray:
+    """float64 [C]: what no channel's magnitude exceeds."""
+    spread = self.scale * self.radius
+    return spread if self.offset is None else spread + np.abs(self.offset)
+
+  def channels(self, index: slice | np.ndarray) -> "Signal":
+    """Some of the channels, each bounded by itself."""
+    offset = None if self.offset is None else self.offset[index]
+    return Signal(self.scale[index] * self.radius, self.std[index], offset=offset)
+
+  def grown(self, factor: float) -> "Signal":
+    """The signal with every magnitude up to ``factor`` > 1 times as large, as rounding makes it."""
+    scale = self.scale * factor
+    if self.offset is not None:
+      # What rounding moves the offset by lies in a box, which a ball of radius sqrt(block) holds.
+      box = (factor - 1) * np.abs(self.offset) * math.sqrt(self.block) / self.radius
+      if self.block == 1:
+        scale = scale + box
+      else:
+        # The sum of two ellipsoids is inside the one with these squared axes, for any t > 0 (here factor - 1).
+        scale = np.sqrt(np.square(scale) * factor + np.square(box) * factor / (factor - 1))
+    return Signal(scale, self.std, self.block, self.radius, self.offset)
+
+  def times(self, factor: float) -> "Signal":
+    """The signal multiplied by a number."""
+    offset = None if self.offset is None else self.offset * factor
+    return Signal(self.scale * abs(factor), self.std * abs(factor), self.block, self.radius, offset)
+
+  def plus(self, bias: np.ndarray, u: float) -> "Signal":
+    """The signal with a fixed vector added, rounded twice."""
+    offset = bias if self.offset is None else self.offset + bias
+    return Signal(self.scale, self.std, self.block, self.radius, offset).grown((1 + u) ** 2)
+
+  def added(self, other: "Signal", u: float) -> "Signal":
+    """The sum of two independent signals, channel by channel, rounded once."""
+    offset = None
+    if self.offset is not None or other.offset is not None:
+      offset = sum(s.offset for s in (self, other) if s.offset is not None)
+    spread = self.scale * self.radius + other.scale * other.radius
+    return Signal(spread, np.hypot(self.std, other.std), offset=offset).grown(1 + u)
+
+  def clipped(self, low: float, high: float) -> "Signal":
+    """Every channel limited to [low, high]."""
+    limit = max(abs(low), abs(high))
+    bounds = self.bounds()
+    if (bounds <= limit).all():
+      return self
+    # The offset is given up: what matters is the limit.
+    moment = self.std if self.offset is None else np.hypot(self.std, self.offset)
+    return Signal(np.minimum(bounds, limit), np.minimum(moment, limit))
+
+
+def normed(scale: np.ndarray, u: float, *, roundings: int = 1, bias: np.ndarray | None = None) -> Signal:
+  """The output of RMSNorm or LayerNorm: a ball of radius sqrt(D), stretched by the scale.
+
+  Args:
+    scale: [D], any sign (Gemma 3's stored scale plus one).
+    u: unit roundoff of the output.
+    roundings: to the output's dtype; 2 where the norm rounds before it multiplies.
+    bias: of a LayerNorm.
+  """
+  dim = scale.shape[-1]
+  size = np.abs(scale).astype(np.float64)
+  radius = math.sqrt(dim) * (1 + (dim + 16) * 2.0**-24)  # the norm itself, computed in float32
+  ball = Signal(size, size, dim, radius)
+  if bias is None:
+    return ball.grown((1 + u) ** roundings)
+  return Signal(size, size, dim, radius, bias.astype(np.float64)).grown((1 + u) ** roundings)
+
+
+def heads(one: Signal, count: int) -> Signal:
+  """``count`` heads side by side, each a signal of its own like ``one``."""
+  offset = None if one.offset is None else np.tile(one.offset, count)
+  return Signal(np.tile(one.scale, count), np.tile(one.std, count), one.block, one.radius, offset)
+
+
+def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
+  """The signal times a matrix, each output bounded by itself.
+
+  Args:
+    signal: the input; C channels.
+    chunks: the matrix [C, F], cut along its outputs, float32.
+    u: unit roundoff of the weights and of the result.
+  """
+  growth = (1 + u) ** 2 * (1 + signal.scale.size * 2.0**-23)
+  spreads, stds, centres = [], [], []
+  # Squares in float32; its own rounding is within the factor of the accumulation.
+  squares = np.square(signal.scale * signal.radius).astype(np.float32)
+  variance = np.square(signal.std).astype(np.float32)
+  for w in chunks:
+    if signal.block == 1:
+      spread = (signal.scale * signal.radius).astype(np.float32) @ np.abs(w)
+      stds.append(np.sqrt(variance @ np.square(w)))
+    else:
+      w2 = np.square(w)
+      blocks = squares.reshape(-1, 1, signal.block) @ w2.reshape(-1, signal.block, w.shape[1])
+      spread = np.sqrt(blocks[:, 0]).sum(axis=0)
+      stds.append(np.sqrt(variance @ w2))
+    spread = spread.astype(np.float64) * growth
+    if signal.offset is not None:
+      offset = signal.offset.astype(np.float32)
+      centres.append((offset @ w).astype(np.float64))
+      # Terms of the centre may cancel; their roundings do not.
+      spread += (growth - 1) * (np.abs(offset) @ np.abs(w))
+    spreads.append(spread)
+  centre = np.concatenate(centres) if signal.offset is not None else None
+  return Signal(np.concatenate(spreads), np.concatenate(stds).astype(np.float64), offset=centre)
+
+
+def activated_moment(std: np.ndarray, activation: str, offset: np.ndarray | None = None) -> np.ndarray:
+  """sqrt(E[act(x)^2]) of x ~ N(offset, std^2), by Gauss-Hermite quadrature with 41 nodes."""
+  nodes, weights = np.polynomial.hermite_e.hermegauss(41)
+  x = std[..., None] * nodes + (0 if offset is None else offset[..., None])
+  with np.errstate(over="ignore"):
+    v = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3) if activation == "gelu" else x
+    value = x / (1 + np.exp(-v))
+  return np.sqrt(np.square(value) @ (weights / weights.sum()))
+
+
+def activated(signal: Signal, activation: str, u: float) -> Signal:
+  """GELU or SiLU of a signal: |act(x)| <= |x|."""
+  return Signal(signal.bounds() * (1 + u), activated_moment(signal.std, activation, signal.offset))
+
+
+def gated(gate: Signal, up: Signal, activation: str, u: float) -> Signal:
+  """act(gate) * up, channel by channel, gate and up taken as independent where a size is expected."""
+  bounds = gate.bounds() * up.bounds() * (1 + u) ** 2
+  up_moment = up.std if up.offset is None else np.hypot(up.std, up.offset)
+  return Signal(bounds, activated_moment(gate.std, activation, gate.offset) * up_moment)
+
+
+def expected_peak(std: np.ndarray, count: float, offset: np.ndarray | None = None) -> float:
+  """The median of max |x| over ``count`` draws of every channel, x ~ N(offset, std^2): above it lies, on average, ln 2 of them."""
+  from scipy.special import ndtr
+
+  std = np.maximum(np.ravel(std), 1e-300)
+  centre = np.zeros_like(std) if offset is None else np.abs(np.ravel(offset))
+
+  def above(level: float) -> float:
+    return count * float(np.sum(ndtr((centre - level) / std) + ndtr((-centre - level) / std)))
+
+  return _solve(above, float(np.max(centre + 45 * std)))
+
+
+def expected_product_peak(gate: np.ndarray, up: np.ndarray, count: float) -> float:
+  """The median of max |act(g) * h| over ``count`` draws of every channel, g and h independent normal numbers.
+
+  Beyond the first few units act(g) is g for half of the draws and 0 for the others; |g * h| / (std * std) has the density
+  2 K0 / pi (Craig 1936), whose tail is sqrt(2 / (pi t)) * exp(-t) * (1 - 5 / (8 t)) beyond t = 3.
+  """
+  size = np.maximum(np.ravel(gate) * np.ravel(up), 1e-300)
+
+  def above(level: float) -> float:
+    t = np.maximum(level / size, 3.0)
+    return 0.5 * count * float(np.sum(np.sqrt(2 / (np.pi * t)) * np.exp(-t) * (1 - 5 / (8 * t))))
+
+  return _solve(above, 60.0 * float(np.max(size)))
+
+
+def _solve(above, high: float) -> float:
+  low = 0.0
+  for _ in range(60):
+    middle = (low + high) / 2
+    low, high = (middle, high) if above(middle) > math.log(2) else (low, middle)
+  return high
+
+
+def rotary_pairs(size: np.ndarray, *, interleave: bool = False) -> np.ndarray:
+  """[H] -> [H / 2, 2]: channels that rope turns into each other."""
+  return size.reshape(-1, 2) if interleave else size.reshape(2, -1).T
+
+
+def normed_scores(q: np.ndarray, k: np.ndarray, u: float, *, pairs: np.ndarray | None = None) -> tuple[float, float]:
+  """|q . k| of normed queries and keys, before any scale: (bound, standard deviation).
+
+  Rope turns q and k within pairs of channels, so that |q . k| <= sum over pairs of |q_pair| |k_pair|, at most
+  H * max over pairs of max|scale_q| * max|scale_k|.
+
+  Args:
+    q, k: scales of the two norms, [H].
+    u: unit roundoff of q, k and the product.
+    pairs: indices [H / 2, 2] of the channels of each pair; None: half-split pairs.
+  """
+  q, k = np.abs(q).astype(np.float64), np.abs(k).astype(np.float64)
+  dim = q.size
+  pairs = rotary_pairs(np.arange(dim)) if pairs is None else pairs
+  largest = float(np.max(q[pairs].max(axis=1) * k[pairs].max(axis=1)))
+  bound = dim * (1 + (dim + 16) * 2.0**-23) * (1 + u) ** 5 * (1 + dim * 2.0**-23) * largest
+  turned_q, turned_k = (np.sqrt(np.mean(np.square(x[pairs]), axis=1)) for x in (q, k))
+  return bound, math.sqrt(2 * float(np.sum(np.square(turned_q * turned_k))))
+
+
+def gram(w: np.ndarray, signal: Signal) -> np.ndarray:
+  """[N, H, H] per head: G = A A^T, where the head is offset + A u with ||u||_2 <= 1.
+
+  Args:
+    w: [C, N, H].
+    signal: the one-block input without an offset, C channels.
+  """
+  assert signal.block == signal.scale.size, "one ball"
+  a = (np.moveaxis(w, 0, -1) * (signal.scale * signal.radius).astype(np.float32)).astype(np.float64)  # [N, H, C]
+  return a @ a.swapaxes(-1, -2)
+
+
+def bilinear_bound(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+  """max |a . b| over a = A u, b = B v with ||u||, ||v|| <= 1, that is ||A^T B||_2, from Gram matrices [..., H, H]: [...].
+
+  ||A^T B||_2^2 is the largest eigenvalue of A A^T B B^T, which is similar to sqrt(G) B B^T sqrt(G).
+  """
+  values, vectors = np.linalg.eigh(left)
+  root = (vectors * np.sqrt(np.maximum(values, 0))[..., None, :]) @ vectors.swapaxes(-1, -2)
+  return np.sqrt(np.maximum(np.linalg.eigvalsh(root @ right @ root)[..., -1], 0))
