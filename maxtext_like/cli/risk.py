@@ -74,6 +74,8 @@ def run(argv: list[str]) -> int:
 
 def summary(risks: list["Risk"], dtype: str) -> str:
   """What it comes to, in one line or a few."""
+  from maxtext_like.numerics.risk import ALWAYS
+
   lines = []
   meanings = (
     ("overflow", f"{dtype} is expected to overflow in"),
@@ -85,7 +87,7 @@ def summary(risks: list["Risk"], dtype: str) -> str:
     if found:
       keys = sorted({risk.key for risk in found})
       lines.append(f"{meaning} {len(found)} of {len(risks)} quantities; set {', '.join(keys)}")
-  needed = sorted({risk.key for risk in risks if risk.verdict == "safe" and risk.key not in ("", "always")})
+  needed = sorted({risk.key for risk in risks if risk.verdict == "safe" and risk.key not in ("", ALWAYS)})
   if needed:
     lines.append(f"safe because of {', '.join(needed)}")
   if not any(risk.verdict in ("overflow", "possible") for risk in risks):

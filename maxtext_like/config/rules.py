@@ -135,6 +135,11 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       f"the model knows {longest} positions: shorten the rows",
     )
   yield from _kernel_problems(config)
+  if config.training.stochastic_rounding and config.precision.weight_dtype == "float32":
+    yield Problem(
+      "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
+      "leave it out: nothing is rounded where weights are stored in float32",
+    )  # fmt: skip
 
 
 def _foreign_keys(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:

@@ -74,6 +74,7 @@ class TrainingConfig(_Checked):
   adam_eps: float
   adam_weight_decay: float
   mu_dtype: Literal["float32", "bfloat16"] | None
+  stochastic_rounding: bool
   sgd_momentum: float
   gradient_clipping_threshold: float
   z_loss_multiplier: float

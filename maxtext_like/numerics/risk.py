@@ -21,6 +21,9 @@ SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
 COARSE = 0.05
 """Half a spacing of a score beyond which rounding alone changes a probability by 5 %."""
 
+ALWAYS = "always float32"
+"""In place of a key: the layer holds the quantity in float32 whatever the keys are."""
+
 Verdict = Literal["overflow", "possible", "coarse", "safe"]
 _ORDER: tuple[Verdict, ...] = ("overflow", "possible", "coarse", "safe")
 
@@ -179,7 +182,7 @@ def _key(quantity: Quantity, precision: Precision, held: str, verdict: Verdict, 
   if verdict == "safe":
     if unprotected == "safe":
       return ""
-    return quantity.key.partition("=")[0] or "always"
+    return quantity.key.partition("=")[0] or ALWAYS
   if quantity.key and held != "float32":
     return quantity.key
   return "dtype=bfloat16" if precision.dtype == "float16" else "dtype=float32"
@@ -251,5 +254,5 @@ def _against(site: Site, name: str) -> str:
 
 def _words(risk: Risk) -> str:
   if risk.verdict == "safe":
-    return f"safe by {risk.key}" if risk.key else "safe"
+    return f"safe: {risk.key}" if risk.key else "safe"
   return f"{risk.verdict}: {risk.key}"

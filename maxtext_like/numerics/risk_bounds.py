@@ -81,13 +81,13 @@ class Signal:
 
   def clipped(self, low: float, high: float) -> "Signal":
     """Every channel limited to [low, high]."""
-    limit = max(abs(low), abs(high))
     bounds = self.bounds()
-    if (bounds <= limit).all():
+    if low <= -np.max(bounds) and np.max(bounds) <= high:
       return self
-    # The offset is given up: what matters is the limit.
+    # The offset is given up: what matters is the limit. Limits on one side of 0 make small numbers larger.
+    limited = np.maximum(np.abs(np.clip(bounds, low, high)), np.abs(np.clip(-bounds, low, high)))
     moment = self.std if self.offset is None else np.hypot(self.std, self.offset)
-    return Signal(np.minimum(bounds, limit), np.minimum(moment, limit))
+    return Signal(limited, np.minimum(moment, limited))
 
 
 def normed(scale: np.ndarray, u: float, *, roundings: int = 1, bias: np.ndarray | None = None) -> Signal:

@@ -61,6 +61,13 @@ class Sizes:
     self.add(place, quantity, np.max(signal.bounds()), bounds.expected_peak(signal.std, self.tokens, signal.offset))
     return signal
 
+  def put_biased(self, place: str, quantity: str, before: Signal, bias: np.ndarray) -> Signal:
+    """Notes a product and what it is with its bias, whichever is larger; hands back the latter."""
+    after = before.plus(bias, self.u)
+    expected = max(bounds.expected_peak(s.std, self.tokens, s.offset) for s in (before, after))
+    self.add(place, quantity, max(np.max(s.bounds()) for s in (before, after)), expected)
+    return after
+
   def put_product(self, place: str, gate: Signal, up: Signal, hidden: Signal) -> None:
     moments = [s.std if s.offset is None else np.hypot(s.std, s.offset) for s in (gate, up)]
     expected = bounds.expected_product_peak(moments[0], moments[1], self.tokens)
@@ -138,15 +145,14 @@ class Sizes:
   def latent_attention(self, place: str, p: Parameters, c: MLAConfig, x: Signal) -> Signal:
     """Multi-head latent attention, with the indexer where there is one."""
 
-    def project(name: str) -> Signal:
-      out = bounds.through(x, p.columns(name), self.u)
-      return out.plus(p.vector(f"{name}_bias"), self.u) if c.bias else out
+    def project(name: str, quantity: str) -> Signal:
+      return self._linear(place, quantity, p, name, x, bias=c.bias)
 
     source, q_name = x, "q"
     if c.q_lora_rank:
-      self.put(place, "q latent", project("q_a"))
+      project("q_a", "q latent")
       source, q_name = bounds.normed(p.scale("q_a_norm"), self.u, roundings=2), "q_b"
-    kv = self.put(place, "kv latent", project("kv_a"))
+    kv = project("kv_a", "kv latent")
     k_rope = kv.channels(slice(c.kv_lora_rank, None))
     latent = bounds.normed(p.scale("kv_a_norm"), self.u, roundings=2)
     N, Q = c.num_heads, c.nope_dim
@@ -178,8 +184,12 @@ class Sizes:
     self.put_scores(place, bound, std, c.scale)
     if c.indexer:
       self._indexer(place, p.part("indexer"), c, x, source)
-    out = bounds.through(v.grown((1 + self.u) ** 3), p.columns("o", inputs=2), self.u)
-    return self.put(place, "attention output", out.plus(p.vector("o_bias"), self.u) if c.bias else out)
+    values = v.grown((1 + self.u) ** 3)  # convex combinations, by probabilities that were rounded
+    return self._linear(place, "attention output", p, "o", values, inputs=2, bias=c.bias)
+
+  def _linear(self, place: str, quantity: str, p: Parameters, name: str, x: Signal, *, inputs: int = 1, bias: bool) -> Signal:
+    out = bounds.through(x, p.columns(name, inputs=inputs), self.u)
+    return self.put_biased(place, quantity, out, p.vector(f"{name}_bias")) if bias else self.put(place, quantity, out)
 
   def _latent_scores(self, c: MLAConfig, query: tuple, key: tuple) -> tuple[float, np.ndarray]:
     """Bound over all heads and standard deviation of every head [N] of q.k.

@@ -52,19 +52,16 @@ def _siglip_layer(sizes: Sizes, place: str, p: Parameters, c: SiglipConfig, x: S
     return sizes.put(f"{place}.{name}", "norm", signal)
 
   y = norm("pre_attention_norm")
-  q, k, v = (
-    sizes.put(place, n, bounds.through(y, a.columns(n), u).plus(a.vector(f"{n}_bias").reshape(-1), u)) for n in "qkv"
-  )
+  q, k, v = (sizes.put_biased(place, n, bounds.through(y, a.columns(n), u), a.vector(f"{n}_bias").reshape(-1)) for n in "qkv")
   bound = np.sum((q.bounds() * k.bounds()).reshape(-1, H), axis=1).max() * (1 + u) * (1 + H * 2.0**-23)
   moment = [np.hypot(s.std, s.offset) for s in (q, k)]
   sizes.put_scores(place, bound, np.sqrt(np.sum(np.square(moment[0] * moment[1]).reshape(-1, H), axis=1)), H**-0.5)
-  out = bounds.through(v.grown((1 + u) ** 3), a.columns("o", inputs=2), u).plus(a.vector("o_bias"), u)
-  x = x.added(sizes.put(place, "attention output", out), u_residual)
+  out = bounds.through(v.grown((1 + u) ** 3), a.columns("o", inputs=2), u)
+  x = x.added(sizes.put_biased(place, "attention output", out, a.vector("o_bias")), u_residual)
   y = norm("pre_mlp_norm")
-  up = sizes.put(f"{place}.mlp", "hidden", bounds.through(y, m.columns("up"), u).plus(m.vector("up_bias"), u))
-  hidden = bounds.activated(up, "gelu", u)
-  down = bounds.through(hidden, m.columns("down"), u).plus(m.vector("down_bias"), u)
-  x = x.added(sizes.put(f"{place}.mlp", "narrow output", down), u_residual)
+  up = sizes.put_biased(f"{place}.mlp", "hidden", bounds.through(y, m.columns("up"), u), m.vector("up_bias"))
+  down = bounds.through(bounds.activated(up, "gelu", u), m.columns("down"), u)
+  x = x.added(sizes.put_biased(f"{place}.mlp", "narrow output", down, m.vector("down_bias")), u_residual)
   return sizes.put(place, "residual", x)
 
 

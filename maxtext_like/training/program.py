@@ -21,6 +21,7 @@ from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
 from maxtext_like.training.norms import row_labels
 from maxtext_like.training.optimizer import make_optimizer, state_shardings
+from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import Batch, State, TrainStep
@@ -210,5 +211,6 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
     grad_dtype=config.precision.grad_dtype,
     router_bias=find_router_bias(decoder, config.model.routed_bias_update_rate) if everything else None,
     probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
+    rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
   )
   return Program(config, mesh, decoder, loss, selection, optimizer, step)

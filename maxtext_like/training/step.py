@@ -17,6 +17,7 @@ from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import IGNORED
 from maxtext_like.training.norms import row_squares
+from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
 from maxtext_like.training.schedule import Schedule
 from maxtext_like.training.trainable import Selection, merge
@@ -40,6 +41,7 @@ class TrainStep:
     grad_dtype: of the gradients as the optimizer sees them.
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
     probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
+    rounding: how updated parameters are rounded to their dtype; None: to nearest.
   """
 
   apply: Callable[[Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
@@ -51,6 +53,7 @@ class TrainStep:
   grad_dtype: str
   router_bias: RouterBias | None = None
   probed_stacks: dict[str, tuple[int, int]] | None = None
+  rounding: StochasticRounding | None = None
 
   def __call__(self, state: State, batch: Batch, check: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
@@ -87,8 +90,10 @@ class TrainStep:
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
-      moved = jax.tree.map(lambda p, d: (p.astype(jnp.float32) - rate * d).astype(p.dtype), params, direction)
-      return moved, opt_state
+      moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
+      if self.rounding:
+        return self.rounding(moved, params, state["step"]), opt_state
+      return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params), opt_state
 
     # Under cond the look at the new parameters costs nothing in the steps that do without, and stores no copy of them.
     finite = {"loss": jnp.isfinite(loss), "gradients": jnp.isfinite(squares)}
