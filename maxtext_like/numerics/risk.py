@@ -230,7 +230,7 @@ _COLUMNS = ("place", "quantity", "expected", "at most", "float16", "e4m3", "bf16
 def table(risks: Sequence[Risk], rows: int) -> str:
   """The first so many risks (0: all) as aligned text."""
   shown = risks[:rows] if rows else risks
-  lines = [_COLUMNS]
+  lines: list[tuple[str, ...]] = [_COLUMNS]
   for risk in shown:
     s = risk.site
     sizes = (f"{s.expected:.3g}", f"{s.bound:.3g}", _against(s, "float16"), _against(s, "e4m3"))

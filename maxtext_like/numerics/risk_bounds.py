@@ -43,6 +43,10 @@ class Signal:
     spread = self.scale * self.radius
     return spread if self.offset is None else spread + np.abs(self.offset)
 
+  def moment(self) -> np.ndarray:
+    """float64 [C]: the expected root mean square."""
+    return self.std if self.offset is None else np.hypot(self.std, self.offset)
+
   def channels(self, index: slice | np.ndarray) -> "Signal":
     """Some of the channels, each bounded by itself."""
     offset = None if self.offset is None else self.offset[index]
@@ -73,9 +77,8 @@ class Signal:
 
   def added(self, other: "Signal", u: float) -> "Signal":
     """The sum of two independent signals, channel by channel, rounded once."""
-    offset = None
-    if self.offset is not None or other.offset is not None:
-      offset = sum(s.offset for s in (self, other) if s.offset is not None)
+    offsets = [s.offset for s in (self, other) if s.offset is not None]
+    offset = np.sum(offsets, axis=0) if offsets else None
     spread = self.scale * self.radius + other.scale * other.radius
     return Signal(spread, np.hypot(self.std, other.std), offset=offset).grown(1 + u)
 
@@ -86,8 +89,7 @@ class Signal:
       return self
     # The offset is given up: what matters is the limit. Limits on one side of 0 make small numbers larger.
     limited = np.maximum(np.abs(np.clip(bounds, low, high)), np.abs(np.clip(-bounds, low, high)))
-    moment = self.std if self.offset is None else np.hypot(self.std, self.offset)
-    return Signal(limited, np.minimum(moment, limited))
+    return Signal(limited, np.minimum(self.moment(), limited))
 
 
 def normed(scale: np.ndarray, u: float, *, roundings: int = 1, bias: np.ndarray | None = None) -> Signal:
@@ -165,12 +167,14 @@ def activated(signal: Signal, activation: str, u: float) -> Signal:
 def gated(gate: Signal, up: Signal, activation: str, u: float) -> Signal:
   """act(gate) * up, channel by channel, gate and up taken as independent where a size is expected."""
   bounds = gate.bounds() * up.bounds() * (1 + u) ** 2
-  up_moment = up.std if up.offset is None else np.hypot(up.std, up.offset)
-  return Signal(bounds, activated_moment(gate.std, activation, gate.offset) * up_moment)
+  return Signal(bounds, activated_moment(gate.std, activation, gate.offset) * up.moment())
 
 
 def expected_peak(std: np.ndarray, count: float, offset: np.ndarray | None = None) -> float:
-  """The median of max |x| over ``count`` draws of every channel, x ~ N(offset, std^2): above it lies, on average, ln 2 of them."""
+  """The median of max |x| over ``count`` draws of every channel, x ~ N(offset, std^2).
+
+  Above it lie ln 2 of all draws on average, which makes the chance that none does a half.
+  """
   from scipy.special import ndtr
 
   std = np.maximum(np.ravel(std), 1e-300)

@@ -69,8 +69,7 @@ class Sizes:
     return after
 
   def put_product(self, place: str, gate: Signal, up: Signal, hidden: Signal) -> None:
-    moments = [s.std if s.offset is None else np.hypot(s.std, s.offset) for s in (gate, up)]
-    expected = bounds.expected_product_peak(moments[0], moments[1], self.tokens)
+    expected = bounds.expected_product_peak(gate.moment(), up.moment(), self.tokens)
     self.add(place, "product", np.max(hidden.bounds()), expected)
 
   def put_scores(self, place: str, bound: float, std: np.ndarray, scale: float, *, heads: int = 1) -> None:
@@ -210,9 +209,8 @@ class Sizes:
 
     factor = c.rope.attention_factor**2
     rope = np.sum(pair(q_rope.bounds()) * pair(k_rope.bounds()), axis=1) * growth * factor
-    k_moment = k_rope.std if k_rope.offset is None else np.hypot(k_rope.std, k_rope.offset)
     variance = np.sum(np.square(q_nope.std * k_nope.std).reshape(N, -1), axis=1)
-    variance = variance + factor**2 * np.sum(np.square(pair(q_rope.std) * pair(k_moment)), axis=1) / 2
+    variance = variance + factor**2 * np.sum(np.square(pair(q_rope.std) * pair(k_rope.moment())), axis=1) / 2
     return float(np.max(nope + rope)), np.sqrt(variance)
 
   def _indexer(self, place: str, p: Parameters, c: MLAConfig, x: Signal, latent: Signal) -> None:
@@ -234,7 +232,7 @@ class Sizes:
     size = size * factor
     growth = (1 + self.u) ** 4 * (1 + H * 2.0**-23)
     bound = (k.radius * np.sqrt(np.square(size) @ np.square(scale)) + size @ bias) * growth
-    moment = np.square(np.hypot(k.std, k.offset))
+    moment = np.square(k.moment())
     moment[pairs] = moment[pairs].mean(axis=1, keepdims=True)
     std = np.sqrt((np.square(q.std).reshape(X, H) * factor**2) @ moment)
     self.add(place, "index q.k", bound.max(), bounds.expected_peak(std, float(self.tokens) ** 2))

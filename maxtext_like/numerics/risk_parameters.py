@@ -5,7 +5,7 @@ C inputs and F outputs of a linear map.
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Parameters:
 
   def __init__(self, decoder: Decoder, read: Reader, prefix: Path = (), row: int | None = None):
     self._decoder, self._read, self._prefix, self._row = decoder, read, prefix, row
-    self._spec = decoder.params()
+    self._spec: Any = decoder.params()
 
   def layer(self, number: int) -> "Parameters":
     """Those of one layer of the decoder."""

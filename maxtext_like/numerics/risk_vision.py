@@ -54,8 +54,8 @@ def _siglip_layer(sizes: Sizes, place: str, p: Parameters, c: SiglipConfig, x: S
   y = norm("pre_attention_norm")
   q, k, v = (sizes.put_biased(place, n, bounds.through(y, a.columns(n), u), a.vector(f"{n}_bias").reshape(-1)) for n in "qkv")
   bound = np.sum((q.bounds() * k.bounds()).reshape(-1, H), axis=1).max() * (1 + u) * (1 + H * 2.0**-23)
-  moment = [np.hypot(s.std, s.offset) for s in (q, k)]
-  sizes.put_scores(place, bound, np.sqrt(np.sum(np.square(moment[0] * moment[1]).reshape(-1, H), axis=1)), H**-0.5)
+  std = np.sqrt(np.sum(np.square(q.moment() * k.moment()).reshape(-1, H), axis=1))
+  sizes.put_scores(place, bound, std, H**-0.5)
   out = bounds.through(v.grown((1 + u) ** 3), a.columns("o", inputs=2), u)
   x = x.added(sizes.put_biased(place, "attention output", out, a.vector("o_bias")), u_residual)
   y = norm("pre_mlp_norm")

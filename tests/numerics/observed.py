@@ -36,7 +36,8 @@ class Recorder:
 
   def __init__(self, model: Any):
     self.model, self.found = model, defaultdict(list)
-    self.place, self.layer, self.names = "model", None, {}
+    self.place, self.names = "model", {}
+    self.layer: Any = None
     self.text = self.vision = 0
 
   def note(self, place: str, quantity: str, x: Any) -> None:
@@ -231,5 +232,3 @@ def observe(model: Any, params: Any, batches: list[dict[str, Any]], compiler_opt
       place, _, quantity = name.partition("|")
       found[place, quantity] = float(np.maximum(found.get((place, quantity), 0.0), value))
   return found
-
-

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxtext_like.cli.forward import open_weights
-from maxtext_like.cli.risk import open_checkpoint
-from maxtext_like.cli.risk import run as risk_command
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+from maxtext_like.cli.forward import open_weights
+from maxtext_like.cli.risk import open_checkpoint
+from maxtext_like.cli.risk import run as risk_command
 from maxtext_like.errors import UserError
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics import risk
@@ -54,7 +54,7 @@ def checked(name: str, dtype: str) -> None:
   assert all(value > 0 for value in observed.values())
 
 
-QUICK_CASES = ("stress_fp16_mlp", "stress_fp16_vision", "gemma4_moe", "gemma3_vision", "deepseek32")
+QUICK_CASES = ("stress_fp16_mlp", "gemma4_moe", "deepseek32")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_every_noted_quantity_is_judged_and_held_as_the_layers_hold_it():
       continue
     off = "float16" if key == "residual_dtype" else False
     on = "float32" if key == "residual_dtype" else True
-    assert value == {True: "true"}.get(on, "float32")
+    assert value == ("float32" if key == "residual_dtype" else "true")
     assert quantity.held(precision_of("float16", **{key: on})) == "float32", name
     if key != "float32_weight_sum":  # float16 operands make that sum a float32 one in any case
       assert quantity.held(precision_of("float16", **{key: off})) == "float16", name

@@ -129,7 +129,7 @@ def test_a_bound_holds_for_numbers_rounded_at_every_step(seed: int, dtype: str, 
   bias = rng.normal(size=dim)
   signal = bounds.through(bounds.normed(scale, u, roundings=2, bias=bias), [w], u)
   worst = np.concatenate([draws(rng, 40, dim), [scale * w[:, 0]], [scale * w[:, 1]]])
-  x = rounded(rounded(rms_normed(worst, 1.0) * scale) + bias)
+  x = rounded(rounded(rms_normed(worst, np.ones(dim)) * scale) + bias)
   y = rounded(x @ rounded(w))
   assert (np.abs(y) <= signal.bounds()).all()
 

@@ -15,6 +15,7 @@ from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import LossLayer
 from maxtext_like.training.optimizer import make_optimizer
+from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import TrainStep
 from maxtext_like.training.trainable import select
@@ -81,6 +82,7 @@ def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,
     grad_dtype=config.precision.grad_dtype,
+    rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
   )
   params = init(spec, jax.random.key(3))
   state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(selection.split(params)[0])}

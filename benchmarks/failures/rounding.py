@@ -1,0 +1,63 @@
+"""Casts to float8, and updates that rounding swallows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.training.rounding import StochasticRounding, stochastic_round
+
+from .row import Row, finite_share, normal
+
+
+def float8_casts() -> Row:
+  """A cast beyond 464 gives NaN in e4m3 and, beyond 61440, infinity in e5m2."""
+  x = jnp.array([500.0, -1e5])
+  numbers, theirs, ours = {}, [], []
+  for name, dtype in (("e4m3", jnp.float8_e4m3fn), ("e5m2", jnp.float8_e5m2)):
+    plain = x.astype(dtype)
+    mine = stochastic_round(x, dtype, jnp.zeros(x.shape, jnp.uint32))
+    numbers |= {f"{name}_their_finite": finite_share(plain.astype(jnp.float32))}
+    numbers |= {f"{name}_our_finite": finite_share(mine.astype(jnp.float32))}
+    theirs.append(f"{name} {[float(v) for v in plain]}")
+    ours.append(f"{name} {[float(v) for v in mine]}")
+  return Row("float8 casts of 500 and -1e5", ", ".join(theirs), "clipped first: " + ", ".join(ours), numbers)
+
+
+def swallowed_updates(name: str, steps: int = 200) -> Row:
+  """Weights of 0.02 and an Adam-sized update of 1e-5 of them a step: what arrives after many steps."""
+  dtype = {"bfloat16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn}[name]
+  # float8 weights are stored scaled, so that they fill the format.
+  size, rate = (0.02, 1e-5) if name == "bfloat16" else (10.0, 5e-3)
+  start = jnp.asarray(normal(0, 64, 64, size=size)).astype(dtype)
+  rounding = StochasticRounding(seed=0)
+
+  @jax.jit
+  def run(start):
+    def body(carry, step):
+      nearest, ours = carry
+      nearest = (nearest.astype(jnp.float32) + rate).astype(dtype)
+      ours = rounding({"w": ours.astype(jnp.float32) + rate}, {"w": ours}, step)["w"]
+      return (nearest, ours), None
+
+    return jax.lax.scan(body, (start, start), jnp.arange(steps))[0]
+
+  shares = [float(np.mean(np.asarray(x.astype(jnp.float32) - start.astype(jnp.float32)))) / (steps * rate) for x in run(start)]
+  return Row(
+    f"small updates, {name} weights, {steps} steps",
+    f"nearest: {shares[0]:.1%} of the intended update arrives",
+    f"stochastic_rounding: {shares[1]:.1%}",
+    {"theirs": shares[0], "ours": shares[1]},
+  )
+
+
+def bfloat16_updates() -> Row:
+  """Updates of bfloat16 weights."""
+  return swallowed_updates("bfloat16")
+
+
+def e4m3_updates() -> Row:
+  """Updates of weights stored as e4m3."""
+  return swallowed_updates("e4m3")
+
+
+ROWS = (float8_casts, bfloat16_updates, e4m3_updates)

@@ -1,0 +1,110 @@
+"""Stochastic rounding: neighbours only, the exact mean, the same bits wherever and whenever, and in the train step."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import UserError
+from maxtext_like.training.rounding import StochasticRounding, stochastic_round
+from tests.training.toy import toy_batch, toy_config, toy_step
+
+KINDS = {
+  "bfloat16": ml_dtypes.bfloat16,
+  "float16": np.float16,
+  "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+  "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def rounded(x, name: str, bits) -> np.ndarray:
+  out = stochastic_round(jnp.asarray(x, jnp.float32), jnp.dtype(KINDS[name]), jnp.asarray(bits, jnp.uint32))
+  return np.asarray(out)
+
+
+def neighbours(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+  """The numbers of a format below and above, among all it has."""
+  kind = np.dtype(KINDS[name])
+  codes = np.arange(2 ** (8 * kind.itemsize), dtype=f"uint{8 * kind.itemsize}").view(kind).astype(np.float32)
+  codes = np.unique(codes[np.isfinite(codes)])
+  at = np.searchsorted(codes, x, side="right") - 1
+  below = codes[at]
+  return below, np.where(below == x, x, codes[np.minimum(at + 1, len(codes) - 1)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_result_is_a_neighbour_and_its_mean_is_exact(name: str):
+  rng = np.random.default_rng(0)
+  largest = float(ml_dtypes.finfo(KINDS[name]).max)
+  tiny = float(ml_dtypes.finfo(KINDS[name]).tiny)
+  sizes = [1.0, 37.0, 0.5 * largest, tiny, *([] if name == "bfloat16" else [tiny / 5])]
+  x = np.concatenate([rng.normal(size=9) * size for size in sizes]).astype(np.float32)
+  x = x[np.abs(x) <= largest]
+  if name == "bfloat16":
+    x = x[np.abs(x) > 2 * tiny]  # below, float32's own numbers are subnormal, and machines flush them
+  low, high = neighbours(x, name)
+  # Evenly spaced bits stand for all of them: the mean over them is the expectation.
+  count = 4096
+  bits = (np.arange(count, dtype=np.uint64) * (2**32 // count)).astype(np.uint32)
+  found = rounded(np.tile(x, (count, 1)), name, np.tile(bits[:, None], (1, len(x)))).astype(np.float64)
+  assert ((found == low) | (found == high)).all()
+  np.testing.assert_array_less(np.abs(found.mean(axis=0) - x), 1.5 / count * (high - low) + 1e-300 + 1e-12 * np.abs(x))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_numbers_of_the_format_and_non_finite_ones_stay(name: str):
+  exact = np.array([0.0, -0.0, 1.0, -1.5, float(ml_dtypes.finfo(KINDS[name]).max)], np.float32)
+  for bits in (0, 2**32 - 1):
+    np.testing.assert_array_equal(rounded(exact, name, np.full(5, bits)).astype(np.float32), exact)
+    special = rounded(np.array([np.nan, np.inf, -np.inf]), name, np.full(3, bits)).astype(np.float32)
+    assert np.isnan(special[0])
+    largest = float(ml_dtypes.finfo(KINDS[name]).max)
+    expected = [largest, -largest] if name.startswith("float8") else [np.inf, -np.inf]
+    assert special[1:].tolist() == expected
+
+
+def test_beyond_the_largest_number():
+  assert rounded([1e6], "float16", [0])[0] == np.inf  # the check of the updated parameters sees it
+  assert float(rounded([500.0], "float8_e4m3fn", [0])[0]) == 448.0
+  assert float(rounded([-1e9], "float8_e5m2", [7])[0]) == -57344.0
+
+
+def test_bits_depend_on_seed_step_and_path_and_not_on_the_devices():
+  exact = {"a": jnp.full((8, 16), 1.001), "b": {"c": jnp.full((8, 16), 1.001)}, "full": jnp.full(3, 1.001), "none": None}
+  like = {"a": jnp.ones((8, 16), jnp.bfloat16), "b": {"c": jnp.ones((8, 16), jnp.bfloat16)}, "full": jnp.ones(3), "none": None}
+  run = jax.jit(lambda seed_step, e: StochasticRounding(1)(e, like, seed_step))
+  first, again, later = (run(step, exact) for step in (3, 3, 4))
+  np.testing.assert_array_equal(first["a"], again["a"])
+  assert first["none"] is None
+  np.testing.assert_array_equal(first["full"], exact["full"])
+  assert (first["a"] != later["a"]).any()
+  assert (first["a"] != first["b"]["c"]).any()
+  other = StochasticRounding(2)(exact, like, jnp.asarray(3))
+  assert (first["a"] != other["a"]).any()
+  alone = StochasticRounding(1)({"a": exact["a"]}, {"a": like["a"]}, jnp.asarray(3))
+  np.testing.assert_array_equal(first["a"], alone["a"])  # another parameter moves none
+
+
+def test_the_train_step_rounds_what_it_would_have_lost():
+  words = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e-3", "weight_dtype=bfloat16", "mu_dtype=float32")
+  plain, state = toy_step(toy_config(*words))
+  rounding, _ = toy_step(toy_config(*words, "stochastic_rounding=true"))
+  check = jnp.asarray(True)
+  state = {**state, "params": jax.tree.map(lambda p: (p * 1).astype(jnp.bfloat16), state["params"])}
+  nearest, _ = plain(state, toy_batch(), check)
+  ours, metrics = rounding(state, toy_batch(), check)
+  again, _ = rounding(state, toy_batch(), check)
+  assert not bool(metrics["skipped"])
+  changed = lambda new: sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in pairs(new, state))
+  pairs = lambda a, b: zip(jax.tree.leaves(a["params"]), jax.tree.leaves(b["params"]), strict=True)
+  assert changed(nearest) < changed(ours)
+  assert all(np.array_equal(a, b) for a, b in pairs(ours, again))
+  assert all(a.dtype == b.dtype for a, b in pairs(ours, state))
+
+
+def test_refused_where_nothing_is_rounded():
+  with pytest.raises(UserError, match="stochastic_rounding = true does nothing with weight_dtype: float32"):
+    load_config("gemma4-tiny", ["stochastic_rounding=true"])
+  assert load_config("gemma4-tiny", ["stochastic_rounding=true", "weight_dtype=bfloat16"]).config.training.stochastic_rounding
