@@ -49,7 +49,7 @@ class StoredArrays:
   def _array(self, name: str) -> Any:
     import tensorstore
 
-    store = {"driver": "ocdbt", "base": f"file://{self._state}/", "path": f"{name}/"}
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._state}/"}, "path": f"{name}/"}
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
     # orbax writes version 3 of zarr or, before, version 2: what the metadata file is called tells.
     keys = {bytes(key).decode() for key in tensorstore.KvStore.open(store, context=context).result().list().result()}

@@ -85,9 +85,10 @@ def summary(risks: list["Risk"], dtype: str) -> str:
   for verdict, meaning in meanings:
     found = [risk for risk in risks if risk.verdict == verdict]
     if found:
-      keys = sorted({risk.key for risk in found})
+      keys = sorted({key for risk in found for key in risk.key.split()})
       lines.append(f"{meaning} {len(found)} of {len(risks)} quantities; set {', '.join(keys)}")
-  needed = sorted({risk.key for risk in risks if risk.verdict == "safe" and risk.key not in ("", ALWAYS)})
+  kept = [risk.key for risk in risks if risk.verdict == "safe" and risk.key not in ("", ALWAYS)]
+  needed = sorted({key for keys in kept for key in keys.split(", ")})
   if needed:
     lines.append(f"safe because of {', '.join(needed)}")
   if not any(risk.verdict in ("overflow", "possible") for risk in risks):

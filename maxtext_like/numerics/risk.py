@@ -48,8 +48,8 @@ def _residual(p: Precision) -> str:
   return p.residual
 
 
-def _flag(name: str) -> Callable[[Precision], str]:
-  return lambda p: "float32" if getattr(p, name) else p.dtype
+def _flags(*names: str) -> Callable[[Precision], str]:
+  return lambda p: "float32" if all(getattr(p, name) for name in names) else p.dtype
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class Quantity:
 
   Attributes:
     held: the dtype that a precision holds it in.
-    key: of the ``precision:`` section, with the value that holds it in float32; empty: none does.
+    keys: of the ``precision:`` section, with the values that together hold it in float32; none: no key does.
     use: "exponent": exponentiated, so that absolute spacing counts; "rank": compared, so that ties count; "": neither.
   """
 
   held: Callable[[Precision], str]
-  key: str = ""
+  keys: tuple[str, ...] = ()
   use: Literal["", "exponent", "rank"] = ""
 
 
-def _by(key: str, use: Literal["", "exponent", "rank"] = "") -> Quantity:
-  return Quantity(_flag(key), f"{key}=true", use)
+def _by(*keys: str, use: Literal["", "exponent", "rank"] = "") -> Quantity:
+  return Quantity(_flags(*keys), tuple(f"{key}=true" for key in keys), use)
 
 
-_GATE = Quantity(_gates, "float32_gate_product=true")
+_GATE = Quantity(_gates, ("float32_gate_product=true",))
 QUANTITIES: dict[str, Quantity] = {
   "gate": _GATE,
   "up": _GATE,
@@ -87,17 +87,17 @@ QUANTITIES: dict[str, Quantity] = {
   "kv latent": Quantity(_activations),
   "attention output": Quantity(_activations),
   "q.k": _by("float32_qk_product"),
-  "scores": _by("float32_logits", "exponent"),
-  "router logits": _by("float32_gate_logits", "rank"),
+  "scores": _by("float32_qk_product", "float32_logits", use="exponent"),
+  "router logits": _by("float32_gate_logits", use="rank"),
   "experts output": Quantity(
-    lambda p: "float32" if p.float32_weight_sum or p.dtype == "float16" else p.dtype, "float32_weight_sum=true"
+    lambda p: "float32" if p.float32_weight_sum or p.dtype == "float16" else p.dtype, ("float32_weight_sum=true",)
   ),
   "index q": Quantity(_activations),
   "index q.k": _by("indexer_float32_logits"),
-  "index scores": _by("indexer_float32_logits", "rank"),
+  "index scores": _by("indexer_float32_logits", use="rank"),
   "embedding": Quantity(_activations),
-  "branches": Quantity(_residual, "residual_dtype=float32"),
-  "residual": Quantity(_residual, "residual_dtype=float32"),
+  "branches": Quantity(_residual, ("residual_dtype=float32",)),
+  "residual": Quantity(_residual, ("residual_dtype=float32",)),
   "per-layer row": Quantity(_activations),
   "per-layer input": Quantity(_activations),
   "per-layer gate": Quantity(_float32),
@@ -107,8 +107,8 @@ QUANTITIES: dict[str, Quantity] = {
   "pooled * sqrt(D)": _by("float32_vision_pool"),
   "standardised": _by("float32_vision_pool"),
   "projector": Quantity(_activations),
-  "logits": _by("cast_logits_to_fp32", "exponent"),
-  "capped logits": _by("cast_logits_to_fp32", "exponent"),
+  "logits": _by("cast_logits_to_fp32", use="exponent"),
+  "capped logits": _by("cast_logits_to_fp32", use="exponent"),
 }
 """Every quantity that ``risk_model`` and ``risk_vision`` note. "hidden" and "narrow output" are those of Gemma 3's tower."""
 
@@ -123,7 +123,8 @@ class Risk:
     verdict: in that dtype: "overflow": the expected size is beyond the largest number; "possible": only the bound is;
       "coarse": finite, but its spacing changes probabilities or makes ties; "safe".
     unprotected: the same in the dtype of activations, as if no key held it in float32.
-    key: what to set, where the verdict is not "safe"; what holds it, where it is and ``unprotected`` is not; else empty.
+    key: what to set (one key or several), where the verdict is not "safe"; what holds it, where it is and ``unprotected``
+      is not; else empty.
   """
 
   site: Site
@@ -182,9 +183,10 @@ def _key(quantity: Quantity, precision: Precision, held: str, verdict: Verdict, 
   if verdict == "safe":
     if unprotected == "safe":
       return ""
-    return quantity.key.partition("=")[0] or ALWAYS
-  if quantity.key and held != "float32":
-    return quantity.key
+    return ", ".join(key.partition("=")[0] for key in quantity.keys) or ALWAYS
+  if quantity.keys and held != "float32":
+    flags = {key: getattr(precision, key.partition("=")[0]) for key in quantity.keys}
+    return " ".join(key for key, value in flags.items() if value is not True)
   return "dtype=bfloat16" if precision.dtype == "float16" else "dtype=float32"
 
 

@@ -9,12 +9,13 @@ import pytest
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.forward import open_weights
 from maxtext_like.cli.risk import open_checkpoint
 from maxtext_like.cli.risk import run as risk_command
-from maxtext_like.errors import UserError
+from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics import risk
+from maxtext_like.numerics import risk, risk_parameters
 from maxtext_like.numerics.risk_model import Site, measure
 from tests.models.test_golden import GOLDEN, QUICK, Case
 from tests.models.test_golden_vision import VisionCase
@@ -121,15 +122,67 @@ def precision_of(dtype: str, **flags) -> Precision:
 def test_every_noted_quantity_is_judged_and_held_as_the_layers_hold_it():
   """With a flag off, its quantities are held in the dtype; with it on, in float32."""
   for name, quantity in risk.QUANTITIES.items():
-    key, _, value = quantity.key.partition("=")
-    if not key:
-      continue
-    off = "float16" if key == "residual_dtype" else False
-    on = "float32" if key == "residual_dtype" else True
-    assert value == ("float32" if key == "residual_dtype" else "true")
-    assert quantity.held(precision_of("float16", **{key: on})) == "float32", name
-    if key != "float32_weight_sum":  # float16 operands make that sum a float32 one in any case
-      assert quantity.held(precision_of("float16", **{key: off})) == "float16", name
+    for written in quantity.keys:
+      key, _, value = written.partition("=")
+      off, on = ("float16", "float32") if key == "residual_dtype" else (False, True)
+      assert value == ("float32" if key == "residual_dtype" else "true")
+      assert quantity.held(precision_of("float16", **{key: on})) == "float32", name
+      if key != "float32_weight_sum":  # float16 operands make that sum a float32 one in any case
+        assert quantity.held(precision_of("float16", **{key: off})) == "float16", name
+
+
+def test_of_two_keys_the_one_that_is_missing_is_named():
+  site = Site("layers.0", "scores", bound=200.0, expected=100.0)
+  for off in ("float32_qk_product", "float32_logits"):
+    (found,) = risk.assess([site], precision_of("bfloat16", **{off: False}))
+    assert (found.verdict, found.held, found.key) == ("coarse", "bfloat16", f"{off}=true")
+  (found,) = risk.assess([site], precision_of("bfloat16"))
+  assert (found.verdict, found.unprotected, found.key) == ("safe", "coarse", "float32_qk_product, float32_logits")
+
+
+def test_a_run_of_ours_is_read_as_the_arrays_that_were_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+  config, loaded = load_checkpoint_config(GOLDEN / "stress_fp16_mlp" / "checkpoint", ["weight_dtype=bfloat16"])
+  weights = open_weights(GOLDEN / "stress_fp16_mlp" / "checkpoint", config, loaded)
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.yml").write_text(loaded.to_yaml())
+  with CheckpointManager(run / "checkpoints", config=loaded.config) as manager:
+    assert manager.save(7, {"params": weights.load()})
+    assert manager.wait()
+  decoder, read, notes = open_checkpoint(run, [])
+  assert notes == [f"step 7 of {run}"]
+  assert measure(decoder, read, 1000) == measure(weights.decoder, weights.part, 1000)
+  assert risk_command(["--checkpoint", str(run / "checkpoints" / "7"), "--rows", "1"]) == 0
+  assert "and 28 more" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_are_named():
+  decoder, read, _ = open_checkpoint(GOLDEN / "stress_fp16_mlp" / "checkpoint", [])
+
+  def poisoned(path, index):
+    values = read(path, index)
+    return values * np.nan if path[-1] == "up" else values
+
+  with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.up holds numbers that are not finite"):
+    measure(decoder, poisoned, 1000)
+
+
+def test_the_slices_of_a_large_map_give_the_whole(monkeypatch: pytest.MonkeyPatch):
+  decoder, read, _ = open_checkpoint(GOLDEN / "deepseek3" / "checkpoint", [])
+  whole = measure(decoder, read, 1000)
+  sizes = []
+
+  def counted(path, index):
+    values = read(path, index)
+    sizes.append(values.size)
+    return values
+
+  monkeypatch.setattr(risk_parameters, "CHUNK", 700)
+  sliced = measure(decoder, counted, 1000)
+  assert max(sizes) <= 2048  # a column of a head is the smallest slice: 16 latents of heads of 20, norms of 40
+  for a, b in zip(whole, sliced, strict=True):
+    assert (a.place, a.quantity) == (b.place, b.quantity)
+    np.testing.assert_allclose([a.bound, a.expected], [b.bound, b.expected], rtol=1e-5)
 
 
 def test_spacing_is_the_distance_to_the_next_number():

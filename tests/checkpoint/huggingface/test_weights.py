@@ -123,6 +123,18 @@ def test_a_part_of_a_parameter_reads_only_its_tensors(monkeypatch: pytest.Monkey
   np.testing.assert_array_equal(part[0, 1], original(read[1]).astype(np.float32).T[3:9])
 
 
+@pytest.mark.parametrize("case", ["deepseek3", "gemma4_moe", "gemma4_e2b"])
+def test_a_part_of_a_parameter_is_that_of_the_whole(case: str):
+  """Rows of stacks and experts with tensors of their own by number, the rest by any slice."""
+  _, weights, params = load(checkpoint(case), weight_dtype="float32")
+  for path, whole in flatten(params):
+    by_number = 0 if not path[0].startswith("stack") else 2 if case == "deepseek3" and "experts" in path else 1
+    index = (*(size - 1 for size in whole.shape[:by_number]), *(slice(size // 3, size) for size in whole.shape[by_number:]))
+    part = weights.part(path, index)
+    assert part.dtype == np.float32
+    np.testing.assert_array_equal(part, np.asarray(whole)[index], err_msg=".".join(path))
+
+
 def rewritten(tmp_path: Path, case: str, change: Any) -> Path:
   """A copy of a golden checkpoint whose tensors, {name: array}, ``change`` may edit."""
   file = SafetensorsFile(checkpoint(case) / "model.safetensors")
@@ -229,11 +241,16 @@ def test_float8_checkpoint_loads_and_a_missing_scale_does_not(tmp_path: Path):
       whole[name] = arrays[name].astype(np.float32) * scale
 
   directory = rewritten(tmp_path, "deepseek3", change)
-  _, _, params = load(directory, weight_dtype="float32")
+  _, weights, params = load(directory, weight_dtype="float32")
   o = whole["model.layers.0.self_attn.o_proj.weight"]
   np.testing.assert_array_equal(params["stack_0"]["layer_0"]["attention"]["o"][0], o.T.reshape(3, 12, 40))
   down = whole["model.layers.3.mlp.experts.11.down_proj.weight"]
   np.testing.assert_array_equal(params["stack_1"]["layer_0"]["moe"]["experts"]["down"][2, 11], down.T)
+
+  path = ("stack_1", "layer_0", "moe", "experts", "down")
+  for columns in (slice(0, 7), slice(7, None)):
+    part = weights.part(path, (2, 11, slice(None), columns))
+    np.testing.assert_array_equal(part, np.asarray(params["stack_1"]["layer_0"]["moe"]["experts"]["down"])[2, 11, :, columns])
 
   def without(arrays: dict[str, np.ndarray]) -> None:
     change(arrays)
