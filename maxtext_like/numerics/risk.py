@@ -78,14 +78,13 @@ QUANTITIES: dict[str, Quantity] = {
   "product": _GATE,
   "down": Quantity(_wide_in_float16),
   "hidden": Quantity(_activations),
-  "narrow output": Quantity(_activations),
   "norm": Quantity(_activations),
   "q": Quantity(_activations),
   "k": Quantity(_activations),
   "v": Quantity(_activations),
   "q latent": Quantity(_activations),
   "kv latent": Quantity(_activations),
-  "attention output": Quantity(_activations),
+  "attention output": Quantity(_wide_in_float16),
   "q.k": _by("float32_qk_product"),
   "scores": _by("float32_qk_product", "float32_logits", use="exponent"),
   "router logits": _by("float32_gate_logits", use="rank"),
@@ -110,7 +109,7 @@ QUANTITIES: dict[str, Quantity] = {
   "logits": _by("cast_logits_to_fp32", use="exponent"),
   "capped logits": _by("cast_logits_to_fp32", use="exponent"),
 }
-"""Every quantity that ``risk_model`` and ``risk_vision`` note. "hidden" and "narrow output" are those of Gemma 3's tower."""
+"""Every quantity that ``risk_model`` and ``risk_vision`` note. "hidden" is that of the ungated MLP of Gemma 3's tower."""
 
 
 @dataclass(frozen=True)

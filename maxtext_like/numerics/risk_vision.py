@@ -61,7 +61,7 @@ def _siglip_layer(sizes: Sizes, place: str, p: Parameters, c: SiglipConfig, x: S
   y = norm("pre_mlp_norm")
   up = sizes.put_biased(f"{place}.mlp", "hidden", bounds.through(y, m.columns("up"), u), m.vector("up_bias"))
   down = bounds.through(bounds.activated(up, "gelu", u), m.columns("down"), u)
-  x = x.added(sizes.put_biased(f"{place}.mlp", "narrow output", down, m.vector("down_bias")), u_residual)
+  x = x.added(sizes.put_biased(f"{place}.mlp", "down", down, m.vector("down_bias")), u_residual)
   return sizes.put(place, "residual", x)
 
 

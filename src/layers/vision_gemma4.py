@@ -120,7 +120,8 @@ class Gemma4VisionLayer:
       k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
       v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
       out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
-      out = self._linear(a, "o", "IPNH,NHD->IPD", out)
+      # A float16 sum could overflow; the norm that takes it is float32 inside.
+      out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.dtype == "float16")
     with jax.named_scope("residual"):
       x_IPD = x_IPD + norm(p["post_attention_norm"], out, residual)
     out = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))

@@ -67,7 +67,7 @@ class Recorder:
     elif name in _OF_WEIGHT:
       self.note(place, _OF_WEIGHT[name], out)
     elif part in _OF_PART and isinstance(self.layer, vision_gemma3.SiglipLayer):
-      self.note(place + ".mlp", {"up": "hidden", "down": "narrow output"}[last], out)
+      self.note(place + ".mlp", {"up": "hidden", "down": "down"}[last], out)
     elif part in _OF_PART:
       self.note(place + _OF_PART[part], last, out)
       if last == "down":
