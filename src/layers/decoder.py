@@ -335,9 +335,9 @@ class Decoder:
 def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
   """Statistics over the whole model: sums, means, and the loads in the order of the layers."""
   found: dict[str, list[jax.Array]] = {}
+  probes = [f"probe.{name}" for name in PROBED]
   for _, aux in collected:
     layers = list(aux.values())
-    probes = [f"probe.{name}" for name in PROBED]
     for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load", *probes):
       values = [a[key] for a in layers if key in a]
       if values:

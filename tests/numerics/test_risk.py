@@ -71,6 +71,12 @@ def test_nothing_exceeds_its_bound_in_bfloat16(name: str):
   checked(name, "bfloat16")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stress_fp16_mlp", "stress_fp16_vision", "deepseek3_plain"])
+def test_nothing_exceeds_its_bound_in_float16(name: str):
+  checked(name, "float16")
+
+
 def assessed(name: str, *words: str) -> list[risk.Risk]:
   decoder, read, _ = open_checkpoint(GOLDEN / name / "checkpoint", list(words))
   return risk.assess(measure(decoder, read, 4096), decoder.precision)
