@@ -41,7 +41,7 @@ def indexer_ties(length: int = 512, topk: int = 64) -> Row:
   def scores(p, x, latent):
     q = indexer._rotate(precision.einsum("BTR,RXH->BTXH", latent, p["q"]), rope_table(rope, positions))
     k = indexer.keys(p, x, positions)
-    weights = (x.astype(jnp.float32) @ p["weights"]) * 8**-0.5
+    weights = jnp.matmul(x.astype(jnp.float32), p["weights"], precision="highest") * 8**-0.5
     # What bfloat16 scores give: product, relu and sum each rounded.
     products = jnp.einsum("BTXH,BSH->BXTS", q, k) * jnp.bfloat16(32**-0.5)
     plain = jnp.einsum("BXTS,BTX->BTS", jax.nn.relu(products), weights.astype(jnp.bfloat16))
