@@ -44,7 +44,7 @@ def mlp_saturation() -> Row:
   assert cause is not None
   cfg = MLPConfig(emb_dim=D, mlp_dim=F)
   mine, rescued = jax.jit(MLP(cfg, HALF).forward)(p, x)
-  exact = MLP(cfg, FULL)(p, x)
+  exact = jax.jit(MLP(cfg, FULL))(p, x)
   error = float(jnp.max(jnp.abs(mine - exact)) / jnp.max(jnp.abs(exact)))
   numbers = {"bad_is_down": float(bad == ["down_proj"]), "cause_is_product": float(cause.op == "mul")}
   numbers |= {"error": error, "finite": finite_share(mine), "rescued": float(rescued)}

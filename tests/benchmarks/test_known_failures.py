@@ -20,6 +20,7 @@ def test_float16_mlp_saturates_and_ours_is_exact():
   assert numbers["error"] < 2e-3
 
 
+@pytest.mark.slow  # three gradients to compile
 def test_float16_residual_overflows_backward():
   numbers = float16.residual_backward().numbers
   assert numbers["loss"] < 1e8
@@ -82,6 +83,7 @@ def test_non_finite_updates_are_never_applied():
   assert numbers["our_skipped"] == 5
 
 
+@pytest.mark.slow  # tests/generation has the engine's error too
 def test_sampling_from_nan():
   numbers = hidden.sampling().numbers
   assert 0 <= numbers["token"] < 11
