@@ -89,9 +89,9 @@ def test_bits_depend_on_seed_step_and_path_and_not_on_the_devices():
   np.testing.assert_array_equal(first["full"], exact["full"])
   assert (first["a"] != later["a"]).any()
   assert (first["a"] != first["b"]["c"]).any()
-  other = jax.jit(lambda e: StochasticRounding(2)(e, like, 3))(exact)
+  other = jax.jit(lambda e: StochasticRounding(2)(e, like, jnp.asarray(3)))(exact)
   assert (first["a"] != other["a"]).any()
-  alone = jax.jit(lambda e: StochasticRounding(1)(e, {"a": like["a"]}, 3))({"a": exact["a"]})
+  alone = jax.jit(lambda e: StochasticRounding(1)(e, {"a": like["a"]}, jnp.asarray(3)))({"a": exact["a"]})
   np.testing.assert_array_equal(first["a"], alone["a"])  # another parameter moves none
 
 
