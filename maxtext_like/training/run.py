@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.load import Loaded
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, UserError
 from maxtext_like.layers.param import count
-from maxtext_like.training import environment, memory, report
+from maxtext_like.training import environment, memory, report, tokenizer
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.initial_weights import read_weights
@@ -51,16 +51,21 @@ def train(loaded: Loaded) -> int:
   directory = RunDirectory(config.logging.output_dir, name)
   with contextlib.ExitStack() as stack:
     # The data are opened, and the first batch is made, before anything is written.
-    data = stack.enter_context(contextlib.closing(open_data(program, "train")))
-    held_out = stack.enter_context(contextlib.closing(open_data(program, "eval"))) if config.data.eval_interval else None
+    settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
+    data = stack.enter_context(contextlib.closing(open_data(program, "train", settings)))
+    held_out = None
+    if settings.eval_interval:
+      held_out = stack.enter_context(contextlib.closing(open_data(program, "eval", settings)))
     stack.enter_context(directory)
     progress = stack.enter_context(Progress(config.training.steps, config.logging.log_interval))
     manager = None
     if config.checkpoint.enable_checkpointing:
-      manager = stack.enter_context(_manager(config, directory))
+      manager = stack.enter_context(_manager(config, directory, data))
       if (done := finished_step(program, manager)) is not None:
         progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
         return 0
+      if (newest := manager.latest_complete()) is not None:
+        tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
     stop = stack.enter_context(StopRequest())
     _introduce(progress, program, directory, need, limit)
@@ -107,11 +112,17 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def open_data(program: Program, split: Any) -> DataSource:
-  """This process's batches of one split. Raises UserError as ``make_data`` does."""
+def open_data(program: Program, split: Any, settings: DataConfig | None = None) -> DataSource:
+  """This process's batches of one split. Raises UserError as ``make_data`` does.
+
+  Args:
+    program: of the run.
+    split: "train" or "eval".
+    settings: the ``data:`` section, with the tokenizer resolved; default: the configuration's.
+  """
   config = program.config
   return make_data(
-    config.data,
+    settings or config.data,
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
     global_batch=program.global_batch if split == "train" else program.microbatch,
@@ -122,7 +133,7 @@ def open_data(program: Program, split: Any) -> DataSource:
   )
 
 
-def _manager(config: Config, directory: RunDirectory) -> CheckpointManager:
+def _manager(config: Config, directory: RunDirectory, data: DataSource) -> CheckpointManager:
   c = config.checkpoint
   return CheckpointManager(
     directory.checkpoints,
@@ -130,6 +141,7 @@ def _manager(config: Config, directory: RunDirectory) -> CheckpointManager:
     interval=c.checkpoint_interval,
     max_to_keep=c.max_to_keep,
     asynchronous=c.async_checkpointing,
+    tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
   )
 
 
