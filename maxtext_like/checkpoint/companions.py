@@ -11,8 +11,9 @@ from maxtext_like.errors import UserError
 FOLDER = "tokenizer"  # in a step's directory
 
 # Data that travel with a model. Code (*.py) never does.
+OF_THE_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE")
 NAMES = (
-  "generation_config.json",
+  *OF_THE_MODEL,
   "tokenizer.json",
   "tokenizer.model",
   "tokenizer_config.json",
@@ -22,9 +23,6 @@ NAMES = (
   "merges.txt",
   "chat_template.jinja",
   "chat_template.json",
-  "preprocessor_config.json",
-  "processor_config.json",
-  "LICENSE",
 )
 _MAPPINGS = ("tokenizer.json", "tokenizer.model")
 

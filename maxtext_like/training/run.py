@@ -112,17 +112,17 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def open_data(program: Program, split: Any, settings: DataConfig | None = None) -> DataSource:
+def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
   """This process's batches of one split. Raises UserError as ``make_data`` does.
 
   Args:
     program: of the run.
     split: "train" or "eval".
-    settings: the ``data:`` section, with the tokenizer resolved; default: the configuration's.
+    settings: the ``data:`` section, with its tokenizer resolved.
   """
   config = program.config
   return make_data(
-    settings or config.data,
+    settings,
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
     global_batch=program.global_batch if split == "train" else program.microbatch,
