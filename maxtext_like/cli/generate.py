@@ -31,9 +31,6 @@ def run(argv: list[str]) -> int:
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
 
-  sampling = Sampling(
-    temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p, seed=options.seed
-  )
   if options.batch is None:
     prompts = [Prompt(options.prompt, tuple(str(Path(name).expanduser()) for name in options.images))]
   else:
@@ -42,6 +39,14 @@ def run(argv: list[str]) -> int:
   model = open_model(Path(options.checkpoint).expanduser(), overrides, images=images)
   for note in model.notes:
     print(f"note: {note}", file=sys.stderr)
+  sampling = Sampling(
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    min_p=options.min_p,
+    vocabulary=model.tokenizer.vocab_size,
+    seed=options.seed,
+  )
   stop = stop_tokens(model.tokenizer, model.files, options.stop) | set(options.stop_ids)
   decoder, tokenizer = model.program.decoder, model.tokenizer
   encoded = encode(prompts, tokenizer, model.program.config.vision)

@@ -135,6 +135,11 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       f"the model knows {longest} positions: shorten the rows",
     )
   yield from _kernel_problems(config)
+  if config.logging.sample_every > 0 and config.data.dataset == "synthetic":
+    yield Problem(
+      f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),
+      "its tokens are no text: set sample_every to 0, or another dataset",
+    )  # fmt: skip
 
 
 def _foreign_keys(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.sampling import Sampling, draw
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.partition import whole
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled program.
 PROMPT_MULTIPLE = 16
@@ -150,4 +151,4 @@ def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, k
     return after, (token, state["finite"])
 
   state, (tokens, finite) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
-  return state, tokens, finite
+  return state, whole(tokens), whole(finite)

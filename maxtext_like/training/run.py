@@ -31,6 +31,8 @@ from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, read
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.samples import FILE_NAME as SAMPLES
+from maxtext_like.training.samples import Samples, read_samples
 from maxtext_like.training.signals import StopRequest
 from maxtext_like.training.step import State
 
@@ -77,10 +79,14 @@ def train(loaded: Loaded) -> int:
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.mesh.devices.flat[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
+      samples = None
+      if config.logging.sample_every:
+        assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
+        samples = Samples(program, data.tokenizer, directory.path / SAMPLES, start, progress.say)
       writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
       with writer:
         loop = Loop(
-          program, train_step, state, data, held_out and Evaluation(program, held_out, progress),
+          program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
           directory, manager, writer, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         )  # fmt: skip
         del state
@@ -260,6 +266,7 @@ def _write_report(directory: RunDirectory, name: str, outcome: str, guard: Finit
     name=name,
     outcome=outcome,
     rows=read(directory.path / FILE_NAME),
+    samples=read_samples(directory.path),
     finiteness=guard.report,
     config_yaml=loaded.to_yaml(),
     environment=env,
