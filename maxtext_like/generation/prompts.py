@@ -77,6 +77,7 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig
     if prompt.images and not vision.use_multimodal:
       raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")
     try:
+      prompt.text.encode("utf-8")  # bytes of a command line that are no UTF-8 arrive as surrogates
       ids, found = _encode_one(prompt, tokenizer, vision)
     except UnicodeEncodeError:
       raise UserError(f"{prompt.place}: not valid Unicode text") from None
