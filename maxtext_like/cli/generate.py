@@ -75,15 +75,17 @@ def run(argv: list[str]) -> int:
   else:
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
       print(f"--- {number}\n{prompt.text}{tokenizer.decode(answer)}")
-  made = sum(map(len, answers))
-  first = first or end
-  after = f", then {_rate(made - made_first, end - first)}" if made > made_first else ""
-  print(f"{made} tokens, the first {made_first} after {first - begin:.2f} s (compiling included){after}", file=sys.stderr)
+  made, first = sum(map(len, answers)), first or end
+  if made > made_first:
+    rate = f"then {_rate(made - made_first, end - first)}"
+  else:
+    rate = f"{_rate(made, end - begin)} with that"
+  print(f"{made} tokens, the first {made_first} after {first - begin:.2f} s (compiling included), {rate}", file=sys.stderr)
   return 0
 
 
 def _rate(tokens: int, seconds: float) -> str:
-  return f"{tokens / seconds:,.1f} tokens/s" if seconds > 0 else "the rest at once"
+  return f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
