@@ -17,10 +17,10 @@ from maxtext_like.errors import UserError
 _SECTIONS = ("model", "vision", "precision")
 
 
-def section(kind: type[ModelConfig] | type[VisionConfig], stored: dict[str, Any]) -> Any:
-  """A section of a stored configuration; keys that are newer than the step have their defaults."""
+def section(kind: Any, stored: dict[str, Any]) -> Any:
+  """``ModelConfig`` or ``VisionConfig`` of a stored configuration; keys that are newer than the step have their defaults."""
   name = {ModelConfig: "model", VisionConfig: "vision"}[kind]
-  values = {leaf: value for leaf, value in base_values().items() if LEAVES[leaf][0] == name}
+  values: dict[str, Any] = {leaf: value for leaf, value in base_values().items() if LEAVES[leaf][0] == name}
   values |= {key: value for key, value in stored.get(name, {}).items() if key in values}
   return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 

@@ -85,12 +85,14 @@ def _hugging_face(directory: Path, overrides: list[str], images: bool) -> tuple[
   """The configuration, and the folder of the tokenizer."""
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+  from maxtext_like.data.tokenizer import AUTO
 
   if images and not read_config(directory).vision:
     raise UserError(f"{directory}: --image: the model has no vision tower (its config.json has no vision_config)")
   words = [*(["use_multimodal=true"] if images else []), *overrides]
   _, loaded = load_checkpoint_config(directory, words, length=2048)
-  if loaded.config.data.tokenizer == "auto" and not any((directory / f"tokenizer.{kind}").is_file() for kind in ("json", "model")):
+  there = any((directory / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+  if loaded.config.data.tokenizer == AUTO and not there:
     raise UserError(
       f"{directory}: has neither tokenizer.json nor tokenizer.model, so text cannot become tokens\n"
       "  fix: tokenizer=, with the path of one, or tokenizer=bytes"

@@ -5,7 +5,6 @@ A tokenizer maps plain text only: the string "<eos>" inside a document is text, 
 start and the end of each document, wherever the tokenizer has them. special_tokens.py reads text in which they are meant.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,12 +129,15 @@ class SentencePieceTokenizer:
     self.pad_id = _none_if_negative(self._library.pad_id())
     self.files = (path,)
     self.fingerprint = f"tokenizer.model, {_digest(data)}"
+    self._special: dict[str, int] | None = None
 
-  @functools.cached_property
+  @property
   def special(self) -> Mapping[str, int]:
     """Control pieces; pieces that the model's maker defined are found in plain text anyway."""
-    library = self._library
-    return {library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)}
+    if self._special is None:  # prompts alone need it, and Gemma has 262144 pieces to look through
+      library = self._library
+      self._special = {library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)}
+    return self._special
 
   def encode(self, text: str) -> list[int]:
     return self._library.encode(text)

@@ -58,8 +58,13 @@ def train(loaded: Loaded) -> int:
     held_out = None
     if settings.eval_interval:
       held_out = stack.enter_context(contextlib.closing(open_data(program, "eval", settings)))
+    progress = Progress(config.training.steps, config.logging.log_interval)
+    samples = None
+    if config.logging.sample_every:
+      assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
+      samples = Samples(program, data.tokenizer, directory.path / SAMPLES, progress.say)
     stack.enter_context(directory)
-    progress = stack.enter_context(Progress(config.training.steps, config.logging.log_interval))
+    stack.enter_context(progress)
     manager = None
     if config.checkpoint.enable_checkpointing:
       manager = stack.enter_context(_manager(config, directory, data))
@@ -79,10 +84,8 @@ def train(loaded: Loaded) -> int:
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.mesh.devices.flat[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
-      samples = None
-      if config.logging.sample_every:
-        assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
-        samples = Samples(program, data.tokenizer, directory.path / SAMPLES, start, progress.say)
+      if samples is not None:
+        samples.begin(start)
       writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
       with writer:
         loop = Loop(

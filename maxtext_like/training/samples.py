@@ -33,14 +33,13 @@ class Samples:
     program: of the run.
     tokenizer: of its data.
     path: the file.
-    step: finished steps when the run starts or goes on; samples of later ones are dropped from the file.
     say: shows a line.
 
   Raises:
     UserError: a prompt that the model cannot take; before anything is trained.
   """
 
-  def __init__(self, program: Program, tokenizer: Tokenizer, path: Path, step: int, say: Callable[[str], None]):
+  def __init__(self, program: Program, tokenizer: Tokenizer, path: Path, say: Callable[[str], None]):
     logging_config: LoggingConfig = program.config.logging
     self._program, self._tokenizer, self._path, self._say = program, tokenizer, path, say
     self._texts, self._tokens = logging_config.sample_prompts, logging_config.sample_tokens
@@ -51,7 +50,10 @@ class Samples:
     self._prompts = encode(prompts, tokenizer, program.config.vision)
     check(self._prompts, program.decoder, self._tokens)
     self._stop = stop_tokens(tokenizer, None)
-    keep_until(path, step)
+
+  def begin(self, step: int) -> None:
+    """A run starts or goes on after ``step`` steps: samples of later ones are dropped from the file."""
+    keep_until(self._path, step)
 
   def __call__(self, step: int, params: Any) -> None:
     """Samples from the parameters after ``step`` steps. Logits that are not finite are told, not sampled."""

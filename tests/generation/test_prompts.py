@@ -67,8 +67,8 @@ def test_images_stand_where_the_text_marks_them_else_before_it(model: str, folde
     positions = got.images["image_position_ids"]
     patches = [int((positions[i, :, 0] >= 0).sum()) for i in range(2)]
     assert patches == [9 * count[0], 9 * count[1]]
-    assert positions[1, :patches[1]].max(axis=0).tolist() == [2, 23]
-    assert positions[0, :patches[0]].max(axis=0).tolist() == [17, 5]
+    assert positions[1, : patches[1]].max(axis=0).tolist() == [2, 23]
+    assert positions[0, : patches[0]].max(axis=0).tolist() == [17, 5]
   else:
     assert set(got.images) == {"pixel_values"}
 

@@ -29,7 +29,7 @@ def test_the_files_of_the_model_and_names(tmp_path: Path):
 
 def test_a_name_that_is_no_token_lists_those_that_are(tmp_path: Path):
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
-  with pytest.raises(UserError, match="stop token 'user': .*\n.*one of: bos, eos, pad, start_of_turn, end_of_turn$"):
+  with pytest.raises(UserError, match=r"stop token 'user': .*\n.*one of: bos, eos, pad, start_of_turn, end_of_turn$"):
     stop_tokens(tokenizer, None, ["user"])
 
 

@@ -5,11 +5,17 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from maxtext_like.checkpoint import companions, manifest
 from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
 from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.training.initial_weights import read_weights
+from maxtext_like.training.program import make_program
+from maxtext_like.training.report import render
+from maxtext_like.training.samples import Samples
 from tests.generation.letters import write_letters
 
 # 61 rows in the table, 46 in the tokenizer; no size is a power of two.
@@ -83,6 +89,30 @@ def test_samples_change_no_bit_of_the_training(variant: str, place: Path, traine
   assert "Samples" not in (trained / "report.html").read_text()
 
 
+def test_logits_that_are_not_finite_are_told_and_never_sampled(place: Path, trained: Path, caplog: pytest.LogCaptureFixture):
+  words = [*WORDS, f"dataset_path={place}/text.txt", *SAMPLES, f"tokenizer={place}/tokenizer"]
+  program = make_program(load_config("gemma4-tiny", words).config)
+  params = read_weights(trained, program)
+  params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(np.nan)
+  said = []
+  Samples(program, load_tokenizer(f"{place}/tokenizer"), place / "nan.jsonl", said.append)(7, params)
+  assert not said
+  rows = [json.loads(line) for line in (place / "nan.jsonl").read_text().splitlines()]
+  assert [(row["step"], row["text"], row["tokens"]) for row in rows] == [(7, "", 0)] * 2
+  assert all("row 0, token 0 of the answer: the logits are not finite" in row["error"] for row in rows)
+  assert "step 7: no samples: row 0" in caplog.text
+  page = render(name="n", outcome="", rows=[], finiteness={}, config_yaml="", environment={}, samples=rows)
+  assert "<span class=bad>row 0" in page
+
+
+def test_a_prompt_that_cannot_be_sampled_ends_the_run_before_it_begins(place: Path, capsys: pytest.CaptureFixture):
+  shutil.copytree(place / "tokenizer", place / "no bos")
+  (place / "no bos/tokenizer_config.json").write_text('{"bos_token": null}')
+  assert train(place, "none", f"tokenizer={place}/no bos", *SAMPLES) == 2
+  assert "sample_prompts[1]: empty, and the tokenizer has no token that begins a text" in capsys.readouterr().err
+  assert not (place / "runs/none").exists()
+
+
 def test_a_run_that_goes_on_writes_its_samples_again(place: Path, trained: Path):
   shutil.copytree(place / "runs/samples 0", place / "runs/again")
   shutil.rmtree(place / "runs/again/checkpoints/4")
@@ -134,24 +164,25 @@ def test_a_damaged_tokenizer_is_refused(trained: Path, tmp_path: Path, capsys: p
 
 def test_a_resumed_run_has_the_same_tokenizer_or_is_refused(place: Path, trained: Path, capsys: pytest.CaptureFixture):
   write_letters(place / "another", user=9)
-  for other, extra in (("bytes", "vocab_size=61"), (f"{place}/another", "steps=5"), (f"{place}/another", "allow_data_change=true")):
+  for other, extra in (("bytes", "vocab_size=61"), (f"{place}/another", "allow_data_change=true")):
     assert train(place, "plain", "steps=5", f"tokenizer={other}", extra) == 2
     capsys.readouterr()
   assert train(place, "plain", "steps=5", f"tokenizer={place}/another", "allow_data_change=true") == 2
   assert "was trained with the tokenizer 'tokenizer.json, xxh3 " in capsys.readouterr().err
   # The folder that it came from may be gone: the run has its own.
   shutil.copytree(trained, place / "runs/moved")
+  shutil.rmtree(place / "runs/moved/checkpoints/4")
   (place / "tokenizer").rename(place / "gone")
   try:
-    assert train(place, "moved", "steps=5") == 0
+    assert train(place, "moved", "steps=4") == 0
   finally:
     (place / "gone").rename(place / "tokenizer")
-  assert files_of(place / "runs/moved/checkpoints/5") == files_of(trained / "checkpoints/4")
+  assert files_of(place / "runs/moved/checkpoints/4") == files_of(trained / "checkpoints/4")
 
 
 def test_a_new_run_takes_that_of_the_weights_it_begins_with(place: Path, trained: Path):
-  assert train(place, "second", "steps=1", f"init_from={trained}") == 0
-  assert files_of(place / "runs/second/checkpoints/1") == files_of(trained / "checkpoints/4")
+  assert train(place, "second", "steps=4", f"init_from={trained}") == 0
+  assert files_of(place / "runs/second/checkpoints/4") == files_of(trained / "checkpoints/4")
   fingerprint = load_tokenizer(str(place / "tokenizer")).fingerprint
-  step = manifest.read(place / "runs/second/checkpoints/1")
+  step = manifest.read(place / "runs/second/checkpoints/4")
   assert step.extra["data"]["identity"]["tokenizer"] == fingerprint

@@ -267,7 +267,7 @@ def test_config_of_another_size_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
 def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
-  weight_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  weight_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
   """At most 1.5 times its size, converted or not: numpy's allocations, which tracemalloc sees; JAX's own it does not."""
   monkeypatch.setattr(weights_module, "_BLOCK_BYTES", 1 << 20)
