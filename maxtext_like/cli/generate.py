@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
   options, overrides = _parse(argv)
   from maxtext_like.cli.generate_model import open_model
   from maxtext_like.generation.engine import check, generate
-  from maxtext_like.generation.prompts import Prompt, encode, read_prompts
+  from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
 
@@ -64,17 +64,17 @@ def run(argv: list[str]) -> int:
       first, made_first = time.monotonic(), sum(map(len, answers))
     if len(prompts) == 1:
       # Decoded as a whole each time: a character may be spread over several tokens.
-      text = tokenizer.decode(answers[0])
+      text = continuation(tokenizer, encoded.tokens[0], answers[0])
       stable = text.removesuffix("\N{REPLACEMENT CHARACTER}")
       if stable.startswith(shown):
         print(stable[len(shown) :], end="", flush=True)
         shown = stable
   end = time.monotonic()
   if len(prompts) == 1:
-    print(tokenizer.decode(answers[0])[len(shown) :], flush=True)
+    print(continuation(tokenizer, encoded.tokens[0], answers[0])[len(shown) :], flush=True)
   else:
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
-      print(f"--- {number}\n{prompt.text}{tokenizer.decode(answer)}")
+    for number, (prompt, ids, answer) in enumerate(zip(prompts, encoded.tokens, answers, strict=True), 1):
+      print(f"--- {number}\n{prompt.text}{continuation(tokenizer, ids, answer)}")
   made, first = sum(map(len, answers)), first or end
   if made > made_first:
     rate = f"then {_rate(made - made_first, end - first)}"

@@ -39,20 +39,26 @@ class Prompts:
   images: dict[str, np.ndarray] | None = None
 
   @classmethod
-  def from_padded(cls, input_ids: np.ndarray, attention_mask: np.ndarray, **images: Any) -> "Prompts":
+  def from_padded(
+    cls,
+    input_ids: np.ndarray,
+    attention_mask: np.ndarray,
+    token_types: np.ndarray | None = None,
+    images: dict[str, np.ndarray] | None = None,
+  ) -> "Prompts":
     """Prompts of a batch as Hugging Face's tokenizers make it, padded on the left, on the right, or on both sides.
 
     Args:
       input_ids: ids [B, T].
       attention_mask: [B, T], 1 for tokens and 0 for padding, which stands around a row's tokens and never between them.
-      images: "token_types" [B, T] and "images", as the attributes.
+      token_types: [B, T], 1 at image tokens.
+      images: as the attribute.
 
     Raises:
       UserError: other shapes, or padding between tokens.
     """
     mask = np.asarray(attention_mask) != 0
-    types = images.get("token_types")
-    shapes = {np.shape(input_ids), mask.shape, *([] if types is None else [np.shape(types)])}
+    shapes = {np.shape(array) for array in (input_ids, mask, token_types) if array is not None}
     if len(shapes) > 1 or mask.ndim != 2:
       raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one, [rows, positions]")
     if (np.abs(np.diff(mask.astype(int), axis=1, prepend=0, append=0)).sum(axis=1) > 2).any():
@@ -61,7 +67,7 @@ class Prompts:
     def rows(array: Any) -> list[list[int]]:
       return [row[kept].tolist() for row, kept in zip(np.asarray(array), mask, strict=True)]
 
-    return cls(rows(input_ids), None if types is None else rows(types), images.get("images"))
+    return cls(rows(input_ids), None if token_types is None else rows(token_types), images)
 
 
 def generate(

@@ -18,6 +18,8 @@ from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts
 
+_CONTEXT = 8  # tokens of a prompt that its answer is decoded after
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -111,3 +113,10 @@ def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> t
   images = [load_for(name, vision, prompt.place) for name in prompt.images]
   ids, _ = interleave(parts, images, vision, partial(encode_prompt, tokenizer))
   return ids, images
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+  """The text of an answer as it follows its prompt: of a text by itself, sentencepiece drops the first space."""
+  before = [token for token in prompt[-_CONTEXT:] if token < tokenizer.vocab_size]
+  start, whole = tokenizer.decode(before), tokenizer.decode([*before, *answer])
+  return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(answer)

@@ -15,7 +15,7 @@ from maxtext_like.config.schema import LoggingConfig
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.generation.engine import check, generate
-from maxtext_like.generation.prompts import Prompt, encode
+from maxtext_like.generation.prompts import Prompt, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
 from maxtext_like.training.metrics import keep_until, read
@@ -71,11 +71,12 @@ class Samples:
       error = str(raised).splitlines()[0]
       _log.warning("step %d: no samples: %s", step, error)
     with self._path.open("a", encoding="utf-8") as file:
-      for prompt, answer in zip(self._texts, answers, strict=True):
-        row = {"step": step, "prompt": prompt, "text": self._tokenizer.decode(answer), "tokens": len(answer)}
+      for prompt, ids, answer in zip(self._texts, self._prompts.tokens, answers, strict=True):
+        text = continuation(self._tokenizer, ids, answer)
+        row = {"step": step, "prompt": prompt, "text": text, "tokens": len(answer)}
         file.write(json.dumps(row if error is None else row | {"error": error}) + "\n")
         if error is None:
-          self._say(sample_line(step, prompt, row["text"]))
+          self._say(sample_line(step, prompt, text))
 
 
 def sample_line(step: int, prompt: str, text: str) -> str:

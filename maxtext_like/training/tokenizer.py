@@ -28,8 +28,10 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> Data
   """
   if data.tokenizer != AUTO or data.dataset == "synthetic":
     return data
-  if checkpoint.resume and steps.is_dir() and (complete := StepDirectories(steps).complete()):
-    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(complete))))
+  # A step whose tokenizer is damaged will be set aside, so it is not asked.
+  whole = [n for n in StepDirectories(steps).complete() if _is_whole(steps / str(n))] if steps.is_dir() else []
+  if checkpoint.resume and whole:
+    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
   if checkpoint.init_from is None:
     return dataclasses.replace(data, tokenizer="bytes")
   return dataclasses.replace(data, tokenizer=_of_directory(Path(checkpoint.init_from).expanduser()))
@@ -53,6 +55,12 @@ def of_step(step: Path) -> str:
   if not Path(named).expanduser().exists():
     raise UserError(f"{step}: made with the tokenizer '{named}', which is gone\n  fix: tokenizer=, with the path of a copy")
   return named
+
+
+def _is_whole(step: Path) -> bool:
+  """The tokenizer's files in a complete step are what was written."""
+  files = {name: entry for name, entry in manifest.read(step).files.items() if name.startswith(f"{companions.FOLDER}/")}
+  return all(manifest.hash_file(step / name)[1] == entry["xxh3_128"] for name, entry in files.items())
 
 
 def fingerprint_of(step: Path) -> str | None:

@@ -1,5 +1,6 @@
 """Prompts with images: the frames of each family, places with and without marks, batches, and what is refused."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
-from maxtext_like.generation.prompts import Prompt, encode, read_prompts
+from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
 from tests.generation.letters import write_letters
 
 BOI, IMAGE, EOI = 261, 260, 262
@@ -129,3 +130,20 @@ def test_images_for_a_model_without_a_tower_and_image_tokens_without_images(fold
   write_letters(folder / "more", image_soft_token=IMAGE)
   with pytest.raises(UserError, match="the text gives the token 260"):
     encode([Prompt("<image_soft_token>")], load_tokenizer(str(folder / "more")), vision_of("gemma4-tiny"))
+
+
+def test_an_answer_is_decoded_as_it_follows_its_prompt(tmp_path: Path):
+  from sentencepiece import SentencePieceTrainer
+
+  model = io.BytesIO()
+  SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+    sentence_iterator=iter(["the quick brown fox jumps"] * 20), model_writer=model, vocab_size=40, hard_vocab_limit=False,
+    pad_id=0, eos_id=1, bos_id=2, unk_id=3, minloglevel=2,
+  )  # fmt: skip
+  (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+  tokenizer = load_tokenizer(str(tmp_path))
+  prompt, answer = [2, *tokenizer.encode("the")], tokenizer.encode("quick")
+  assert tokenizer.decode(answer) == "quick"
+  assert continuation(tokenizer, prompt, answer) == " quick"
+  assert continuation(tokenizer, [2, 9999], answer) == "quick", "ids of images are no text"
+  assert continuation(load_tokenizer("bytes"), [0xC3 + 3], [0xA4 + 3]) == "\ufffd", "half a character before it"

@@ -16,6 +16,7 @@ from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.program import make_program
 from maxtext_like.training.report import render
 from maxtext_like.training.samples import Samples
+from maxtext_like.training.tokenizer import resolve
 from tests.generation.letters import write_letters
 
 # 61 rows in the table, 46 in the tokenizer; no size is a power of two.
@@ -178,6 +179,17 @@ def test_a_resumed_run_has_the_same_tokenizer_or_is_refused(place: Path, trained
   finally:
     (place / "gone").rename(place / "tokenizer")
   assert files_of(place / "runs/moved/checkpoints/4") == files_of(trained / "checkpoints/4")
+
+
+def test_a_damaged_tokenizer_in_the_newest_step_is_not_the_one_that_a_run_goes_on_with(place: Path, trained: Path):
+  run = place / "runs/damaged"
+  shutil.copytree(trained, run)
+  file = run / "checkpoints/4/tokenizer/tokenizer.json"
+  file.write_text(file.read_text().replace('"<start_of_turn>"', '"<start_of_burn>"'))
+  config = load_config("gemma4-tiny", [*WORDS, f"dataset_path={place}/text.txt"]).config
+  assert resolve(config.data, config.checkpoint, run / "checkpoints").tokenizer == str(run / "checkpoints/2/tokenizer")
+  fresh = resolve(config.data, config.checkpoint, place / "runs/nowhere/checkpoints")
+  assert fresh.tokenizer == "bytes"
 
 
 def test_a_new_run_takes_that_of_the_weights_it_begins_with(place: Path, trained: Path):
