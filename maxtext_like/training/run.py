@@ -27,7 +27,7 @@ from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, read
+from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, keep_until, read
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.run_directory import RunDirectory
@@ -84,8 +84,7 @@ def train(loaded: Loaded) -> int:
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.mesh.devices.flat[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
-      if samples is not None:
-        samples.begin(start)
+      keep_until(directory.path / SAMPLES, start)  # with or without new ones: the report shows what is there
       writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
       with writer:
         loop = Loop(

@@ -18,7 +18,7 @@ from maxtext_like.generation.engine import check, generate
 from maxtext_like.generation.prompts import Prompt, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
-from maxtext_like.training.metrics import keep_until, read
+from maxtext_like.training.metrics import read
 from maxtext_like.training.program import Program
 
 FILE_NAME = "samples.jsonl"
@@ -49,11 +49,7 @@ class Samples:
     prompts = [Prompt(text, place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
     self._prompts = encode(prompts, tokenizer, program.config.vision)
     check(self._prompts, program.decoder, self._tokens)
-    self._stop = stop_tokens(tokenizer, None)
-
-  def begin(self, step: int) -> None:
-    """A run starts or goes on after ``step`` steps: samples of later ones are dropped from the file."""
-    keep_until(self._path, step)
+    self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None)
 
   def __call__(self, step: int, params: Any) -> None:
     """Samples from the parameters after ``step`` steps. Logits that are not finite are told, not sampled."""
