@@ -1,4 +1,4 @@
-"""Every malformed file, as a user meets it: ``maxtext-like import`` ends with 2, names file and reason, leaves nothing."""
+"""Malformed files, as a user meets them: ``maxtext-like import`` ends with 2, names file and reason, leaves nothing."""
 
 import shutil
 from pathlib import Path
@@ -31,12 +31,13 @@ def imported(source: Path, capsys: pytest.CaptureFixture) -> str:
   return capsys.readouterr().err
 
 
-def test_every_malformed_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_malformed_safetensors_files(tmp_path: Path, capsys: pytest.CaptureFixture):
   source = tmp_path / "source"
   source.mkdir()
   shutil.copy(GOLDEN / "gemma3_text/checkpoint/config.json", source)
-  assert len(MALFORMED) > 20
-  for what, (content, reason) in MALFORMED.items():
+  some = dict(list(MALFORMED.items())[::2])  # test_safetensors.py reads them all
+  assert len(some) > 20
+  for what, (content, reason) in some.items():
     (source / "model.safetensors").write_bytes(content)
     message = imported(source, capsys)
     assert f"{source}/model.safetensors" in message, what
