@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint import atomic, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint import atomic, companions, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import RetryableError, UserError
 
@@ -74,6 +74,7 @@ class CheckpointManager:
     backoff_seconds: wait after the first failure; doubles with each.
     patience_seconds: how long a save waits for the one before it, before it is skipped. Enough for a small state, so that
       small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
+    tokenizer: files that every step carries, by name (``companions.of_tokenizer``).
 
   Raises:
     UserError: the directory cannot be made or read.
@@ -91,6 +92,7 @@ class CheckpointManager:
     attempts: int = 3,
     backoff_seconds: float = 1.0,
     patience_seconds: float = 2.0,
+    tokenizer: dict[str, bytes] | None = None,
   ):
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
@@ -106,6 +108,7 @@ class CheckpointManager:
     self._attempts = attempts
     self._backoff_seconds = backoff_seconds
     self._patience_seconds = patience_seconds
+    self._tokenizer = tokenizer or {}
     self._consecutive_failures = 0
     self._retry_at: float | None = None
     self._pending: _Pending | None = None
@@ -224,7 +227,7 @@ class CheckpointManager:
       files={},
       versions=manifest.versions(),
     )
-    pending = _Pending(step, tree.total_bytes(flat))
+    pending = _Pending(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     try:
@@ -264,6 +267,7 @@ class CheckpointManager:
       written = time.monotonic()
       path = self._steps.path(pending.step)
       # With several processes, process 0 alone gets here after orbax's commit barrier and hashes for all.
+      companions.write(path, self._tokenizer)
       files = manifest.hash_files(path)
       manifest.write(path, dataclasses.replace(record, files=files))
       pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written

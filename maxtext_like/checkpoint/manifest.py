@@ -7,6 +7,7 @@ Orbax keeps no checksums (a flipped byte restores silently wrong) and lists step
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -16,10 +17,11 @@ from typing import Any
 
 import xxhash
 
-from maxtext_like.checkpoint import atomic
+from maxtext_like.checkpoint import atomic, companions
 
 FILE_NAME = "COMPLETE.json"
 STATE_NAME = "state"  # what orbax writes, beside the manifest
+PARTS = (STATE_NAME, companions.FOLDER)
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 16 << 20
 
@@ -81,9 +83,9 @@ def hash_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
 
 
 def hash_files(step_directory: Path) -> dict[str, dict[str, Any]]:
-  """Makes every file of a step's state durable and returns size and hash of each, by path relative to the step."""
+  """Makes every file of a step durable and returns size and hash of each, by path relative to the step."""
   files = {}
-  for folder, _, names in os.walk(step_directory / STATE_NAME):
+  for folder, _, names in itertools.chain.from_iterable(os.walk(step_directory / part) for part in PARTS):
     for name in names:
       path = Path(folder, name)
       size, digest = hash_file(path, sync=True)

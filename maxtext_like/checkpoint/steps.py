@@ -56,7 +56,7 @@ class StepDirectories:
       if (path / manifest.FILE_NAME).exists():
         continue
       names = [entry.name for entry in os.scandir(path)]
-      if all(name.startswith((manifest.STATE_NAME, manifest.FILE_NAME)) for name in names):
+      if all(name.startswith((*manifest.PARTS, manifest.FILE_NAME)) for name in names):
         _log.warning("%s is not a complete checkpoint (an interrupted save); removed", path)
         shutil.rmtree(path)
       else:

@@ -1,7 +1,6 @@
 """``maxtext-like export``: the weights of a run, or of an imported checkpoint, for transformers and vLLM."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +69,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
 
   from maxtext_like.checkpoint import manifest, restore
   from maxtext_like.checkpoint.huggingface.export import export_hugging_face
+  from maxtext_like.checkpoint.stored_config import section
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.config.vision import VisionConfig
   from maxtext_like.layers.param import abstract
@@ -87,7 +87,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
     stored = manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
-  model, vision = _section(ModelConfig, stored.config), _section(VisionConfig, stored.config)
+  model, vision = section(ModelConfig, stored.config), section(VisionConfig, stored.config)
   weight_dtype = stored.config.get("precision", {}).get("weight_dtype", "float32")
   decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -108,18 +108,23 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
   return tensors, dtype, [file.name for file in origin.files]
 
 
-def _section(kind: Any, config: dict[str, Any]) -> Any:
-  """A section of a stored configuration; keys that are newer than the checkpoint have their defaults."""
-  from maxtext_like.config.load import base_values
-
-  name = {"ModelConfig": "model", "VisionConfig": "vision"}[kind.__name__]
-  values = dict(base_values()) | config.get(name, {})
-  found = {field.name: values[field.name] for field in dataclasses.fields(kind)}
-  return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
-
-
 def _origin(step: Path, stored: Any) -> "Origin":
-  """What the model inherits from the Hugging Face checkpoint at the beginning of a chain of ``init_from``."""
+  """What the model inherits from the Hugging Face checkpoint that its weights began with; the tokenizer is the step's own."""
+  from dataclasses import replace
+
+  from maxtext_like.checkpoint import companions
+
+  origin = _beginning(step, stored)
+  own = companions.beside(step / companions.FOLDER)
+  if not any(file.name.startswith("tokenizer.") for file in own):
+    return origin
+  names = {file.name for file in own}
+  rest = [file for file in origin.files if file.name in companions.OF_THE_MODEL and file.name not in names]
+  return replace(origin, files=(*own, *rest))
+
+
+def _beginning(step: Path, stored: Any) -> "Origin":
+  """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
   from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
   from maxtext_like.cli.import_ import FOLDER

@@ -10,7 +10,7 @@ from maxtext_like.errors import UserError
 DESCRIPTION = """Reads a Hugging Face checkpoint (config.json, safetensors) and writes one of ours:
 
   DIR/model.yml        the model, to train with
-  DIR/checkpoints/0    the weights
+  DIR/checkpoints/0    the weights, with the tokenizer's files
   DIR/hugging_face     config.json and the files of the tokenizer
 
 Weights are stored in weight_dtype, which keeps every digit of 16-bit and 8-bit files by default."""
@@ -58,6 +58,7 @@ def import_checkpoint(source: Path, out: Path, overrides: list[str]) -> tuple[in
   Raises:
     UserError: anything wrong with the checkpoint, the overrides or ``out``; nothing is left behind.
   """
+  from maxtext_like.checkpoint import companions
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import new_directory, read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
@@ -78,7 +79,10 @@ def import_checkpoint(source: Path, out: Path, overrides: list[str]) -> tuple[in
       shutil.copyfile(file, part / FOLDER / file.name)
     (part / "model.yml").write_text(model_file(config, str(source)), encoding="utf-8")
     extra = {"hugging_face": {"source": str(source.resolve())}}
-    manager = CheckpointManager(part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False)
+    tokenizer = {file.name: file.read_bytes() for file in companions.beside(source)}
+    manager = CheckpointManager(
+      part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
+    )
     with manager:
       manager.save_and_wait(0, {"params": params}, extra)
   return len(weights.table), [*loaded.notes, *weights.notes]

@@ -140,6 +140,11 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
       "leave it out: nothing is rounded where weights are stored in float32",
     )  # fmt: skip
+  if config.logging.sample_every > 0 and config.data.dataset == "synthetic":
+    yield Problem(
+      f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),
+      "its tokens are no text: set sample_every to 0, or another dataset",
+    )  # fmt: skip
 
 
 def _foreign_keys(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:

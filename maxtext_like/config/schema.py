@@ -227,13 +227,23 @@ class LoggingConfig(_Checked):
   run_name: str | None
   enable_tensorboard: bool
   numerics_every: int
+  sample_every: int
+  sample_prompts: tuple[str, ...]
+  sample_tokens: int
+  sample_temperature: float
   log_interval: int
   compilation_cache_dir: str | None
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
-    yield from at_least(self, 1, "log_interval")
     yield from at_least(self, 0, "numerics_every")
+    yield from at_least(self, 1, "log_interval", "sample_tokens")
+    yield from at_least(self, 0, "sample_every", "sample_temperature")
+    if self.sample_every > 0 and not self.sample_prompts:
+      yield Problem(
+        f"sample_every = {self.sample_every} without sample_prompts", ("sample_every", "sample_prompts"),
+        'name some, as in sample_prompts=["def main():"], or set sample_every to 0',
+      )  # fmt: skip
     if not self.output_dir:
       yield Problem("output_dir is empty", ("output_dir",), "name a directory, '.' for the current one")
     if self.run_name is not None and (self.run_name in ("", ".", "..") or "/" in self.run_name):

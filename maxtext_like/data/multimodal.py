@@ -6,7 +6,7 @@ Gemma 3: two newlines, begin-of-image, image tokens, end-of-image, two newlines;
 B rows, M places for images in a row, T positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,38 @@ from maxtext_like.data.images import BadImageError, TowerImage, load_image, requ
 from maxtext_like.data.pack import IGNORED, ImageSpan, Row
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
+
+
+def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
+  """An image file that the record at ``place`` names. Raises BadRecordError."""
+  try:
+    return load_image(Path(path), vision)
+  except BadImageError as error:
+    raise BadRecordError(place, f"image {path}: {error}") from None
+
+
+def interleave(
+  parts: Sequence[str], images: Sequence[TowerImage], vision: VisionConfig, encode: Callable[[str], list[int]]
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+  """Token ids of texts with images between them, each in its family's frame, and where the images stand.
+
+  Args:
+    parts: one more than there are images.
+    images: in the order of the text.
+    vision: the tower, and the tokens around an image.
+    encode: of text.
+  """
+  assert vision.boi_token_id is not None  # VisionConfig has seen to it
+  assert vision.image_token_id is not None
+  assert vision.eoi_token_id is not None
+  frame, ids, spans = "\n\n" if vision.square else "", [], []
+  for i, part in enumerate(parts):
+    ids += encode((frame if i else "") + part + (frame if i < len(images) else ""))
+    if i < len(images):
+      span = [vision.boi_token_id, *[vision.image_token_id] * images[i].tokens, vision.eoi_token_id]
+      spans.append(ImageSpan(len(ids), len(ids) + len(span), images[i]))
+      ids += span
+  return ids, tuple(spans)
 
 
 @dataclass(frozen=True)
@@ -51,11 +83,11 @@ class Multimodal:
       BadRecordError: placeholders and images differ in number, an image that cannot be used, or text that gives the
         image token.
     """
-    v, spans = self.vision, []
+    v = self.vision
     assert self.tokenizer is not None
     assert v.image_token_id is not None  # VisionConfig has seen to it
     if not record.images:
-      ids = self.tokenizer.encode(record.text)
+      ids, spans = self.tokenizer.encode(record.text), ()
     else:
       parts = record.text.split(v.image_placeholder)
       if len(parts) - 1 != len(record.images):
@@ -63,24 +95,10 @@ class Multimodal:
           place,
           f"the text has {len(parts) - 1} '{v.image_placeholder}' for the {len(record.images)} entries of '{v.images_field}'",
         )
-      frame = "\n\n" if v.square else ""
-      ids = []
-      for i, part in enumerate(parts):
-        ids += self.tokenizer.encode((frame if i else "") + part + (frame if i < len(record.images) else ""))
-        if i < len(record.images):
-          image = self._load(record.images[i], place)
-          span = [v.boi_token_id, *[v.image_token_id] * image.tokens, v.eoi_token_id]
-          spans.append(ImageSpan(len(ids), len(ids) + len(span), image))
-          ids += span
+      ids, spans = interleave(parts, [load_for(path, v, place) for path in record.images], v, self.tokenizer.encode)
     if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
       raise BadRecordError(place, f"the text gives the token {v.image_token_id}, which stands for images (image_token_id)")
-    return ids, tuple(spans)
-
-  def _load(self, path: str, place: str) -> TowerImage:
-    try:
-      return load_image(Path(path), self.vision)
-    except BadImageError as error:
-      raise BadRecordError(place, f"image {path}: {error}") from None
+    return ids, spans
 
   def mask_targets(self, row: Row) -> None:
     """No loss where an image token would be predicted."""

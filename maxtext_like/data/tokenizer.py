@@ -2,22 +2,19 @@
 
 A tokenizer maps plain text only: the string "<eos>" inside a document is text, never the end-of-document token
 (sentencepiece does so by itself; `encode_special_tokens` for tokenizers). bos and eos are added by the pipeline, at the
-start and the end of each document, wherever the tokenizer has them.
+start and the end of each document, wherever the tokenizer has them. special_tokens.py reads text in which they are meant.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxtext_like.data.special_tokens import SPELLINGS
 from maxtext_like.errors import UserError
 
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
-
-# Special tokens by name, where no tokenizer_config.json names them: Gemma, DeepSeek, Llama, GPT-2.
-BOS_NAMES = ("<bos>", "<｜begin▁of▁sentence｜>", "<s>", "<|begin_of_text|>")
-EOS_NAMES = ("<eos>", "<｜end▁of▁sentence｜>", "</s>", "<|end_of_text|>", "<|endoftext|>")
-PAD_NAMES = ("<pad>", "<｜▁pad▁｜>", "[PAD]")
+AUTO = "auto"
 
 
 class Tokenizer(Protocol):
@@ -30,9 +27,14 @@ class Tokenizer(Protocol):
   files: tuple[Path, ...]  # what a checkpoint must carry along to decode its tokens
   fingerprint: str  # differs when the mapping differs
 
+  @property
+  def special(self) -> Mapping[str, int]: ...  # special tokens that plain text never gives, by spelling
+
   def encode(self, text: str) -> list[int]: ...
 
   def decode(self, ids: Sequence[int]) -> str: ...
+
+  def find(self, spelling: str) -> int | None: ...  # the id of one token, special or not; None: there is none
 
 
 class BytesTokenizer:
@@ -44,6 +46,7 @@ class BytesTokenizer:
   bos_id: int | None = 2
   files: tuple[Path, ...] = ()
   fingerprint = "bytes, id = 3 + byte"
+  special: Mapping[str, int] = {}
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text's bytes. UnicodeEncodeError for lone surrogates (the sources refuse them before)."""
@@ -55,6 +58,11 @@ class BytesTokenizer:
       if not 0 <= token < self.vocab_size:
         raise ValueError(f"token id {token} outside the byte vocabulary [0, {self.vocab_size})")
     return bytes(token - 3 for token in ids if token >= 3).decode("utf-8", errors="replace")
+
+  def find(self, spelling: str) -> int | None:
+    """The id of a text of one byte."""
+    data = spelling.encode("utf-8", errors="surrogateescape")
+    return data[0] + 3 if len(data) == 1 else None
 
 
 class HuggingFaceTokenizer:
@@ -84,16 +92,21 @@ class HuggingFaceTokenizer:
     if config_path.exists():
       self.files = (path, config_path)
       config = _read_config(config_path)
-    self.bos_id = _special(config, config_path, "bos_token", BOS_NAMES, vocabulary)
-    self.eos_id = _special(config, config_path, "eos_token", EOS_NAMES, vocabulary)
-    self.pad_id = _special(config, config_path, "pad_token", PAD_NAMES, vocabulary)
-    self.fingerprint = f"{path.name}, {_digest(data)}, bos {self.bos_id}, eos {self.eos_id}"
+    self.bos_id = _special(config, config_path, "bos_token", SPELLINGS["bos"], vocabulary)
+    self.eos_id = _special(config, config_path, "eos_token", SPELLINGS["eos"], vocabulary)
+    self.pad_id = _special(config, config_path, "pad_token", SPELLINGS["pad"], vocabulary)
+    self.special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+    # Without the file's name, which a copy beside a checkpoint need not share.
+    self.fingerprint = f"tokenizer.json, {_digest(data)}, bos {self.bos_id}, eos {self.eos_id}"
 
   def encode(self, text: str) -> list[int]:
     return self._library.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._library.decode(list(ids), skip_special_tokens=True)
+
+  def find(self, spelling: str) -> int | None:
+    return self._library.token_to_id(spelling)
 
 
 class SentencePieceTokenizer:
@@ -115,7 +128,16 @@ class SentencePieceTokenizer:
     self.eos_id = _none_if_negative(self._library.eos_id())
     self.pad_id = _none_if_negative(self._library.pad_id())
     self.files = (path,)
-    self.fingerprint = f"{path.name}, {_digest(data)}"
+    self.fingerprint = f"tokenizer.model, {_digest(data)}"
+    self._special: dict[str, int] | None = None
+
+  @property
+  def special(self) -> Mapping[str, int]:
+    """Control pieces; pieces that the model's maker defined are found in plain text anyway."""
+    if self._special is None:  # prompts alone need it, and Gemma has 262144 pieces to look through
+      library = self._library
+      self._special = {library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)}
+    return self._special
 
   def encode(self, text: str) -> list[int]:
     return self._library.encode(text)
@@ -123,13 +145,18 @@ class SentencePieceTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     return self._library.decode(list(ids))
 
+  def find(self, spelling: str) -> int | None:
+    token = self._library.piece_to_id(spelling)
+    return token if self._library.id_to_piece(token) == spelling else None  # an unknown piece gives the id of <unk>
+
 
 def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
   """The tokenizer that data.tokenizer names: "bytes", a tokenizer.json, a .model, or a folder that holds one of them.
 
+  "auto" is bytes here: what a run's checkpoints or init_from bring along, training/tokenizer.py has put in its place.
   `vocab_size`: the model's; a tokenizer that can give larger ids is refused. Raises UserError.
   """
-  if name == "bytes":
+  if name in ("bytes", AUTO):
     tokenizer: Tokenizer = BytesTokenizer()
   else:
     path = _find(name)

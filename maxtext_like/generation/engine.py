@@ -16,6 +16,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.sampling import Sampling, draw
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.partition import whole
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled program.
 PROMPT_MULTIPLE = 16
@@ -36,6 +37,37 @@ class Prompts:
   tokens: Sequence[Sequence[int]]
   token_types: Sequence[Sequence[int]] | None = None
   images: dict[str, np.ndarray] | None = None
+
+  @classmethod
+  def from_padded(
+    cls,
+    input_ids: np.ndarray,
+    attention_mask: np.ndarray,
+    token_types: np.ndarray | None = None,
+    images: dict[str, np.ndarray] | None = None,
+  ) -> "Prompts":
+    """Prompts of a batch as Hugging Face's tokenizers make it, padded on the left, on the right, or on both sides.
+
+    Args:
+      input_ids: ids [B, T].
+      attention_mask: [B, T], 1 for tokens and 0 for padding, which stands around a row's tokens and never between them.
+      token_types: [B, T], 1 at image tokens.
+      images: as the attribute.
+
+    Raises:
+      UserError: other shapes, or padding between tokens.
+    """
+    mask = np.asarray(attention_mask) != 0
+    shapes = {np.shape(array) for array in (input_ids, mask, token_types) if array is not None}
+    if len(shapes) > 1 or mask.ndim != 2:
+      raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one, [rows, positions]")
+    if (np.abs(np.diff(mask.astype(int), axis=1, prepend=0, append=0)).sum(axis=1) > 2).any():
+      raise UserError("prompts: attention_mask has padding between the tokens of a row")
+
+    def rows(array: Any) -> list[list[int]]:
+      return [row[kept].tolist() for row, kept in zip(np.asarray(array), mask, strict=True)]
+
+    return cls(rows(input_ids), None if token_types is None else rows(token_types), images)
 
 
 def generate(
@@ -58,8 +90,7 @@ def generate(
     UserError: an empty prompt or a token that the model has not got.
     NonFiniteError: logits are not finite; says of which row and token.
   """
-  vocabulary = decoder.cfg.embedding.vocab_size
-  _check(prompts, max_tokens, vocabulary)
+  check(prompts, decoder, max_tokens)
   lengths = np.array([len(row) for row in prompts.tokens])
   T = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
   B, first = len(lengths), T - lengths
@@ -68,18 +99,19 @@ def generate(
   if prompts.token_types is not None and prompts.images is not None:
     batch |= {"token_types": _left(prompts.token_types, T), **prompts.images}
   start = jnp.asarray(first, jnp.int32)
-  cache = decoder.empty_cache(B, T + max_tokens)
+  # Whole calls, so that there is one program; what is too much of the last one is dropped.
+  calls = -(-max_tokens // TOKENS_PER_CALL)
+  cache = decoder.empty_cache(B, T + calls * TOKENS_PER_CALL)
   stops = np.array(sorted(stop), np.int32)
   # The seed is data: another one runs the same program.
   key, rule = jax.random.key(sampling.seed), replace(sampling, seed=0)
   state = _prefill(decoder, rule, params, batch, cache, start, stops, key)
   done = np.zeros(B, bool)
-  made = 0
-  while True:
-    state, new, finite = _decode(decoder, rule, params, state, start, stops, key, min(TOKENS_PER_CALL, max_tokens - made))
-    new, finite = np.asarray(new), np.asarray(finite)  # [tokens of the call, B]
+  for made in range(0, max_tokens, TOKENS_PER_CALL):
+    state, new, finite = _decode(decoder, rule, params, state, start, stops, key)
+    new, finite = np.asarray(new), np.asarray(finite)  # [TOKENS_PER_CALL, B]
     rows: list[list[int]] = [[] for _ in range(B)]
-    for t in range(len(new)):
+    for t in range(min(TOKENS_PER_CALL, max_tokens - made)):
       for b in np.flatnonzero(~done):
         if not finite[t, b]:
           raise NonFiniteError(
@@ -90,19 +122,22 @@ def generate(
           done[b] = True
         else:
           rows[b].append(int(new[t, b]))
-    made += len(new)
     yield rows
-    if done.all() or made == max_tokens:
+    if done.all():
       return
 
 
-def _check(prompts: Prompts, max_tokens: int, vocabulary: int) -> None:
+def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
+  """UserError for prompts that ``generate`` does not take."""
+  vocabulary = decoder.cfg.embedding.vocab_size
+  # An image's token is never looked up, and lies beyond some tables.
+  image = decoder.cfg.image_token_id if prompts.images is not None else None
   if max_tokens < 1:
     raise UserError(f"{max_tokens} tokens to generate\n  fix: at least 1")
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
       raise UserError(f"prompt {row} is empty, and the tokenizer has no token that begins a text")
-    if bad := [i for i in ids if not 0 <= i < vocabulary]:
+    if bad := [i for i in ids if not 0 <= i < vocabulary and i != image]:
       raise UserError(f"prompt {row}: token id {bad[0]} is not in the model's vocabulary of {vocabulary}")
 
 
@@ -134,9 +169,9 @@ def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, 
   return {"cache": cache, "token": token, "finite": finite, "done": done, "at": jnp.asarray(T, jnp.int32), "made": 1}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 7), donate_argnums=3)
-def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, key, count: int):
-  """``count`` tokens: hands out the one that is known and makes the next, each time."""
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, key):
+  """``TOKENS_PER_CALL`` tokens: hands out the one that is known and makes the next, each time."""
 
   def one(state, _):
     token, at = state["token"], state["at"]
@@ -146,5 +181,5 @@ def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, k
     after = {"cache": cache, "token": new, "finite": finite, "done": done, "at": at + 1, "made": state["made"] + 1}
     return after, (token, state["finite"])
 
-  state, (tokens, finite) = jax.lax.scan(one, state, length=count)
-  return state, tokens, finite
+  state, (tokens, finite) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
+  return state, whole(tokens), whole(finite)

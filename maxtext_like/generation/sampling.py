@@ -22,6 +22,7 @@ class Sampling:
     top_k: the k most likely tokens only; 0: all.
     top_p: the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1: all.
     min_p: tokens at least this likely, relative to the most likely one (Nguyen et al. 2024); 0: all.
+    vocabulary: ids below this only, those that the tokenizer has: a table may have rows beyond them; 0: all.
     seed: of the draws.
   """
 
@@ -29,6 +30,7 @@ class Sampling:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  vocabulary: int = 0
   seed: int = 0
 
   def __post_init__(self):
@@ -71,6 +73,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> tuple[j
   """
   logits = logits_BV.astype(jnp.float32)
   finite = jnp.all(jnp.isfinite(logits), axis=-1)
+  logits = logits[:, : sampling.vocabulary or None]
   if sampling.temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
   allowed = jnp.where(kept(logits, sampling), logits / sampling.temperature, -jnp.inf)

@@ -33,6 +33,7 @@ class Loop:
     state: where to start; each step takes its memory.
     data: batches of this process, and ``get_state()``.
     evaluate: params -> held-out loss; None: no evaluation.
+    sample: (step, params) -> None, what the model writes; None: no samples.
     directory, manager, writer, progress, stop, guard: the run's own.
     flops: of one step on all devices.
     peak_tflops: of one device; None: no mfu.
@@ -44,6 +45,7 @@ class Loop:
   state: State
   data: Any
   evaluate: Callable[[Any], float] | None
+  sample: Callable[[int, Any], None] | None
   directory: RunDirectory
   manager: CheckpointManager | None
   writer: MetricsWriter
@@ -64,7 +66,7 @@ class Loop:
       ExitError: stopped by a signal, after a checkpoint.
       RetryableError: checkpoints keep failing.
     """
-    t, d = self.program.config.training, self.program.config.data
+    t, d, log = self.program.config.training, self.program.config.data, self.program.config.logging
     self._last_end = time.perf_counter()
     step = start
     self._stop_if_asked(step)
@@ -76,9 +78,13 @@ class Loop:
       jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
       evaluating = self.evaluate is not None and step % d.eval_interval == 0
       saving = self.manager is not None and self.manager.due(step)
+      sampling = self.sample is not None and step % log.sample_every == 0
       # After the first step too: whoever started the run waits for this line.
-      if evaluating or saving or step in (start + 1, t.steps) or self.stop.should_stop(step):
+      if evaluating or sampling or saving or step in (start + 1, t.steps) or self.stop.should_stop(step):
         self._settle(self.evaluate if evaluating else None)
+      if sampling and self.finite and self.sample is not None:
+        self.sample(step, self.state["params"])
+        self._last_end = time.perf_counter()
       if self.manager is not None:
         self.manager.poll()
         if saving and step < t.steps:

@@ -23,6 +23,7 @@ CURVES = (
 )
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 62, 28, 10
 POINTS = 1000  # of a curve; longer runs are thinned
+SAMPLES = 100  # newest ones that are shown
 COLOURS = ("#0072b2", "#d55e00")  # told apart without colour vision (Okabe and Ito)
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:980px;padding:0 1rem;color:#1a1a1a;background:#fff}
@@ -32,12 +33,19 @@ figcaption{font-weight:600;font-size:.9rem}svg{width:100%;height:auto}svg text{f
 table{border-collapse:collapse}
 td,th{border-bottom:1px solid #ddd;padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
 pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:#b00020;font-weight:600}.good{color:#00695c}
-.facts{color:#444}
+.facts{color:#444}.text{white-space:pre-wrap;overflow-wrap:anywhere}
 """
 
 
 def render(
-  *, name: str, outcome: str, rows: list[Row], finiteness: Report, config_yaml: str, environment: dict[str, Any]
+  *,
+  name: str,
+  outcome: str,
+  rows: list[Row],
+  finiteness: Report,
+  config_yaml: str,
+  environment: dict[str, Any],
+  samples: list[Row] | None = None,
 ) -> str:
   """The page.
 
@@ -48,12 +56,14 @@ def render(
     finiteness: of finiteness.json; empty when the check is off.
     config_yaml: the resolved configuration.
     environment: of env.json.
+    samples: of samples.jsonl.
   """
   figures = "".join(_figure(title, keys, log, rows) for title, keys, log in CURVES)
   parts = [
     f"<h1>{escape(name)}</h1><p>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
+    _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",
     f"<h2>Configuration</h2><pre>{escape(config_yaml)}</pre>",
     f"<h2>Environment</h2><pre>{escape(json.dumps(environment, indent=2))}</pre>",
@@ -78,6 +88,23 @@ def _facts(rows: list[Row]) -> str:
   totals = {word: sum(r.get(key) or 0 for r in rows) for key, word in words.items()}
   facts += [f"{total:,.0f} {word}" for word, total in totals.items() if total]
   return ", ".join(facts)
+
+
+def _samples(samples: list[Row]) -> str:
+  """What the model wrote, the newest first; nothing where the run has no samples."""
+  if not samples:
+    return ""
+  rows = []
+  for sample in samples[: -SAMPLES - 1 : -1]:
+    text = f"<span class=bad>{escape(sample['error'])}</span>" if "error" in sample else _text(sample["text"])
+    rows.append(f"<tr><td>{sample['step']}<td class=text><b>{_text(sample['prompt'])}</b>{text}")
+  older = f"<p>{len(samples) - SAMPLES} older ones are in samples.jsonl.</p>" if len(samples) > SAMPLES else ""
+  return f"<h2>Samples</h2><table><tr><th>step<th>prompt and what follows{''.join(rows)}</table>{older}"
+
+
+def _text(text: str) -> str:
+  """Text for the page; control characters, which HTML does not have, are written as escapes."""
+  return escape("".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text))
 
 
 def _finiteness(report: Report) -> str:

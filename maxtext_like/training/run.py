@@ -14,23 +14,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.load import Loaded
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, UserError
 from maxtext_like.layers.param import count
-from maxtext_like.training import environment, memory, report
+from maxtext_like.training import environment, memory, report, tokenizer
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, read
+from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, keep_until, read
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.samples import FILE_NAME as SAMPLES
+from maxtext_like.training.samples import Samples, read_samples
 from maxtext_like.training.signals import StopRequest
 from maxtext_like.training.step import State
 
@@ -51,16 +53,26 @@ def train(loaded: Loaded) -> int:
   directory = RunDirectory(config.logging.output_dir, name)
   with contextlib.ExitStack() as stack:
     # The data are opened, and the first batch is made, before anything is written.
-    data = stack.enter_context(contextlib.closing(open_data(program, "train")))
-    held_out = stack.enter_context(contextlib.closing(open_data(program, "eval"))) if config.data.eval_interval else None
+    settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
+    data = stack.enter_context(contextlib.closing(open_data(program, "train", settings)))
+    held_out = None
+    if settings.eval_interval:
+      held_out = stack.enter_context(contextlib.closing(open_data(program, "eval", settings)))
+    progress = Progress(config.training.steps, config.logging.log_interval)
+    samples = None
+    if config.logging.sample_every:
+      assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
+      samples = Samples(program, data.tokenizer, directory.path / SAMPLES, progress.say)
     stack.enter_context(directory)
-    progress = stack.enter_context(Progress(config.training.steps, config.logging.log_interval))
+    stack.enter_context(progress)
     manager = None
     if config.checkpoint.enable_checkpointing:
-      manager = stack.enter_context(_manager(config, directory))
+      manager = stack.enter_context(_manager(config, directory, data))
       if (done := finished_step(program, manager)) is not None:
         progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
         return 0
+      if (newest := manager.latest_complete()) is not None:
+        tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
     stop = stack.enter_context(StopRequest())
     _introduce(progress, program, directory, need, limit)
@@ -72,10 +84,11 @@ def train(loaded: Loaded) -> int:
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.mesh.devices.flat[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
+      keep_until(directory.path / SAMPLES, start)  # with or without new ones: the report shows what is there
       writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
       with writer:
         loop = Loop(
-          program, train_step, state, data, held_out and Evaluation(program, held_out, progress),
+          program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
           directory, manager, writer, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         )  # fmt: skip
         del state
@@ -107,11 +120,17 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def open_data(program: Program, split: Any) -> DataSource:
-  """This process's batches of one split. Raises UserError as ``make_data`` does."""
+def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
+  """This process's batches of one split. Raises UserError as ``make_data`` does.
+
+  Args:
+    program: of the run.
+    split: "train" or "eval".
+    settings: the ``data:`` section, with its tokenizer resolved.
+  """
   config = program.config
   return make_data(
-    config.data,
+    settings,
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
     global_batch=program.global_batch if split == "train" else program.microbatch,
@@ -122,7 +141,7 @@ def open_data(program: Program, split: Any) -> DataSource:
   )
 
 
-def _manager(config: Config, directory: RunDirectory) -> CheckpointManager:
+def _manager(config: Config, directory: RunDirectory, data: DataSource) -> CheckpointManager:
   c = config.checkpoint
   return CheckpointManager(
     directory.checkpoints,
@@ -130,6 +149,7 @@ def _manager(config: Config, directory: RunDirectory) -> CheckpointManager:
     interval=c.checkpoint_interval,
     max_to_keep=c.max_to_keep,
     asynchronous=c.async_checkpointing,
+    tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
   )
 
 
@@ -248,6 +268,7 @@ def _write_report(directory: RunDirectory, name: str, outcome: str, guard: Finit
     name=name,
     outcome=outcome,
     rows=read(directory.path / FILE_NAME),
+    samples=read_samples(directory.path),
     finiteness=guard.report,
     config_yaml=loaded.to_yaml(),
     environment=env,

@@ -46,3 +46,9 @@ def constrain_batch(x: jax.Array) -> jax.Array:
   if not axes or x.shape[0] % ways:
     return x
   return jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
+
+
+def whole(x: jax.Array) -> jax.Array:
+  """x on every device of the mesh in use, so that any process can read it; x itself when no mesh is set."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())

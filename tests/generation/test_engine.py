@@ -79,3 +79,15 @@ def test_nan_is_an_error_and_not_a_token(model):
 def test_impossible_prompts_are_refused(model, prompts, match):
   with pytest.raises(UserError, match=match):
     run(model, prompts)
+
+
+def test_padding_on_either_side_is_left_out():
+  ids = np.array([[0, 0, 5, 6, 7], [8, 9, 0, 0, 0], [0, 4, 0, 0, 0], [0, 0, 0, 0, 0]])
+  got = Prompts.from_padded(ids, np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0] * 5]))
+  assert got == Prompts([[5, 6, 7], [8, 9], [4, 0], []]), "the mask decides, not the id"
+  types = Prompts.from_padded(ids[:2], ids[:2] > 0, token_types=ids[:2] % 2, images={}).token_types
+  assert types == [[1, 0, 1], [0, 1]]
+  with pytest.raises(UserError, match="between the tokens"):
+    Prompts.from_padded(ids[:1], np.array([[1, 0, 1, 1, 1]]))
+  with pytest.raises(UserError, match="expected one"):
+    Prompts.from_padded(ids, np.ones((4, 4)))

@@ -59,3 +59,14 @@ def test_a_row_that_is_not_finite_is_told(bad, temperature):
 def test_impossible_sampling_is_refused(options):
   with pytest.raises(UserError, match="temperature >= 0"):
     Sampling(**options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_that_the_tokenizer_has_not_got_are_never_drawn(temperature):
+  logits = jnp.tile(jnp.arange(7.0), (40, 1))  # the largest are beyond
+  keys = jax.random.split(jax.random.key(0), 40)
+  drawn, finite = draw(logits, keys, Sampling(temperature=temperature, vocabulary=3, top_k=5))
+  assert finite.all()
+  assert set(np.asarray(drawn).tolist()) == ({2} if temperature == 0 else {0, 1, 2})
+  _, finite = draw(logits.at[0, 6].set(jnp.nan), keys, Sampling(temperature=temperature, vocabulary=3))
+  assert finite.tolist() == [False] + [True] * 39, "the logits of all ids are looked at"

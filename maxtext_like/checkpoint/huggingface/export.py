@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from maxtext_like.checkpoint import companions
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
 from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
@@ -26,23 +27,6 @@ from maxtext_like.layers.decoder import Decoder
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 EXPORT_DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float16", "float32")
 _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-# Data that travel with a model. Code (*.py) never does.
-COMPANIONS = (
-  "generation_config.json",
-  "tokenizer.json",
-  "tokenizer.model",
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
-  "chat_template.json",
-  "preprocessor_config.json",
-  "processor_config.json",
-  "LICENSE",
-)
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ def read_origin(directory: Path) -> Origin:
   config = read_config(directory)
   raw = parse_file(directory / "config.json", limit=4 << 20)
   return Origin(
-    files=tuple(directory / name for name in COMPANIONS if (directory / name).is_file()),
+    files=companions.beside(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
     nested=config.model_type == "gemma4" and not config.vision,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},

@@ -26,6 +26,7 @@ _SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
 _IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)")
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
 _SHOWN = 20
+_BLOCK_BYTES = 16 << 20  # of a tensor that are converted at a time
 
 
 class Weights:
@@ -149,7 +150,10 @@ class Weights:
       if all(i in r for i, r in zip(piece.index, ranges, strict=False)):
         where = tuple(i - r.start for i, r in zip(piece.index, ranges, strict=False))
         part = piece.to_ours(self.shards.weight(name))[index[stacked:]]
-        out[where] = _converted(part, dtype, name)
+        if part.ndim:
+          _convert(part, out[where], name)
+        else:
+          out[where] = _converted(part, dtype, name)
         self.shards.release()
     return out
 
@@ -258,6 +262,13 @@ def load_hugging_face(
 def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
   stacked = zip(*(piece.index for _, piece in pieces), strict=True)
   return (*(max(axis) + 1 for axis in stacked), *pieces[0][1].shape)
+
+
+def _convert(part: np.ndarray, out: np.ndarray, name: str) -> None:
+  """Fills ``out``, block by block: a whole converted copy of a table would double the memory that it takes."""
+  rows = max(1, _BLOCK_BYTES * len(part) // max(out.nbytes, 1))
+  for start in range(0, len(part), rows):
+    out[start : start + rows] = _converted(part[start : start + rows], out.dtype, name)
 
 
 def _converted(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext_like.checkpoint.huggingface import weights as weights_module
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.export import export_hugging_face
 from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.weights import Weights, load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.config.load import base_values
+from maxtext_like.config.load import base_values, load_config
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.param import shardings
+from maxtext_like.layers.param import abstract, shardings
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 
@@ -277,3 +280,26 @@ def test_config_of_another_size_is_refused(tmp_path: Path):
   assert "model.embed_tokens.weight: shape [160, 48], expected [160, 54]" in message
   assert "and " in message
   assert " more" in message
+
+
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
+def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
+  weight_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+  """At most 1.5 times its size, converted or not: numpy's allocations, which tracemalloc sees; JAX's own it does not."""
+  monkeypatch.setattr(weights_module, "_BLOCK_BYTES", 1 << 20)
+  model = load_config("gemma4-moe-tiny", ["vocab_size=30000"]).config.model
+  decoder = build_decoder(model, Precision(weight_dtype=weight_dtype))
+  params = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), abstract(decoder.params()))
+  largest = max(x.nbytes for x in jax.tree.leaves(params))
+  assert largest > 7e6
+  export_hugging_face(tmp_path / "hf", params, decoder, model, shard_size=10**6)
+  del params
+  tracemalloc.start()
+  try:
+    loaded = jax.block_until_ready(load_hugging_face(tmp_path / "hf", decoder))
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert loaded["embedding"]["table"].nbytes == largest
+  assert peak <= 1.5 * largest

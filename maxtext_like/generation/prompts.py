@@ -1,0 +1,122 @@
+"""Prompts as people write them to what the engine takes: token ids, and images where the text marks them.
+
+B prompts, T positions, I images.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from maxtext_like.checkpoint.huggingface.strict_json import parse
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
+from maxtext_like.data.multimodal import interleave, load_for
+from maxtext_like.data.special_tokens import encode_prompt
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.generation.engine import Prompts
+
+_CONTEXT = 8  # tokens of a prompt that its answer is decoded after
+
+
+@dataclass(frozen=True)
+class Prompt:
+  """A text to continue.
+
+  Attributes:
+    text: of it; the spelling of a special token is that token.
+    images: paths of the image files that stand where the text has the placeholder, or before it where it has none.
+    place: names the prompt in errors.
+  """
+
+  text: str
+  images: tuple[str, ...] = ()
+  place: str = "the prompt"
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+  """The prompts of a .jsonl file: {"prompt": "...", "images": ["a.png"]}, images relative to the file's folder.
+
+  Raises:
+    UserError: names file and line.
+  """
+  try:
+    lines = path.read_bytes().splitlines()
+  except OSError as error:
+    raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+  prompts = []
+  for number, line in enumerate(lines, 1):
+    if line.strip():
+      place = f"{path}:{number}"
+      record = parse(line, place)
+      if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise UserError(f'{place}: expected an object with a text "prompt"')
+      images = record.get("images") or []
+      if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
+        raise UserError(f'{place}: "images" is not a list of file names')
+      prompts.append(Prompt(record["prompt"], tuple(str(path.parent / Path(name).expanduser()) for name in images), place))
+  if not prompts:
+    raise UserError(f"{path}: has no prompts")
+  return prompts
+
+
+def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig) -> Prompts:
+  """What the engine takes for the prompts, each with the token that begins a text where the tokenizer has one.
+
+  Args:
+    prompts: in order.
+    tokenizer: of the model.
+    vision: its ``vision:`` section.
+
+  Raises:
+    UserError: an empty prompt, an image that cannot be used or has no place in its text, images for a model that takes
+      none, text that gives the image token without an image.
+  """
+  rows, images = [], []
+  for prompt in prompts:
+    if prompt.images and not vision.use_multimodal:
+      raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")
+    try:
+      prompt.text.encode("utf-8")  # bytes of a command line that are no UTF-8 arrive as surrogates
+      ids, found = _encode_one(prompt, tokenizer, vision)
+    except UnicodeEncodeError:
+      raise UserError(f"{prompt.place}: not valid Unicode text") from None
+    except BadRecordError as error:
+      raise UserError(str(error)) from None
+    if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+      ids = [tokenizer.bos_id, *ids]
+    if not ids:
+      raise UserError(f"{prompt.place}: empty, and the tokenizer has no token that begins a text")
+    if vision.use_multimodal and ids.count(vision.image_token_id or 0) != sum(image.tokens for image in found):
+      raise UserError(f"{prompt.place}: the text gives the token {vision.image_token_id}, which stands for images")
+    rows.append(ids)
+    images += found
+  if not images:
+    return Prompts(rows)
+  types = [[int(token == vision.image_token_id) for token in ids] for ids in rows]
+  return Prompts(rows, types, tower_arrays(images, vision))
+
+
+def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> tuple[list[int], list[TowerImage]]:
+  """Ids without the first token, and the images. Without any, the placeholder is text."""
+  if not prompt.images:
+    return encode_prompt(tokenizer, prompt.text), []
+  require_pillow()
+  mark = vision.image_placeholder
+  # As Hugging Face's processors: images that the text does not place come first.
+  text = prompt.text if mark in prompt.text else mark * len(prompt.images) + prompt.text
+  parts = text.split(mark)
+  if len(parts) - 1 != len(prompt.images):
+    raise UserError(f"{prompt.place}: {len(parts) - 1} '{mark}' in the text and {len(prompt.images)} images")
+  images = [load_for(name, vision, prompt.place) for name in prompt.images]
+  ids, _ = interleave(parts, images, vision, partial(encode_prompt, tokenizer))
+  return ids, images
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+  """The text of an answer as it follows its prompt: of a text by itself, sentencepiece drops the first space."""
+  before = [token for token in prompt[-_CONTEXT:] if token < tokenizer.vocab_size]
+  start, whole = tokenizer.decode(before), tokenizer.decode([*before, *answer])
+  return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(answer)

@@ -1,0 +1,53 @@
+"""The tokens that end an answer."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
+from maxtext_like.data.special_tokens import known_names, token_id
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+
+
+def stop_tokens(tokenizer: Tokenizer, directory: Path | None, names: Iterable[str] = ()) -> frozenset[int]:
+  """The tokenizer's eos, what a model's files list beside it (Gemma's end of a turn), and what is named.
+
+  Args:
+    tokenizer: of the model.
+    directory: with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None: no files.
+    names: of further tokens, as ``data.special_tokens.token_id`` takes them.
+
+  Raises:
+    UserError: a name that is no token; a file that is malformed.
+  """
+  stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+  if directory is not None:
+    stops |= _listed(directory)
+  for name in names:
+    token = token_id(tokenizer, name)
+    if token is None:
+      raise UserError(
+        f"stop token {name!r}: the tokenizer has no such token\n"
+        f"  fix: one token as the tokenizer spells it, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
+      )
+    stops.add(token)
+  return frozenset(stops)
+
+
+def _listed(directory: Path) -> set[int]:
+  """``eos_token_id`` of generation_config.json, else of config.json; nothing where neither says."""
+  for path in (directory / "generation_config.json", directory / "config.json"):
+    if not path.is_file():
+      continue
+    values = parse_file(path, limit=4 << 20)
+    if not isinstance(values, dict):
+      raise UserError(f"{printable(path)}: not a JSON object")
+    text = values.get("text_config")
+    found = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+    if found is None:
+      continue
+    ids = found if isinstance(found, list) else [found]
+    if not all(type(i) is int and i >= 0 for i in ids):
+      raise UserError(f"{printable(path)}: eos_token_id is {printable(found)}, expected a token id or a list of them")
+    return set(ids)
+  return set()

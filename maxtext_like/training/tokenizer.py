@@ -1,0 +1,93 @@
+"""Which tokenizer a run or a checkpoint has: the one that lies in the checkpoint, unless the configuration names another."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from maxtext_like.checkpoint import companions, manifest
+from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.config.schema import CheckpointConfig, DataConfig
+from maxtext_like.data.loader import DataSource
+from maxtext_like.data.tokenizer import AUTO, BytesTokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.training.initial_weights import find_step
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> DataConfig:
+  """``data`` with "auto" replaced: by the tokenizer of the run's own newest step, else that of ``init_from``, else bytes.
+
+  Args:
+    data: the ``data:`` section.
+    checkpoint: the ``checkpoint:`` section.
+    steps: the directory of the run's steps, which need not exist. Nothing is written.
+
+  Raises:
+    UserError: the checkpoint was made with a tokenizer that it does not hold.
+  """
+  if data.tokenizer != AUTO or data.dataset == "synthetic":
+    return data
+  # A step whose tokenizer is damaged will be set aside, so it is not asked.
+  whole = [n for n in StepDirectories(steps).complete() if _is_whole(steps / str(n))] if steps.is_dir() else []
+  if checkpoint.resume and whole:
+    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
+  if checkpoint.init_from is None:
+    return dataclasses.replace(data, tokenizer="bytes")
+  return dataclasses.replace(data, tokenizer=_of_directory(Path(checkpoint.init_from).expanduser()))
+
+
+def of_step(step: Path) -> str:
+  """What ``load_tokenizer`` takes for the tokenizer of one of our steps.
+
+  Raises:
+    UserError: the step is damaged, or was made with a tokenizer that it does not hold.
+  """
+  try:
+    stored = manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  if any(name.startswith(f"{companions.FOLDER}/tokenizer.") for name in stored.files):
+    return str(step / companions.FOLDER)
+  named = stored.config.get("data", {}).get("tokenizer", "bytes")
+  if named in ("bytes", AUTO):
+    return "bytes"
+  if not Path(named).expanduser().exists():
+    raise UserError(f"{step}: made with the tokenizer '{named}', which is gone\n  fix: tokenizer=, with the path of a copy")
+  return named
+
+
+def _is_whole(step: Path) -> bool:
+  """The tokenizer's files in a complete step are what was written."""
+  files = {name: entry for name, entry in manifest.read(step).files.items() if name.startswith(f"{companions.FOLDER}/")}
+  return all(manifest.hash_file(step / name)[1] == entry["xxh3_128"] for name, entry in files.items())
+
+
+def fingerprint_of(step: Path) -> str | None:
+  """The fingerprint of the tokenizer whose tokens a step was trained on; None: on none, or not known."""
+  return manifest.read(step).extra.get("data", {}).get("identity", {}).get("tokenizer")
+
+
+def require_same(step: Path, data: DataSource) -> None:
+  """Refuses to go on from a step with another tokenizer: the same ids would be other text.
+
+  Raises:
+    UserError: names both.
+  """
+  was = fingerprint_of(step)
+  now = None if data.tokenizer is None else data.tokenizer.fingerprint
+  if was is not None and now is not None and was != now:
+    raise UserError(
+      f"cannot resume: {step} was trained with the tokenizer '{was}', this run has '{now}'\n"
+      f"  fix: tokenizer={AUTO} takes the checkpoint's own; for a new run with another one: another run_name, and init_from"
+    )
+
+
+def _of_directory(directory: Path) -> str:
+  if (directory / "config.json").is_file():
+    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+      return str(directory)
+  elif (step := find_step(directory)) is not None:
+    return of_step(step)
+  _log.warning("%s has no tokenizer, so text becomes %s; tokenizer= names another", directory, BytesTokenizer.fingerprint)
+  return "bytes"

@@ -1,0 +1,97 @@
+"""``maxtext-like generate`` with images and files of prompts, as a user runs it; and what it refuses."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxtext_like.cli.generate_model import open_model
+from maxtext_like.cli.main import main
+from maxtext_like.generation.prompts import encode, read_prompts
+from tests.generation.letters import copy_golden
+from tests.models.test_golden import QUICK
+
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+  """gemma4_vision_large with a tokenizer and two pictures of different shapes."""
+  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+  folder = copy_golden("gemma4_vision_large", tmp_path_factory.mktemp("golden") / "vision", eos=[1, 4])
+  for name, size in (("wide.png", (20, 50)), ("tall.jpg", (40, 15))):
+    Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)
+  rows = [{"prompt": "a <image>b<image> c", "images": ["wide.png", "tall.jpg"]}, {"prompt": "the fox"}]
+  rows.append({"prompt": "what is this?", "images": ["tall.jpg"]})
+  (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  yield folder
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def words(checkpoint: Path, *more: str) -> list[str]:
+  cache = f"compilation_cache_dir={checkpoint.parent}/cache"
+  greedy = ["--temperature", "0", "--max-tokens", str(TOKENS)]
+  return ["generate", "--checkpoint", str(checkpoint), *greedy, "dtype=float32", cache, *more]
+
+
+def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys: pytest.CaptureFixture):
+  assert main(words(checkpoint, "--batch", str(checkpoint / "prompts.jsonl"))) == 0
+  out, err = capsys.readouterr()
+  assert "tokens, the first " in err
+  prompts = read_prompts(checkpoint / "prompts.jsonl")
+  model = open_model(checkpoint, ["dtype=float32"], images=True)
+  encoded = encode(prompts, model.tokenizer, model.program.config.vision)
+  answers, at = [], 0
+  for number, prompt in enumerate(prompts, 1):
+    head = f"--- {number}\n{prompt.text}"
+    assert out.startswith(head, at)
+    end = out.find(f"\n--- {number + 1}\n", at)
+    answers.append(out[at + len(head) : end if end >= 0 else len(out) - 1])
+    at = end + 1
+  decoder, params = model.program.decoder, model.params()
+  texts = [list(row) + model.tokenizer.encode(answer) for row, answer in zip(encoded.tokens, answers, strict=True)]
+  assert sum(map(len, answers)) >= TOKENS
+  length = max(map(len, texts)) + 1
+  tokens = np.stack([np.pad(text, (0, length - len(text))) for text in texts]).astype(np.int32)
+  live = np.arange(length) < np.array([[len(text)] for text in texts])
+  types = (tokens == decoder.cfg.image_token_id).astype(np.int32)
+  batch = {"tokens": tokens, "segments": live.astype(np.int32), "token_types": types}
+  whole = jax.jit(lambda p, b: decoder(p, b)[0], compiler_options=QUICK)
+  logits = np.asarray(whole(params, batch | (encoded.images or {})))
+  for row, (prompt, text, answer) in enumerate(zip(encoded.tokens, texts, answers, strict=True)):
+    best = logits[row, len(prompt) - 1 : len(text), : model.tokenizer.vocab_size].argmax(axis=-1)
+    assert best[: len(text) - len(prompt)].tolist() == text[len(prompt) :]
+    assert len(answer) == TOKENS or best[-1] in (1, 4), "it ends early only at a stop token"
+
+
+@pytest.mark.parametrize(
+  ("more", "reason"),
+  [
+    (["--prompt", "a", "--image", "none.png"], "none.png: no such file"),
+    (["--prompt", "<image><image>", "--image", "wide.png"], "2 '<image>' in the text and 1 images"),
+    (["--prompt", "a", "--stop", "user"], "stop token 'user': the tokenizer has no such token"),
+    (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image goes with --prompt"),
+    (["--prompt", "a", "--batch", "prompts.jsonl"], "either --prompt or --batch"),
+    (["--prompt", "a", "--top-p", "2"], "0 < top_p <= 1"),
+    (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
+    (["--prompt", "a", "--speed", "1"], "unknown word '--speed'"),
+    (["--prompt", "a", "tokenizer=/nowhere"], "no such file or folder"),
+  ],
+)
+def test_what_it_refuses(more: list[str], reason: str, checkpoint: Path, capsys: pytest.CaptureFixture, monkeypatch):
+  monkeypatch.chdir(checkpoint)
+  assert main(words(checkpoint, *more)) == 2
+  assert reason in capsys.readouterr().err
+
+
+def test_images_for_checkpoints_without_a_tower_and_text_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture):
+  text = copy_golden("gemma3_text", tmp_path / "text")
+  assert main(["generate", "--checkpoint", str(text), "--prompt", "a", "--image", "x.png"]) == 2
+  assert "no vision tower (its config.json has no vision_config)" in capsys.readouterr().err
+  (text / "tokenizer.json").unlink()
+  assert main(["generate", "--checkpoint", str(text), "--prompt", "a"]) == 2
+  assert "has neither tokenizer.json nor tokenizer.model" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""With the extra ``parity`` (torch, transformers): greedy answers to prompts with images are transformers' own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxtext_like.cli.generate_model import open_model
+from maxtext_like.generation.engine import generate
+from maxtext_like.generation.prompts import Prompt, encode
+from maxtext_like.generation.sampling import Sampling
+from tests.generation.letters import copy_golden
+
+torch = pytest.importorskip("torch", reason="needs the extra parity")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity")
+TOKENS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma3_vision", "gemma4_vision_large", "gemma4_vision_small"])
+def test_greedy_answers_with_images(case: str, tmp_path: Path):
+  folder = copy_golden(case, tmp_path / "model")
+  for name, size in (("wide.png", (20, 50)), ("tall.png", (40, 15))):
+    Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)
+  images = (str(folder / "wide.png"), str(folder / "tall.png"))
+  model = open_model(folder, ["dtype=float32", "matmul_precision=highest"], images=True)
+  prompts = encode([Prompt("what <image> is <image> this", images)], model.tokenizer, model.program.config.vision)
+  ours: list[int] = []
+  params, greedy = model.params(), Sampling(temperature=0.0)
+  for rows in generate(model.program.decoder, params, prompts, max_tokens=TOKENS, stop=frozenset(), sampling=greedy):
+    ours += rows[0]
+  assert prompts.images is not None
+  arrays = {name: torch.tensor(array) for name, array in prompts.images.items()}
+  if "image_position_ids" in arrays:
+    arrays["image_position_ids"] = arrays["image_position_ids"].long()
+  types = "token_type_ids" if case == "gemma3_vision" else "mm_token_type_ids"
+  theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+  with torch.no_grad():
+    made = theirs.generate(
+      input_ids=torch.tensor([list(prompts.tokens[0])]),
+      attention_mask=torch.ones((1, len(prompts.tokens[0])), dtype=torch.long),
+      do_sample=False,
+      max_new_tokens=TOKENS,
+      min_new_tokens=TOKENS,
+      eos_token_id=[],
+      pad_token_id=0,
+      **arrays,
+      **{types: torch.tensor([list((prompts.token_types or [[]])[0])])},
+    )
+  assert ours == made[0, len(prompts.tokens[0]) :].tolist()

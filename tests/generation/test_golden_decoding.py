@@ -1,0 +1,94 @@
+"""Every golden case decoded token by token from caches, images and padding included, against transformers' whole passes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.checkpoint.huggingface.inputs import make_batch
+from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS
+from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+from maxtext_like.cli.forward import open_weights
+from maxtext_like.layers.cache import Step
+from maxtext_like.layers.decoder import Decoder
+from tests.models.test_golden import GOLDEN, QUICK, TOLERANCE, Case, rms
+
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
+SHORTER = 3  # tokens that the second row's prompt is shorter by, and padded by
+DECODED = 9  # tokens that are decoded one by one, more than the smallest window, where images leave so many
+# The others take other ways through the same caches; test_engine.py runs tiny models of them.
+QUICK_CASES = ("gemma3_vision", "gemma4_vision_small")
+
+
+def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
+  """The case; the positions [B, N] of the logits; logits from caches, those of the prompts' last tokens first."""
+  case = Case(name)
+  vision = ["use_multimodal=true"] if "pixel_values" in case.inputs else []
+  directory = GOLDEN / name / "checkpoint"
+  config, loaded = load_checkpoint_config(directory, [*vision, *words], length=case.inputs["input_ids"].shape[1])
+  model = loaded.config.model
+  settings = {"pad_token_id": model.pad_token_id, "placeholder_ids": config.placeholder_ids, "vision": loaded.config.vision}
+  batch = make_batch(case.inputs, name, vocab_size=model.vocab_size, **settings).batch
+  tokens = batch["tokens"]
+  B, S = tokens.shape
+  weights = open_weights(directory, config, loaded)
+  last = int(np.flatnonzero(batch["token_types"].any(axis=0))[-1]) if "token_types" in batch else 0
+  decoded = min(DECODED, S - 1 - last - SHORTER)  # images are in the prompts
+  assert decoded >= 3
+  T = S - decoded
+  first = SHORTER * np.arange(B, dtype=np.int32)  # padding before each row
+  lengths = T - first
+
+  def left(array: np.ndarray) -> np.ndarray:
+    return np.stack([np.pad(row[:length], (T - length, 0)) for row, length in zip(array, lengths, strict=True)])
+
+  prompt = {"tokens": left(tokens), "positions": left(np.broadcast_to(np.arange(S, dtype=np.int32), (B, S)))}
+  prompt |= {key: batch[key] for key in IMAGE_INPUTS if key in batch}
+  if "token_types" in batch:
+    prompt["token_types"] = left(batch["token_types"])
+  at = lengths[:, None] + np.arange(decoded)
+  following = np.take_along_axis(tokens, at, axis=1)
+  program = jax.jit(run, static_argnums=0, compiler_options=QUICK)
+  logits = program(weights.decoder, weights.load(), prompt, following, first)
+  return case, np.concatenate([lengths[:, None] - 1, at], axis=1), np.asarray(logits, np.float32)
+
+
+def run(decoder: Decoder, params, prompt, following, first):
+  """Logits [B, 1 + N, V]: of the prompts' last tokens and of each of the N tokens after them."""
+  (B, T), N = prompt["tokens"].shape, following.shape[1]
+  x, cache = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), Step(jnp.zeros((), jnp.int32), first))
+
+  def one(cache, item):
+    token, start = item
+    batch = {"tokens": token[:, None], "positions": (start - first)[:, None]}
+    x, cache = decoder.extend(params, batch, cache, Step(start, first))
+    return cache, x[:, 0]
+
+  _, after = jax.lax.scan(one, cache, (following.T, T + jnp.arange(N)))
+  return decoder.head(params, jnp.concatenate([x[:, -1:], after.swapaxes(0, 1)], axis=1))
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK_CASES else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_logits_from_caches_are_those_of_the_whole_pass(name: str):
+  case, at, logits = decode(name, "dtype=float32")
+  want = np.take_along_axis(case.expected["fp32.base.logits"], at[..., None], axis=1)
+  np.testing.assert_allclose(logits, want, rtol=0, atol=TOLERANCE)
+
+
+EXACT_ROUTING = [name for name in CASES if "moe" not in name and "deepseek" not in name]
+
+
+@pytest.mark.parametrize(
+  "name", [n if n == "stress_fp16_vision" else pytest.param(n, marks=pytest.mark.slow) for n in EXACT_ROUTING]
+)
+def test_in_float16_caches_lose_no_more_than_transformers_does(name: str):
+  """rms(ours - float32) <= 1.5 * rms(transformers' - float32); where transformers overflows, ours is finite and close."""
+  case, at, logits = decode(name, "dtype=float16", "weight_dtype=float16")
+  exact, theirs = (np.take_along_axis(case.expected[f"{d}.base.logits"], at[..., None], axis=1) for d in ("fp32", "fp16"))
+  assert np.isfinite(logits).all()
+  if np.isnan(theirs).any():
+    np.testing.assert_allclose(logits, exact, rtol=0, atol=3e-2)
+  else:
+    assert rms(logits - exact) <= 1.5 * rms(theirs - exact)
