@@ -11,13 +11,13 @@ from maxtext_like.layers.blockwise import blockwise_attention
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
-B, T, N, K, H, V = 2, 300, 4, 2, 6, 5
+B, T, N, K, H, V = 2, 150, 4, 2, 6, 5
 Q, KEYS, VALUES, G = (
   jax.random.normal(jax.random.key(i), (B, T, n, size)) for i, (n, size) in enumerate([(N, H), (K, H), (K, V), (N, V)])
 )
 AT = np.arange(T)
 # Three documents; padding in front and behind, whose queries see nothing.
-SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 150, 1, 2)), np.where(AT < 290, 3, 0)]), jnp.int32)
+SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), np.where(AT < 140, 3, 0)]), jnp.int32)
 
 
 def both(precision, segments, window, scale=0.7, block=64):
@@ -35,7 +35,7 @@ def both(precision, segments, window, scale=0.7, block=64):
   return [jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*cast) for f in (reference, blocks)]
 
 
-@pytest.mark.parametrize("window", [None, 1, 100], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50], ids=str)
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
 def test_float32_values_and_gradients(segments, window):
   ((_, want), want_grads), ((_, got), got_grads) = both(Precision(dtype="float32"), segments, window)
@@ -47,10 +47,10 @@ def test_float32_values_and_gradients(segments, window):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-@pytest.mark.parametrize(("product", "softmax"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("product", "softmax"), [(True, True), (False, False)])
 def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tolerance, product, softmax):
   precision = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
-  ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 100)
+  ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 50)
   assert got.dtype == dtype
   np.testing.assert_allclose(np.float32(got), np.float32(want), atol=tolerance / 2)
   for a, b in zip(got_grads, want_grads, strict=True):

@@ -60,7 +60,20 @@ class Case:
     return {run: evaluate(params, make_batch(self.arrays(run), run, vocab_size=vocab).batch) for run in runs}
 
 
-@pytest.fixture(scope="module", params=[(name, variant) for name in CASES for variant in VARIANTS], ids=", ".join)
+LOOPED = ("gemma3_text", "gemma4_moe", "deepseek32")  # of the unrolled ones; the others are slow
+
+
+def variants() -> list[Any]:
+  """Every case in both variants, as parameters of a fixture."""
+  found = []
+  for name in CASES:
+    for variant in VARIANTS:
+      marks = [pytest.mark.slow] if variant.startswith("loop") and name not in LOOPED else []
+      found.append(pytest.param((name, variant), marks=marks, id=f"{name}, {variant}"))
+  return found
+
+
+@pytest.fixture(scope="module", params=variants())
 def computed(request: pytest.FixtureRequest) -> tuple[Case, dict[str, dict[str, np.ndarray]]]:
   name, variant = request.param
   case = Case(name)

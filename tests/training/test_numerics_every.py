@@ -25,17 +25,18 @@ def run(model: str, *words: str, spoil=lambda params: params):
   state["params"] = spoil(state["params"])
   params = jax.tree.map(np.asarray, state["params"])
   batch = batches(program.global_batch)[0]
-  _, metrics = program.lower_step().compile()(state, program.place(batch), np.bool_(True))
+  _, metrics = program.lower_step().compile({"xla_backend_optimization_level": 0})(state, program.place(batch), np.bool_(True))
   return program, params, batch, jax.device_get(metrics)
 
 
-@pytest.fixture(scope="module", params=["gemma3-tiny", "deepseek3-tiny"])
-def probed(request):
-  return request.param, run(request.param)
+@pytest.fixture(scope="module")
+def gemma():
+  return run("gemma3-tiny")
 
 
-def test_values_and_gradients_are_those_of_each_layer(probed):
-  _, (program, params, batch, metrics) = probed
+@pytest.mark.parametrize("model", ["gemma3-tiny", "deepseek3-tiny"])
+def test_values_and_gradients_are_those_of_each_layer(model, gemma):
+  program, params, batch, metrics = gemma if model == "gemma3-tiny" else run(model)
   layers = len(program.decoder.layers)
   inputs = {k: batch[k] for k in ("tokens", "positions", "segments")}
   _, aux = jax.jit(lambda p: program.decoder.hidden(p, inputs, frozenset({"hidden"})))(params)
@@ -51,17 +52,17 @@ def test_values_and_gradients_are_those_of_each_layer(probed):
       assert np.all(value == 0) if name.endswith("nonfinite") else np.all(value > 0), name
 
 
-def test_the_numbers_of_the_step_are_those_without(probed):
-  model, (_, _, _, metrics) = probed
-  _, _, _, plain = run(model, "numerics_every=0")
+def test_the_numbers_of_the_step_are_those_without(gemma):
+  metrics = gemma[3]
+  _, _, _, plain = run("gemma3-tiny", "numerics_every=0")
   assert not [name for name in plain if name.startswith("numerics/")]
   for name in ("loss", "grad_norm", "param_norm"):
     np.testing.assert_allclose(metrics[name], plain[name], rtol=1e-5)
 
 
-def test_parts_of_a_batch_give_what_the_whole_gives(probed):
-  model, (_, _, _, metrics) = probed
-  _, _, _, parts = run(model, "per_device_batch_size=2", "gradient_accumulation_steps=2")
+def test_parts_of_a_batch_give_what_the_whole_gives(gemma):
+  metrics = gemma[3]
+  _, _, _, parts = run("gemma3-tiny", "per_device_batch_size=2", "gradient_accumulation_steps=2")
   for name, value in metrics.items():
     if name.startswith("numerics/"):
       np.testing.assert_allclose(parts[name], value, rtol=1e-4, err_msg=name)
