@@ -24,6 +24,9 @@ CASES = {  # and a way through the code for each
 }
 TYPES = ("token_type_ids", "mm_token_type_ids")
 Outputs = dict[str, np.ndarray]
+# The norm of a narrow product, layer after layer: embeddings changed by one unit in the last place move the last hidden
+# state by 1.5e-4 (its logits by less than the common tolerance). Seen against transformers: 1.2e-4.
+HIDDEN = {"gemma4_vision_small": 2e-4}
 
 
 class VisionCase(Case):
@@ -90,7 +93,7 @@ def test_hidden_states_and_the_tower(computed: tuple[VisionCase, Outputs]):
     got, want = outputs[key.removeprefix("fp32.base.")], case.expected[key]
     assert got.shape == want.shape
     # Pooled features of the stress case reach 1e5.
-    atol = max(TOLERANCE, 1e-6 * np.abs(want).max()) if ".vision." in key else TOLERANCE
+    atol = max(TOLERANCE, 1e-6 * np.abs(want).max()) if ".vision." in key else HIDDEN.get(case.name, TOLERANCE)
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
 
 
