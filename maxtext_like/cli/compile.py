@@ -67,6 +67,7 @@ def report(loaded: Loaded, step, group: str) -> str:
     ("model", f"{c.model.model_name}, {step.parameters:,} parameters, {c.precision.weight_dtype} weights"),
     ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
     ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
+    *(("attention", str(use)) for use in step.kernels),
     ("arguments", f"{_size(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
   ]
   if step.temporary_bytes is not None:

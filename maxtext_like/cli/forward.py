@@ -109,9 +109,10 @@ def forward(
   if gradients and "targets" not in read.batch:
     raise UserError(f"{inputs}: --gradients needs labels, which are missing")
   weights = open_weights(checkpoint, config, loaded)
+  kernels = _settle_kernels(weights, loaded, read.batch)
   outputs = evaluator(weights, loaded.config, gradients=gradients)(weights.load(), read.batch)
   unused = [f"{inputs}: not used: {', '.join(read.unused)}"] if read.unused else []
-  return outputs, [*loaded.notes, *weights.notes, *unused]
+  return outputs, [*loaded.notes, *weights.notes, *kernels, *unused]
 
 
 def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":
@@ -138,6 +139,24 @@ def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded"
     platform=jax.default_backend(),
   )
   return Weights(checkpoint, decoder, config)
+
+
+def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.ndarray"]) -> list[str]:
+  """Gives the decoder the attention kernels that pass their self-test here; returns what each fused one came to."""
+  import jax
+
+  from maxtext_like.training.kernels import settle
+
+  weights.decoder, uses = settle(
+    weights.decoder,
+    platform=jax.default_backend(),
+    length=batch["tokens"].shape[1],
+    images="token_types" in batch,
+    segments="segments" in batch,
+    device=jax.local_devices()[0],
+    cache=loaded.config.logging.compilation_cache_dir,
+  )
+  return [f"attention: {use}" for use in uses if use.shape]
 
 
 def evaluator(

@@ -69,7 +69,7 @@ def import_checkpoint(source: Path, out: Path, overrides: list[str]) -> tuple[in
 
   words = ["use_multimodal=true"] if read_config(source).vision else []
   config, loaded = load_checkpoint_config(source, [*words, *overrides], length=2048)
-  program = make_program(loaded.config)
+  program = make_program(loaded.config, runs_attention=False)
   weights = Weights(source, program.decoder, config)
   with new_directory(out) as part:
     params = weights.load(shardings(program.spec, program.mesh))

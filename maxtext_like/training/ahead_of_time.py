@@ -39,6 +39,7 @@ class CompiledStep:
     collectives: instructions of the compiled program by kind, a loop's body counted once; None when libtpu cannot print
       the program (0.0.51 with jax 0.10.2, for big ones).
     seconds: of tracing and compiling.
+    kernels: what the attention layers run on.
     out_of_memory: the compiler's words; empty when it compiled.
   """
 
@@ -50,6 +51,7 @@ class CompiledStep:
   temporary_bytes: int | None = None
   collectives: dict[str, int] | None = field(default_factory=dict)
   seconds: float
+  kernels: tuple[Any, ...] = ()
   out_of_memory: str = ""
 
   @property
@@ -84,6 +86,7 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
     "mesh": dict(program.mesh.shape),
     "parameters": sum(sizes),
     "argument_bytes": arguments,
+    "kernels": program.kernels,
   }
   if arguments > topology.hbm_bytes:
     # XLA would say so too, minutes later.

@@ -18,6 +18,7 @@ from maxtext_like.models.build import build_decoder
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, replicated
 from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
+from maxtext_like.training.kernels import KernelUse, settle
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
 from maxtext_like.training.norms import row_labels
 from maxtext_like.training.optimizer import make_optimizer, state_shardings
@@ -42,6 +43,7 @@ class Program:
     selection: what is trained.
     optimizer: the direction of descent.
     step: the pure train step.
+    kernels: what the attention layers run on, and why; empty where no fused kernel could do them.
   """
 
   config: Config
@@ -51,6 +53,7 @@ class Program:
   selection: Selection
   optimizer: optax.GradientTransformation
   step: TrainStep
+  kernels: tuple[KernelUse, ...] = ()
 
   @functools.cached_property
   def spec(self) -> Any:
@@ -164,20 +167,32 @@ class Program:
     return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in self.abstract_batch}
 
 
-def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, module_api: ModuleApi | None = None) -> Program:
+def make_program(
+  config: Config,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+  module_api: ModuleApi | None = None,
+  runs_attention: bool = True,
+) -> Program:
   """Puts a run together, without any array.
+
+  On a device that is here, a fused attention kernel is tried before it is used (see ``kernels.settle``).
 
   Args:
     config: of the run.
     mesh: default: the ``mesh:`` section over all devices.
     module_api: default: the configuration's.
+    runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
+      are not looked at then.
 
   Raises:
-    UserError: sizes that no model can have, nothing to train, axes that do not fit the devices.
+    UserError: sizes that no model can have, nothing to train, axes that do not fit the devices, a kernel that the
+      configuration names and that cannot do this or failed its self-test.
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  platform: str = mesh.devices.flat[0].platform
+  device = mesh.devices.flat[0]
+  platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
   try:
     decoder = build_decoder(
       config.model,
@@ -186,10 +201,21 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
       scan_layers=t.scan_layers,
       remat_policy=t.remat_policy,
       attention=t.attention,
-      platform="gpu" if platform in ("cuda", "rocm") else platform,
+      platform=platform,
     )
   except ValueError as error:
     raise UserError(str(error)) from error
+  kernels = ()
+  if runs_attention:
+    here = platform == "cpu" or device in jax.devices()  # else a topology's device, which only a compiler knows
+    decoder, kernels = settle(
+      decoder,
+      platform=platform,
+      length=t.max_target_length,
+      images=config.vision.use_multimodal,
+      device=mesh.local_devices[0] if here else None,
+      cache=config.logging.compilation_cache_dir,
+    )
   spec = decoder.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
   pieces = t.num_vocab_tiling or automatic_pieces(t.per_device_batch_size, t.max_target_length, config.model.vocab_size)
@@ -213,4 +239,4 @@ def make_program(config: Config, *, mesh: jax.sharding.Mesh | None = None, modul
     probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
   )
-  return Program(config, mesh, decoder, loss, selection, optimizer, step)
+  return Program(config, mesh, decoder, loss, selection, optimizer, step, kernels)

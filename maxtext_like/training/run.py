@@ -79,7 +79,7 @@ def train(loaded: Loaded) -> int:
     try:
       train_step, start, state = _prepare(program, manager, data, progress)
       directory.write_text("config.yml", loaded.to_yaml())
-      env = environment.describe()
+      env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       directory.write_text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.mesh.devices.flat[0]
@@ -192,6 +192,8 @@ def _introduce(
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
     f"run     {directory.path}"
   )
+  if any(use.shape for use in program.kernels):
+    progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
 
 
 def _prepare(

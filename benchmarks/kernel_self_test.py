@@ -1,0 +1,85 @@
+"""The self-test of the fused attention kernel on this machine's device, in the shapes of the models, as a table.
+
+python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...]
+
+`--any-length` adds rows of 64 positions more, which a run never gives to cuDNN (its bfloat16 backward gave NaN gradients at
+length % 128 == 64: pytorch issue 196678), to see whether this machine's libraries still do. Exit code 3 when a kernel
+failed in a shape that a run would use.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+import time
+
+import jax
+
+from maxtext_like.config.load import load_config
+from maxtext_like.layers.attention_kernels import Kernel
+from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import build_decoder
+from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
+from maxtext_like.training.kernels import versions
+
+MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
+
+
+def classes(models: list[str], kernel: Kernel, dtype: str, length: int) -> list[ShapeClass]:
+  """The shape classes of the attention layers of the models, with and without documents, each once."""
+  found = {}
+  for model in models:
+    config = load_config(model).config
+    precision = Precision(**vars(config.precision))
+    for layer in build_decoder(config.model, precision).layers:
+      if isinstance(layer, GemmaLayer):
+        a = layer.cfg.attention
+        for segments in (True, False):
+          shape = shape_class(
+            kernel, dtype=dtype, head_dim=a.head_dim, query_heads=a.num_query_heads, kv_heads=a.num_kv_heads,
+            window=a.window is not None, segments=segments, length=length,
+          )  # fmt: skip
+          found[shape] = None
+  return list(found)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--length", type=int, default=4096, help="positions of a row")
+  parser.add_argument("--any-length", action="store_true", help="also try rows of 64 positions more")
+  parser.add_argument("--model", nargs="+", default=list(MODELS), help="models whose shapes are tried")
+  options = parser.parse_args()
+  device = jax.devices()[0]
+  kernels: dict[str, tuple[Kernel, tuple[str, ...]]] = {
+    "gpu": ("cudnn_flash", ("bfloat16", "float16")),
+    "tpu": ("splash", ("bfloat16",)),
+  }
+  if device.platform not in kernels:
+    print(f"{device.device_kind}: no fused kernel runs here")
+    return 0
+  kernel, dtypes = kernels[device.platform]
+  known = versions(device)
+  print(f"{device.device_kind}, {', '.join(f'{k} {v}' for k, v in known['packages'].items())}")
+  print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}; {kernel}")
+  print(f"flax {importlib.metadata.version('flax')}; rows of {options.length}")
+  print(f"{'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'case':26} {'error':>8} {'gradient':>8} result")
+  lengths = [options.length] + ([options.length + 64] if options.any_length else [])
+  failed = False
+  for length in lengths:
+    for dtype in dtypes:
+      for shape in classes(options.model, kernel, dtype, length):
+        begin = time.monotonic()
+        for r in self_test(shape):
+          errors = [f"{'-' if e is None else format(e, '.1e'):>8}" for e in (r.error, r.gradient_error)]
+          start = f"{shape.dtype:9} {shape.head_dim:5} {shape.groups:5} {'yes' if shape.window else 'no':6}"
+          docs = "yes" if shape.segments else "no"
+          result = f"FAILED: {r.problem}" if r.problem else "passed"
+          print(f"{start} {docs:4} {r.name:26} {' '.join(errors)} {result}", flush=True)
+          # A shape that the kernel says it does not do is no failure of a run: another kernel is chosen there.
+          failed |= bool(r.problem) and not r.raised and length % 128 == 0
+        print(f"  {shape}: {time.monotonic() - begin:.1f} s", flush=True)
+  return 3 if failed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

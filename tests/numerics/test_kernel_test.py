@@ -1,0 +1,120 @@
+"""The self-test of attention kernels: good ones pass, and each planted fault fails with the case that names it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
+from maxtext_like.layers.splash import splash_attention
+from maxtext_like.numerics.kernel_test import cases, self_test, shape_class
+
+
+def shape(length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2):
+  return shape_class(
+    "cudnn_flash", dtype=dtype, head_dim=head_dim, query_heads=2 * kv_heads, kv_heads=kv_heads,
+    window=window, segments=segments, length=length,
+  )  # fmt: skip
+
+
+def kernel(q, k, v, tokens, *, window, scale, fault=""):
+  """Attention in plain XLA, operands as they come, softmax in float32; with one fault of those that kernels have."""
+  B, T = q.shape[:2]
+  groups = q.shape[2] // k.shape[2]
+  if fault == "heads in another order":
+    k, v = jnp.tile(k, (1, 1, groups, 1)), jnp.tile(v, (1, 1, groups, 1))
+  else:
+    k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+  if fault == "ignores the window":
+    window = None
+  if fault == "one key too many" and window is not None:
+    window = window + 1
+  if fault == "leaks between documents" and tokens.segments is not None:
+    tokens = Tokens(jnp.minimum(tokens.segments, 1))
+  mask = attention_mask(tokens, B, T, window=window, bidirectional_blocks=False)[:, None]
+  scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=jnp.float32) * scale
+  if fault == "a mask of -10000":
+    probs = jax.nn.softmax(jnp.where(mask, scores, -1e4), axis=-1)
+  elif fault == "an added mask of -10000":
+    probs = jax.nn.softmax(scores + jnp.where(mask, 0, -1e4), axis=-1)
+  elif fault == "the mean where nothing is seen":
+    probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
+  else:
+    probs = masked_softmax(scores, mask)
+  out = jnp.einsum("BNTS,BSNH->BTNH", probs.astype(q.dtype), v)
+  if fault == "NaN gradients at 64" and T % 128 == 64:
+    out = _nan_backwards(out)
+  if fault == "raises":
+    raise NotImplementedError("head_dim must be <= 128\nand more lines")
+  return out
+
+
+@jax.custom_vjp
+def _nan_backwards(x):
+  return x
+
+
+_nan_backwards.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.nan,))
+
+
+def failed(shape, attention) -> dict[str, str]:
+  return {r.name: r.problem for r in self_test(shape, attention) if r.problem}
+
+
+# (fault, row length, the cases that fail, words of the first one)
+EVERY = ["window", "segments", "fully masked rows", "strongly negative scores"]
+FAULTS = [
+  ("ignores the window", 128, EVERY, "values: relative error"),
+  ("one key too many", 128, EVERY, "values: relative error"),
+  ("heads in another order", 128, EVERY, "values: relative error"),
+  ("leaks between documents", 128, ["segments", "fully masked rows", "strongly negative scores"], "values: relative error"),
+  ("the mean where nothing is seen", 128, ["fully masked rows"], r"values: not zero at \d+ of \d+ positions of padding"),
+  ("a mask of -10000", 128, ["fully masked rows", "strongly negative scores"], "not zero"),
+  ("an added mask of -10000", 128, ["fully masked rows", "strongly negative scores"], "not zero"),
+  ("NaN gradients at 64", 192, ["length % 128 == 64"], r"dv: (\d+) of \1 numbers are not finite"),
+]
+
+
+@pytest.mark.parametrize(("fault", "length", "names", "words"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_each_planted_fault_is_caught_by_name(fault, length, names, words):
+  problems = failed(shape(length), functools.partial(kernel, fault=fault))
+  assert list(problems) == names
+  assert re.search(words, problems[names[0]])
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("bfloat16", 192), ("float16", 128)])
+def test_rounding_alone_passes(dtype, length):
+  results = self_test(shape(length, dtype), kernel)
+  assert [r.name for r in results] == [c.name for c in cases(shape(length, dtype))]
+  assert not any(r.problem for r in results)
+  assert all(r.error and r.gradient_error for r in results)
+
+
+def test_a_kernel_that_raises_has_failed_with_its_words():
+  results = self_test(shape(), functools.partial(kernel, fault="raises"))
+  assert {r.problem for r in results} == {"NotImplementedError: head_dim must be <= 128"}
+  assert all(r.raised for r in results)
+
+
+def test_splash_in_the_interpreter_passes():
+  attention = functools.partial(splash_attention, interpret=True)
+  assert failed(shape(128, "float32", head_dim=128, kv_heads=1), attention) == {}
+
+
+def test_the_cases_of_a_class():
+  assert [c.name for c in cases(shape(2048))] == ["window", "segments", "fully masked rows", "strongly negative scores"]
+  assert [c.name for c in cases(shape(320, window=False, segments=False))] == [
+    "causal", "strongly negative scores", "length % 128 == 64",
+  ]  # fmt: skip
+  assert [c.length for c in cases(shape(320))] == [256] * 4 + [320]
+  assert [c.length for c in cases(shape(100))] == [128] * 4 + [100]
+
+
+def test_long_rows_share_a_class_by_remainder():
+  assert shape(4096) == shape(8192)
+  assert shape(4096).length == 1536
+  assert shape(4096 + 64).length == 1600
+  assert shape(4096 + 64) != shape(4096 + 128)
+  assert "2 query heads a key-value head, a window, documents, 1536 positions" in str(shape(4096))

@@ -1,0 +1,195 @@
+"""Which kernel the layers get: what the self-test says, kept between runs, told to whoever starts one."""
+
+import contextlib
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import build_decoder
+from maxtext_like.numerics.kernel_test import CaseResult
+from maxtext_like.training import kernels
+from maxtext_like.training.kernels import settle
+from maxtext_like.training.program import make_program
+from tests.training.small import small_config
+
+GPU = SimpleNamespace(device_kind="NVIDIA H000", platform="gpu", client=SimpleNamespace(platform_version="cuda 13"))
+GOOD = [CaseResult(name=name, error=1e-3, gradient_error=2e-3) for name in ("window", "segments")]
+BAD = [GOOD[0], CaseResult(name="segments", error=0.5, gradient_error=None, problem="dq: 3 of 9 numbers are not finite")]
+RAISED = [CaseResult(name="window", problem="NotImplementedError: head_dim must be <= 128", raised=True)]
+
+
+def decoder(attention: Any = "auto", model="gemma4-tiny"):
+  config = small_config(model, "dtype=bfloat16")
+  return build_decoder(config.model, Precision(**vars(config.precision)), attention=attention, platform="gpu")
+
+
+def decide(
+  results: Any, *, attention: Any = "auto", cache=None, model="gemma4-tiny", device: Any = GPU, length=256, images=False
+):
+  """(kernels of the layers, uses, how often the self-test ran)."""
+  ran = []
+
+  def test(shape) -> Any:
+    ran.append(shape)
+    return results(shape) if callable(results) else results
+
+  settled, uses = settle(
+    decoder(attention, model), platform="gpu", length=length, images=images, device=device, cache=cache, test=test
+  )
+  return [layer.cfg.attention.kernel for layer in settled.layers if isinstance(layer, GemmaLayer)], uses, ran
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch):
+  """``default_device`` wants a real one; ours only says what it is called."""
+  monkeypatch.setattr(kernels.jax, "default_device", lambda device: contextlib.nullcontext())
+
+
+def test_a_kernel_that_passes_is_used():
+  layers, uses, ran = decide(GOOD)
+  assert set(layers) == {"auto"}
+  assert {use.kernel for use in uses if use.shape} == {"cudnn_flash"}
+  assert all(shape.segments and shape.length == 256 for shape in ran)
+  assert len(ran) == len(set(ran))
+  assert "self-test passed on NVIDIA H000 in 0 s" in str(uses[0])
+
+
+@pytest.mark.parametrize("results", [BAD, RAISED])
+def test_auto_falls_back_and_says_why(results):
+  layers, uses, ran = decide(results)
+  assert set(layers) == {"dot_product"}
+  failed = [use for use in uses if use.shape]
+  assert {use.kernel for use in failed} == {"dot_product"}
+  assert sum(use.layers for use in uses) == uses[0].of == len(layers)
+  words = str(failed[0])
+  assert "dot_product instead of cudnn_flash" in words
+  assert f"failed its self-test on NVIDIA H000: {ran[0]}: {results[-1].name}: {results[-1].problem}" in words
+
+
+def test_layers_whose_kernel_passes_keep_it():
+  """Windows fail, global layers do not."""
+  layers, uses, _ = decide(lambda shape: BAD if shape.window else GOOD)
+  configs = [layer.cfg.attention for layer in decoder().layers if isinstance(layer, GemmaLayer)]
+  assert layers == ["dot_product" if c.window else "auto" for c in configs]
+  assert {"dot_product", "cudnn_flash"} == {use.kernel for use in uses if use.shape}
+
+
+def test_an_explicit_kernel_is_refused_with_the_case_that_failed():
+  message = "attention=cudnn_flash failed its self-test on NVIDIA H000: .*: segments: dq: 3 of 9 .*\n  fix: attention=auto"
+  with pytest.raises(UserError, match=message):
+    decide(BAD, attention="cudnn_flash")
+  assert set(decide(GOOD, attention="cudnn_flash")[0]) == {"cudnn_flash"}
+
+
+def test_an_explicit_kernel_that_cannot_is_refused_before_any_test():
+  with pytest.raises(UserError, match="the row length 192 is not a multiple of 128"):
+    decide(GOOD, attention="cudnn_flash", length=192)
+
+
+def test_without_a_device_nothing_is_tested_and_that_is_said():
+  layers, uses, ran = decide(BAD, device=None)
+  assert not ran
+  assert set(layers) == {"auto"}
+  assert "cudnn_flash in" in str(uses[0])
+  assert str(uses[0]).endswith("not self-tested: there is no device")
+
+
+def test_layers_that_no_fused_kernel_can_do_are_not_tested():
+  cases: list[dict[str, Any]] = [{"length": 200}, {"model": "gemma3-tiny", "images": True}, {"model": "deepseek3-tiny"}]
+  for case in cases:
+    layers, uses, ran = decide(BAD, **case)
+    assert not ran
+    assert set(layers) <= {"auto"}
+    assert all(use.kernel == "dot_product" and use.shape is None for use in uses)
+
+
+def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
+  for results, passes in ((GOOD, True), (BAD, False)):
+    cache = str(tmp_path / str(passes))
+    _, first, ran = decide(results, cache=cache)
+    _, again, ran_again = decide(RAISED, cache=cache)
+    assert ran
+    assert not ran_again
+    assert [use.kernel for use in again] == [use.kernel for use in first]
+    assert [use.problem for use in again] == [use.problem for use in first]
+    assert ("passed on NVIDIA H000 earlier" in str(again[0])) == passes
+  (file, *_) = (tmp_path / "True" / kernels.FOLDER).iterdir()
+  assert json.loads(file.read_text())["cases"][0] == dataclasses.asdict(GOOD[0])
+  assert file.suffix == ".json"
+
+
+def test_another_device_version_or_flag_is_tested_again(tmp_path, monkeypatch):
+  cache = str(tmp_path)
+  count = len(decide(GOOD, cache=cache)[2])
+  other = SimpleNamespace(device_kind="NVIDIA H001", platform="gpu", client=GPU.client)
+  assert len(decide(GOOD, cache=cache, device=other)[2]) == count
+  newer = SimpleNamespace(device_kind="NVIDIA H000", platform="gpu", client=SimpleNamespace(platform_version="cuda 14"))
+  assert len(decide(GOOD, cache=cache, device=newer)[2]) == count
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+  assert len(decide(GOOD, cache=cache)[2]) == count
+  assert len(decide(GOOD, cache=cache)[2]) == 0
+
+
+def test_a_kernel_that_raised_is_tried_again_by_the_next_run(tmp_path):
+  assert decide(RAISED, cache=str(tmp_path))[2]
+  assert set(decide(GOOD, cache=str(tmp_path))[0]) == {"auto"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"problem": 3}', '{"problem": ""}', "\udcff"])
+def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
+  decide(GOOD, cache=str(tmp_path))
+  for file in (tmp_path / kernels.FOLDER).iterdir():
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+  layers, _, ran = decide(BAD, cache=str(tmp_path))
+  assert ran
+  assert set(layers) == {"dot_product"}
+  assert "the kernel is tested again" in caplog.text
+  caplog.clear()
+  assert not decide(GOOD, cache=str(tmp_path))[2]  # it was written anew
+  assert not caplog.text
+
+
+def test_a_verdict_of_another_key_under_this_name_is_not_believed(tmp_path, caplog):
+  decide(GOOD, cache=str(tmp_path))
+  for file in (tmp_path / kernels.FOLDER).iterdir():
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
+  assert decide(BAD, cache=str(tmp_path))[2]
+  assert "is not the verdict that its name says" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog):
+  (tmp_path / kernels.FOLDER).write_text("a file where the folder should be")
+  layers, _, ran = decide(GOOD, cache=str(tmp_path))
+  assert ran
+  assert set(layers) == {"auto"}
+  assert "cannot be written" in caplog.text
+
+
+def test_one_process_that_fails_decides_for_all(monkeypatch):
+  from jax.experimental import multihost_utils
+
+  monkeypatch.setattr(kernels.jax, "process_count", lambda: 3)
+  monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([False, True, bool(x)]))
+  layers, uses, _ = decide(GOOD)
+  assert set(layers) == {"dot_product"}
+  assert "it failed in process 1 of this run" in str(next(use for use in uses if use.shape))
+
+
+def test_the_cpu_runs_attention_written_out_and_tests_nothing():
+  program = make_program(small_config("gemma4-tiny", "dtype=bfloat16"))
+  assert [(use.kernel, use.shape) for use in program.kernels] == [("dot_product", None)]
+  assert program.kernels[0].to_json()["kernel"] == "dot_product"
+
+
+def test_an_explicit_kernel_of_another_platform_is_refused_when_the_run_is_put_together():
+  config = small_config("gemma4-tiny", "dtype=bfloat16", "attention=cudnn_flash")
+  with pytest.raises(UserError, match="it runs on NVIDIA GPUs, not on cpu"):
+    make_program(config)
+  assert make_program(config, runs_attention=False).kernels == ()
