@@ -18,12 +18,13 @@ VERBS = {
   "generate": "continue prompts with a run or a Hugging Face checkpoint",
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
   "risk": "tell from the weights alone what overflows in a dtype",
+  "audit": "read the train step's program: dtypes of every part, and which precision keys it honours",
   "config": "print a resolved configuration and where each value comes from",
   "models": "list the model configurations with their parameter counts",
 }
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
-USES_JAX = ("train", "forward", "import", "export", "generate", "compile", "risk", "models")
+USES_JAX = ("train", "forward", "import", "export", "generate", "compile", "audit", "risk", "models")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,18 +1,40 @@
 """The mesh of a run: its devices in a grid whose axes are named in the ``mesh:`` section."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from maxtext_like.config.schema import MeshConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import MESH_AXES, RULES
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+Mesh = jax.sharding.Mesh | AbstractMesh
+
+
+def abstract_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
+  """A mesh of so many devices that are not there.
+
+  Raises:
+    UserError: the axes do not multiply to the number of devices.
+  """
+  try:
+    sizes = config.axis_sizes(devices)
+  except ValueError as error:
+    raise UserError(str(error)) from error
+  return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def use_mesh(mesh: Mesh) -> AbstractContextManager[Any]:
+  """The context in which programs are traced and lowered for a mesh."""
+  return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
   """The mesh of all devices, or of the given ones.
 
   Args:
@@ -32,7 +54,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
   if len(devices) > 1 and len(devices) == len(jax.devices()):
     # Neighbours in the mesh are neighbours in the network (a torus on TPU).
     return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
-  return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=kinds)
+  return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=kinds)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -15,7 +15,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
-from maxtext_like.sharding.mesh import batch_sharding, make_mesh, replicated
+from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.kernels import KernelUse, settle
@@ -37,7 +37,7 @@ class Program:
 
   Attributes:
     config: of the run.
-    mesh: devices in a grid.
+    mesh: devices in a grid; an abstract mesh has sizes only, so that its programs can be lowered and not run.
     decoder: the model.
     loss: the decoder with its loss.
     selection: what is trained.
@@ -47,7 +47,7 @@ class Program:
   """
 
   config: Config
-  mesh: jax.sharding.Mesh
+  mesh: Mesh
   decoder: Decoder
   loss: LossLayer
   selection: Selection
@@ -127,14 +127,14 @@ class Program:
 
   def lower_init(self) -> Any:
     """The program that makes the initial state; every device makes its own part of every array."""
-    with jax.set_mesh(self.mesh):
+    with use_mesh(self.mesh):
       places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
       return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
   def lower_around(self) -> Any:
     """The program that makes the state at step 0 around given parameters, whose memory it takes."""
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-    with jax.set_mesh(self.mesh):
+    with use_mesh(self.mesh):
       return jax.jit(self._around, donate_argnums=0, out_shardings=places).lower(self.abstract_state["params"])
 
   def lower_step(self, platform: str | None = None) -> Any:
@@ -144,7 +144,7 @@ class Program:
       platform: what it is lowered for, where this process does not run on it ("tpu", ahead of time).
     """
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-    with jax.set_mesh(self.mesh):
+    with use_mesh(self.mesh):
       check = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated(self.mesh))
       program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
       traced = program.trace(self.abstract_state, self.abstract_batch, check)
@@ -157,7 +157,7 @@ class Program:
       sums, _ = self.step.apply(params, batch)
       return sums["cross_entropy"], jnp.sum(batch["targets"] != IGNORED)
 
-    with jax.set_mesh(self.mesh):
+    with use_mesh(self.mesh):
       batch = self.batch_of(self.microbatch, batch_sharding(self.mesh))
       return jax.jit(evaluate).lower(self.abstract_state["params"], batch)
 
@@ -170,7 +170,8 @@ class Program:
 def make_program(
   config: Config,
   *,
-  mesh: jax.sharding.Mesh | None = None,
+  mesh: Mesh | None = None,
+  platform: str | None = None,
   module_api: ModuleApi | None = None,
   runs_attention: bool = True,
 ) -> Program:
@@ -181,6 +182,7 @@ def make_program(
   Args:
     config: of the run.
     mesh: default: the ``mesh:`` section over all devices.
+    platform: "cpu", "gpu" or "tpu", where the program will run; needed for an abstract mesh, else that of its devices.
     module_api: default: the configuration's.
     runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
       are not looked at then.
@@ -191,8 +193,13 @@ def make_program(
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  device = mesh.devices.flat[0]
-  platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+  device = None  # to try kernels on; a topology's device is known to a compiler only
+  if not isinstance(mesh, jax.sharding.AbstractMesh):
+    first = mesh.devices.flat[0]
+    own = "gpu" if first.platform in ("cuda", "rocm") else first.platform
+    platform = platform or own
+    device = mesh.local_devices[0] if platform == own and first in jax.devices() else None
+  assert platform is not None, "an abstract mesh does not say where the program will run"
   try:
     decoder = build_decoder(
       config.model,
@@ -207,13 +214,12 @@ def make_program(
     raise UserError(str(error)) from error
   kernels = ()
   if runs_attention:
-    here = platform == "cpu" or device in jax.devices()  # else a topology's device, which only a compiler knows
     decoder, kernels = settle(
       decoder,
       platform=platform,
       length=t.max_target_length,
       images=config.vision.use_multimodal,
-      device=mesh.local_devices[0] if here else None,
+      device=device,
       cache=config.logging.compilation_cache_dir,
     )
   spec = decoder.params()

@@ -1,0 +1,173 @@
+"""What a program computes in which dtype, by the named parts of the model, and whether the precision keys are honoured.
+
+Nothing here asks the configuration what it meant to do: ``audit_keys`` holds what each key promises against the
+instructions that ``hlo`` read from the program's text.
+"""
+
+import collections
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from maxtext_like.numerics.hlo import FLOATS, Instruction, Reading
+
+SITES: dict[str, tuple[str, frozenset[str]]] = {
+  # scope: (what it is called, the instructions that tell its precision beside matrix products and kernels)
+  "qk_product": ("qk product", frozenset()),
+  "softmax": ("softmax", frozenset({"exponential", "reduce", "divide"})),
+  "pv_product": ("pv product", frozenset()),
+  "cudnn_attention": ("cuDNN attention", frozenset()),
+  "splash_attention": ("splash attention", frozenset()),
+  "attention": ("attention projections", frozenset()),
+  "mla": ("latent projections", frozenset()),
+  "indexer_product": ("indexer product", frozenset()),
+  "indexer_sum": ("indexer sum", frozenset({"maximum"})),
+  "indexer": ("indexer projections", frozenset()),
+  "indexer_loss": ("indexer loss", frozenset({"exponential", "log", "reduce"})),
+  "mlp": ("gate and up", frozenset()),
+  "gate_product": ("gate product", frozenset({"multiply"})),
+  "down_product": ("down product", frozenset()),
+  "router": ("router", frozenset({"exponential", "logistic"})),
+  "experts": ("experts", frozenset()),
+  "weight_sum": ("weighted sum of experts", frozenset()),
+  "moe": ("expert statistics", frozenset()),
+  "per_layer_input": ("per-layer input", frozenset()),
+  "norm": ("norms", frozenset({"rsqrt", "reduce"})),
+  "residual": ("residual stream", frozenset({"add", "multiply"})),
+  "embedding": ("embedding", frozenset({"gather", "scatter"})),
+  "logits": ("logits", frozenset()),
+  "soft_cap": ("soft cap", frozenset({"tanh"})),
+  "loss": ("loss", frozenset({"exponential", "log", "reduce"})),
+  "optimizer": ("optimizer", frozenset({"multiply", "add", "divide", "sqrt"})),
+  "vision_pool": ("vision pooling", frozenset({"multiply", "subtract"})),
+  "vision": ("vision tower", frozenset()),
+  "shared_experts": ("shared experts", frozenset()),
+  "head": ("head", frozenset()),
+}
+"""The names that layers give to their parts. An instruction belongs to the innermost of them along its path."""
+
+OTHER = "elsewhere"
+_CUDNN, _SPLASH = "__cudnn$fmha", "tpu_custom_call"
+GUARANTEE = "float32 scores, softmax and accumulators inside the kernel"
+"""What cuDNN's fused attention and splash attention do by construction (their sources and manuals; no text shows it)."""
+
+
+def site_of(instruction: Instruction) -> str:
+  """The scope that an instruction belongs to, ``OTHER`` for none."""
+  if instruction.target.startswith(_CUDNN):
+    return "cudnn_attention"
+  for scope in reversed(instruction.scopes):
+    if scope in SITES:
+      return scope
+  return OTHER
+
+
+def is_fused(instruction: Instruction) -> bool:
+  """Whether it is a fused attention kernel."""
+  if instruction.target.startswith(_CUDNN):
+    return True
+  return instruction.target == _SPLASH and "splash_attention" in instruction.scopes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+  """Instructions of one site that look alike.
+
+  Attributes:
+    site: what it is called.
+    stage: "forward", "recomputed", "backward".
+    operation: the instruction, with the precision of a product where it is not the default.
+    operands, accumulation, output: dtypes; a sum's accumulator is the wider of its result and, for a product, float32:
+      the matrix units of TPUs and NVIDIA GPUs add products of 16-bit numbers in float32 whatever they hand on.
+    places: how often the program has it; a loop over equal layers counts once.
+    note: what a kernel guarantees.
+  """
+
+  site: str
+  stage: str
+  operation: str
+  operands: str
+  accumulation: str
+  output: str
+  places: int
+  note: str = ""
+
+
+def rows(reading: Reading) -> list[Row]:
+  """The table of a program: every site in the order of ``SITES``, every kind of instruction that tells its precision."""
+  found: collections.Counter[tuple[str, Row]] = collections.Counter()
+  for instruction in reading.instructions:
+    site = site_of(instruction)
+    fused = is_fused(instruction)
+    if not (fused or instruction.kind == "dot" or (site in SITES and instruction.kind in SITES[site][1])):
+      continue
+    if not any(dtype in FLOATS or dtype.startswith("f8") for dtype in (*instruction.operands, *instruction.results)):
+      continue
+    found[site, _row(instruction, site, fused)] += 1
+  order = {scope: i for i, scope in enumerate([*SITES, OTHER])}
+  passes = {"forward": 0, "recomputed": 1, "backward": 2}
+  listed = sorted(found.items(), key=lambda item: (order[item[0][0]], passes[item[0][1].stage], str(item[0][1])))
+  return [Row(**asdict(row) | {"places": places}) for (_, row), places in listed]
+
+
+def _row(i: Instruction, site: str, fused: bool) -> Row:
+  operation = i.kind + (f" {i.reducer}" if i.reducer else "")
+  if i.precision not in ("", "default"):
+    operation += f" {i.precision}"
+  operands, accumulation = i.operands, ""
+  if i.kind == "dot":
+    operands = i.operands[:2]
+    accumulation = "f64" if "f64" in i.results else "f32"
+  elif i.reducer == "add":
+    operands, accumulation = i.operands[:1], i.results[0]
+  elif i.kind in ("gather", "scatter", "reduce"):
+    operands = i.operands[:1]
+  if fused:
+    operation, operands, accumulation = i.target, i.operands[:3], "f32"
+    if i.target == _SPLASH:
+      operation = next((s for s in reversed(i.scopes) if s.startswith("splash_mha")), "splash kernel")
+      operands = tuple(d for d in i.operands if d in FLOATS)[:3]
+  return Row(
+    site=SITES[site][0] if site in SITES else OTHER,
+    stage=i.stage,
+    operation=operation,
+    operands=" x ".join(operands),
+    accumulation=accumulation,
+    output=", ".join(dict.fromkeys(d for d in i.results if d in FLOATS)) if fused else ", ".join(i.results),
+    places=0,
+    note=GUARANTEE if fused else "",
+  )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unasked:
+  """Work in a dtype that no key asked for: where, what, and how often."""
+
+  path: str
+  operation: str
+  dtypes: str
+  places: int
+
+
+def unasked(reading: Reading, dtype: str, asked_float32: Iterable[str]) -> list[Unasked]:
+  """Instructions that work in float64, and float32 products of a 16-bit model outside the sites that ask for them.
+
+  Args:
+    reading: the program.
+    dtype: of activations, as "bfloat16".
+    asked_float32: sites where a key or the layer itself asks for float32 products ("experts" with all that is inside),
+      and "backward" for all of the backward pass.
+  """
+  asked, found = set(asked_float32), collections.Counter()
+  for i in reading.instructions:
+    wide = "f64" in (*i.operands, *i.results)
+    if i.kind == "dot" and dtype != "float32" and i.operands[:2].count("f32"):
+      wide |= not {site_of(i), i.stage, *({"experts"} & set(i.scopes))} & asked
+    if wide:
+      found[i.path, i.kind, f"{' x '.join(i.operands[:2])} -> {', '.join(i.results)}"] += 1
+  return [Unasked(path=p, operation=k, dtypes=d, places=n) for (p, k, d), n in sorted(found.items())]
+
+
+def to_json(rows: list[Row], keys: list[Any], extra: list[Unasked]) -> dict[str, Any]:
+  """The audit as JSON values."""
+  return {"sites": [asdict(r) for r in rows], "keys": [asdict(k) for k in keys], "unasked": [asdict(u) for u in extra]}

@@ -1,0 +1,276 @@
+"""What each precision key promises, held against the instructions of a program."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.layers.mlp import keep_float32
+from maxtext_like.layers.precision import Precision
+from maxtext_like.numerics.audit import is_fused, site_of
+from maxtext_like.numerics.hlo import Instruction, Reading
+
+Verdict = Literal["honoured", "not honoured", "not shown"]
+
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+_WIDTH = {"f8": 0, "f16": 1, "bf16": 1, "f32": 2, "f64": 3}
+# Forward products whose operands are plainly ``dtype``: no flag widens them.
+_PLAIN = ("qk_product", "pv_product", "attention", "mla", "mlp", "down_product", "per_layer_input", "vision", "experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyVerdict:
+  """Whether a program does what a key says.
+
+  Attributes:
+    key, value: as configured.
+    verdict: "not shown": this text cannot tell, or the model has no place where the key acts.
+    evidence: what was found, with the number of places.
+  """
+
+  key: str
+  value: str
+  verdict: Verdict
+  evidence: str
+
+
+@dataclass(frozen=True)
+class _Program:
+  """A program by sites; ``compiled``: a compiler may keep more precision than was asked for, and never less."""
+
+  reading: Reading
+  precision: Precision
+  compiled: bool
+
+  def forward(self, *sites: str, kinds: Iterable[str] = ("dot",)) -> list[Instruction]:
+    """Instructions of the forward pass and of what is computed of it again."""
+    kinds = frozenset(kinds)
+    return [
+      i for i in self.reading.instructions if i.kind in kinds and i.stage != "backward" and site_of(i) in sites and _floats(i)
+    ]
+
+  @property
+  def fused(self) -> int:
+    """Places of fused attention kernels."""
+    return sum(map(is_fused, self.reading.instructions))
+
+  def judge(self, found: list[str], asked: str, what: str) -> tuple[Verdict, str]:
+    """Every dtype of ``found`` is the one asked for."""
+    wrong = [d for d in found if d != asked and not (self.compiled and _WIDTH.get(d, 0) > _WIDTH[asked])]
+    if wrong:
+      return "not honoured", f"{len(wrong)} of {len(found)} {what} {_several(wrong)}, not {asked}"
+    if not found:
+      return "not honoured", f"the program has no {what}: nothing shows that this key acts"
+    wider = [d for d in found if d != asked]
+    return "honoured", f"{len(found)} {what} {asked}" + (f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else "")
+
+
+def _floats(i: Instruction) -> bool:
+  return any(d in _WIDTH for d in (*i.operands, *i.results))
+
+
+def _several(dtypes: list[str]) -> str:
+  return " or ".join(dict.fromkeys(dtypes))
+
+
+def judge_keys(
+  reading: Reading, precision: Precision, model: ModelConfig, *, images: bool, weights: dict[str, str], compiled: bool
+) -> list[KeyVerdict]:
+  """A verdict for every precision key.
+
+  Args:
+    reading: the program.
+    precision: the keys.
+    model: for the keys that have no place in it.
+    images: the program has a vision tower.
+    weights: the declared dtype of every parameter by the name of its argument.
+    compiled: the text is a compiler's.
+  """
+  p = _Program(reading, precision, compiled)
+  nothing = inactive_precision_keys(model)
+  if not images:
+    nothing["float32_vision_pool"] = "images (use_multimodal)"
+  if not model.use_indexer:
+    nothing["indexer_float32_logits"] = "a sparse indexer"
+  verdicts = []
+  for key, judge in _KEYS.items():
+    verdict, evidence = ("not shown", f"the model has not got {nothing[key]}") if key in nothing else judge(p)
+    value = getattr(precision, key)
+    verdicts.append(KeyVerdict(key=key, value=_shown(value), verdict=verdict, evidence=evidence))
+  verdict, evidence = _weights(p, weights)
+  verdicts.append(KeyVerdict(key="weight_dtype", value=precision.weight_dtype, verdict=verdict, evidence=evidence))
+  return sorted(verdicts, key=lambda v: list(Precision.__dataclass_fields__).index(v.key))
+
+
+def asked_float32(precision: Precision) -> set[str]:
+  """Scopes whose products are float32 in a 16-bit model because a key, or the layer itself, asks for it."""
+  sites = {"vision_pool", "moe", "splash_attention"}  # pooling, load statistics, and the kernel's own row sums
+  if precision.float32_gate_logits:
+    sites.add("router")
+  if precision.indexer_float32_logits:
+    sites |= {"indexer", "indexer_sum"}
+  if precision.float32_weight_sum or precision.dtype == "float16":
+    sites.add("weight_sum")
+  if precision.logits_dot_in_fp32:
+    sites.add("logits")
+  if keep_float32(precision) or precision.dtype == "float16":
+    sites.add("experts")
+  if precision.dtype == "float16":
+    # A float16 cotangent would overflow, and a product that is not normed would too: see layers.precision.
+    sites |= {"backward", "per_layer_input"}
+  return sites
+
+
+def _shown(value: Any) -> str:
+  return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _wide(p: _Program, flag: bool) -> str:
+  return "f32" if flag else SHORT[p.precision.dtype]
+
+
+def _dtype(p: _Program) -> tuple[Verdict, str]:
+  asked, found = SHORT[p.precision.dtype], []
+  for i in p.forward(*_PLAIN):
+    if "experts" in i.scopes and (keep_float32(p.precision) or p.precision.dtype == "float16"):
+      continue  # the grouped product has float32 operands then
+    if site_of(i) == "per_layer_input" and p.precision.dtype == "float16":
+      continue
+    found += i.operands[:2]
+  return p.judge(found, asked, "operands of products")
+
+
+def _residual(p: _Program) -> tuple[Verdict, str]:
+  found = [i.results[0] for i in p.forward("residual", kinds=("add", "multiply"))]
+  return p.judge(found, SHORT[p.precision.residual], "sums of the residual stream")
+
+
+def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[Verdict, str]:
+  kernels = f"{p.fused} fused kernels, float32 inside by construction"
+  if not found and p.fused:
+    return "honoured", kernels
+  verdict, evidence = p.judge(found, _wide(p, flag), what)
+  return verdict, f"{evidence}; {kernels}" if p.fused else evidence
+
+
+def _qk_product(p: _Program) -> tuple[Verdict, str]:
+  found = [i.results[0] for i in p.forward("qk_product")]
+  return _with_fused(p, p.precision.float32_qk_product, found, "results of q.k")
+
+
+def _float32_logits(p: _Program) -> tuple[Verdict, str]:
+  found = [i.results[0] for i in p.forward("softmax", kinds=("exponential", "divide"))]
+  return _with_fused(p, p.precision.float32_logits, found, "exponentials and quotients of the softmax")
+
+
+def _indexer(p: _Program) -> tuple[Verdict, str]:
+  flag = p.precision.indexer_float32_logits
+  found = [i.results[0] for i in p.forward("indexer_product")]
+  found += [d for i in p.forward("indexer_sum", kinds=("dot",)) for d in i.operands[:2]]
+  found += [i.results[0] for i in p.forward("indexer_sum", kinds=("maximum",))]
+  return p.judge(found, _wide(p, flag), "scores of the indexer, their relu and sum")
+
+
+def _gate_product(p: _Program) -> tuple[Verdict, str]:
+  low, wide = SHORT[p.precision.dtype], keep_float32(p.precision) or p.precision.dtype == "float32"
+  found = [i.results[0] for i in p.forward("gate_product", kinds=("multiply",))]
+  # The activation is computed in float32 always; what the key decides is whether a product is left in dtype.
+  narrow = [d for d in found if d != "f32"]
+  if wide:
+    return p.judge(found, "f32", "multiplications of gate and up")
+  if narrow or p.compiled:
+    return p.judge(narrow or [low], low, "multiplications of gate and up")
+  return "not honoured", f"{len(found)} multiplications of gate and up f32, none {low}"
+
+
+def _rescue(p: _Program) -> tuple[Verdict, str]:
+  found = len(p.forward("gate_product", "down_product", kinds=("is_finite",)))
+  wanted = p.precision.float16_rescue and p.precision.dtype == "float16"
+  if p.compiled and wanted:
+    return "not shown", "a compiler writes the test for finite numbers in other ways"
+  if p.precision.dtype != "float16":
+    return ("not honoured" if found else "honoured"), f"acts in float16 only: {found} tests for finite numbers"
+  return ("honoured" if bool(found) == wanted else "not honoured"), f"{found} tests for finite numbers"
+
+
+def _vision_pool(p: _Program) -> tuple[Verdict, str]:
+  flag = p.precision.float32_vision_pool
+  found = [i.results[0] for i in p.forward("vision_pool", kinds=("multiply", "subtract"))]
+  if not flag and not found:
+    return "not shown", "without stored statistics there is nothing to scale"
+  return p.judge(found, _wide(p, flag), "scalings of pooled features")
+
+
+def _gate_logits(p: _Program) -> tuple[Verdict, str]:
+  found = [d for i in p.forward("router") for d in i.operands[:2]]
+  return p.judge(found, _wide(p, p.precision.float32_gate_logits), "operands of router products")
+
+
+def _weight_sum(p: _Program) -> tuple[Verdict, str]:
+  flag = p.precision.float32_weight_sum or p.precision.dtype == "float16"
+  found = [d for i in p.forward("weight_sum") for d in i.operands[:2]]
+  return p.judge(found, _wide(p, flag), "operands of the weighted sum")
+
+
+def _cast_logits(p: _Program) -> tuple[Verdict, str]:
+  flag, wide_dot = p.precision.cast_logits_to_fp32, p.precision.logits_dot_in_fp32
+  if wide_dot and not flag and p.precision.dtype != "float32":
+    found = [i.results[0] for i in p.forward("logits", kinds=("convert",)) if i.operands[0] == "f32"]
+  else:
+    found = [i.results[0] for i in p.forward("logits")]
+  return p.judge(found, _wide(p, flag), "logits")
+
+
+def _logits_dot(p: _Program) -> tuple[Verdict, str]:
+  flag = p.precision.logits_dot_in_fp32
+  found = [d for i in p.forward("logits") for d in i.operands[:2]]
+  return p.judge(found, _wide(p, flag), "operands of the last product")
+
+
+def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
+  asked = p.precision.matmul_precision
+  found = [i.precision for i in p.forward("attention", "mla", "mlp", "qk_product", "pv_product", "down_product")]
+  wrong = [w for w in found if w != asked]
+  if p.compiled and wrong:
+    return "not shown", "a compiler has turned precision into several products"
+  if wrong or not found:
+    return "not honoured", f"{len(wrong)} of {len(found)} products {_several(wrong)}, not {asked}"
+  return "honoured", f"{len(found)} products {asked}"
+
+
+def _gradients(p: _Program) -> tuple[Verdict, str]:
+  if not p.reading.gradients:
+    return "not shown", "this text does not tell gradients from other arrays"
+  return p.judge(sorted(p.reading.gradients), SHORT[p.precision.grad_dtype], "dtype of scaled gradients:")
+
+
+def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
+  found = {name: dtype for name, dtype in p.reading.arguments.items() if name in weights}
+  if not found:
+    return "not shown", "this text does not name its arguments"
+  wrong = [name for name, dtype in found.items() if dtype != SHORT[weights[name]]]
+  if wrong:
+    return "not honoured", f"{len(wrong)} of {len(found)} parameters: {wrong[0]} is {found[wrong[0]]}"
+  asked = SHORT[p.precision.weight_dtype]
+  other = [name for name, dtype in found.items() if dtype != asked]
+  kept = f"; {len(other)} are float32 always, as {other[0]}" if other else ""
+  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}"
+
+
+_KEYS: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
+  "dtype": _dtype,
+  "grad_dtype": _gradients,
+  "residual_dtype": _residual,
+  "float32_qk_product": _qk_product,
+  "float32_logits": _float32_logits,
+  "indexer_float32_logits": _indexer,
+  "float32_gate_product": _gate_product,
+  "float16_rescue": _rescue,
+  "float32_vision_pool": _vision_pool,
+  "float32_gate_logits": _gate_logits,
+  "float32_weight_sum": _weight_sum,
+  "cast_logits_to_fp32": _cast_logits,
+  "logits_dot_in_fp32": _logits_dot,
+  "matmul_precision": _matmul_precision,
+}

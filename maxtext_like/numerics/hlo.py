@@ -1,0 +1,256 @@
+"""A lowered or compiled program as a flat list of its instructions: what each computes, in which dtypes, and for which layer.
+
+Two texts are read: StableHLO, what JAX asks of the compiler, and HLO, what a compiler made of it. In both every instruction
+carries the path of the code that asked for it, ``jit(step)/transpose(jvp(attention))/qk_product/dot_general``: transforms,
+loops and the names that the layers give to their parts (``jax.named_scope``).
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Pass = Literal["forward", "recomputed", "backward"]
+
+FLOATS = ("f64", "f32", "bf16", "f16")
+"""Dtypes that this project computes in, as programs spell them; float8 ones begin with f8."""
+
+_WRAPPED = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)$")
+_NAME = re.compile(r'^loc\("((?:[^"\\]|\\.)*)"')
+_ELEMENT = re.compile(r"^(?:tensor|memref)<(?:[\d?]+x)*([a-z]\w*)")
+_SHAPE = re.compile(r"^tensor<((?:\d+x)*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+  """One instruction of a program; a loop's body counts once, a function's once for each place it is called from.
+
+  Attributes:
+    kind: "dot", "exponential", "multiply", ...: StableHLO's word; dot_general, ragged_dot and convolution are "dot".
+    path: of the code that asked for it.
+    operands, results: dtypes, as "bf16".
+    precision: of a dot: "default", "high", "highest"; "" elsewhere.
+    target: what a custom call calls.
+    reducer: of a reduction: what it does, as "add".
+  """
+
+  kind: str
+  path: str
+  operands: tuple[str, ...]
+  results: tuple[str, ...]
+  precision: str = ""
+  target: str = ""
+  reducer: str = ""
+
+  @property
+  def stage(self) -> Pass:
+    """Which pass it belongs to: what the backward pass computes again of the forward pass is "recomputed"."""
+    if "rematted_computation" in self.path:
+      return "recomputed"
+    return "backward" if "transpose(" in self.path else "forward"
+
+  @property
+  def scopes(self) -> tuple[str, ...]:
+    """The names along the path, outermost first, without the transforms around them and without the operation's own."""
+    return _scopes(self.path)
+
+
+@functools.cache
+def _scopes(path: str) -> tuple[str, ...]:
+  pieces = []
+  for piece in path.split("/")[:-1]:
+    while wrapped := _WRAPPED.match(piece):
+      piece = wrapped[1]
+    if piece:
+      pieces.append(piece)
+  return tuple(pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+  """A program.
+
+  Attributes:
+    instructions: all of them, those of called functions included.
+    arguments: dtype of every argument by its name, as ``state['params']['embedding']['table']``.
+    gradients: dtypes of the gradients that are scaled for clipping; empty where the text does not show them.
+  """
+
+  instructions: list[Instruction]
+  arguments: dict[str, str]
+  gradients: set[str] = field(default_factory=set)
+
+
+def read_stablehlo(module: Any) -> Reading:
+  """Reads an MLIR module, as ``lowered.compiler_ir("stablehlo")`` returns it."""
+  functions = {}
+  for op in module.body.operations:
+    if op.operation.name == "func.func":
+      functions[_text(op.attributes["sym_name"])] = op
+  main = functions["main"]
+  block = main.regions[0].blocks[0]
+  arguments = {name: _element(a.type) for a in block.arguments if (name := _name(a.location))}
+  shapes = {_shape(a.type) for a in block.arguments if _name(a.location).startswith("state['params']")}
+  return Reading(
+    instructions=list(_walk(main, "", functions)),
+    arguments=arguments,
+    gradients=_gradient_dtypes(block, shapes),
+  )
+
+
+def _walk(op: Any, prefix: str, functions: dict[str, Any]) -> Iterator[Instruction]:
+  for region in op.regions:
+    for block in region.blocks:
+      for inner in block.operations:
+        o = inner.operation
+        path = _joined(prefix, _name(o.location))
+        if o.name in ("func.call", "call"):
+          yield from _walk(functions[_text(o.attributes["callee"])], path, functions)
+          continue
+        dialect, _, name = o.name.partition(".")
+        if dialect in ("stablehlo", "chlo") and o.results:
+          yield _instruction(o, name, path)
+        # The body of a reduction is one scalar operation, told with the reduction.
+        if name not in ("reduce", "reduce_window", "scatter", "sort", "all_reduce", "reduce_scatter", "select_and_scatter"):
+          # Inside a shard_map names begin anew; inside a loop they go on.
+          yield from _walk(o, path if o.name == "sdy.manual_computation" else prefix, functions)
+
+
+def _instruction(o: Any, name: str, path: str) -> Instruction:
+  precision = target = reducer = ""
+  if name in ("dot_general", "ragged_dot", "dot", "convolution"):
+    name = "dot"
+    words = re.findall(r"DEFAULT|HIGHEST|HIGH", str(o.attributes["precision_config"])) if "precision_config" in o.attributes else []
+    precision = (words[0] if words else "DEFAULT").lower()
+  elif name == "custom_call":
+    target = _text(o.attributes["call_target_name"])
+  elif name in ("reduce", "all_reduce", "reduce_scatter") and len(o.regions):
+    reducer = o.regions[0].blocks[0].operations[0].operation.name.partition(".")[2]
+  operands, results = (tuple(_element(v.type) for v in values) for values in (o.operands, o.results))
+  return Instruction(
+    kind=name, path=path, operands=operands, results=results, precision=precision, target=target, reducer=reducer
+  )
+
+
+def _joined(prefix: str, name: str) -> str:
+  # JAX lowers a function once and names what is inside relative to the call.
+  return f"{prefix}/{name}" if prefix and name else prefix or name
+
+
+def _name(location: Any) -> str:
+  found = _NAME.match(str(location))
+  return found[1] if found else ""
+
+
+def _text(attribute: Any) -> str:
+  return str(attribute).strip('@"')
+
+
+def _element(kind: Any) -> str:
+  found = _ELEMENT.match(str(kind))
+  return found[1] if found else str(kind)
+
+
+def _shape(kind: Any) -> str:
+  found = _SHAPE.match(str(kind))
+  return found[1] if found else ""
+
+
+def _gradient_dtypes(block: Any, shapes: set[str]) -> set[str]:
+  """Dtypes of what is multiplied by the clipping factor: arrays of a parameter's shape, outside every named part.
+
+  The step widens a gradient to float32 there. A conversion that nothing else reads is that widening, and tells the dtype
+  of the gradient; where there is none, or where the finiteness check reads the same array, the gradient is what it is.
+  The factor is the one scalar that most of these arrays are multiplied by.
+  """
+  found: dict[Any, list[str]] = {}
+  for op in block.operations:
+    o = op.operation
+    path = _name(o.location)
+    if o.name != "stablehlo.multiply" or len(_scopes(path)) > 1 or not path.endswith("/mul"):
+      continue
+    value, factor = o.operands[0], _source(o.operands[1])
+    shape = _shape(value.type)
+    if not shape or shape not in shapes or factor is None or factor.name != "stablehlo.broadcast_in_dim":
+      continue
+    source = _source(value)
+    if source is not None and source.name == "stablehlo.convert" and len(list(value.uses)) == 1:
+      value = source.operands[0]
+    found.setdefault(factor.operands[0], []).append(_element(value.type))
+  return set(max(found.values(), key=len, default=[]))
+
+
+def _source(value: Any) -> Any:
+  """The operation that makes a value; None for an argument of the block."""
+  owner = getattr(value.owner, "operation", value.owner)
+  return owner if hasattr(owner, "name") and hasattr(owner, "operands") else None
+
+
+_HLO_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_HLO_TYPE = re.compile(r"\b(pred|bf16|f\d+\w*|[suc]\d+|token)\[")
+_HLO_KINDS = {
+  "convolution": "dot",
+  "exponential-minus-one": "exponential_minus_one",
+  "log-plus-one": "log_plus_one",
+  "custom-call": "custom_call",
+  "all-reduce": "all_reduce",
+  "all-reduce-start": "all_reduce",
+  "reduce-scatter": "reduce_scatter",
+}
+
+
+def read_hlo(text: str) -> Reading:
+  """Reads the HLO text of a compiled program, what is inside fusions included."""
+  types: dict[str, tuple[str, ...]] = {}
+  instructions, arguments = [], {}
+  lines = text.splitlines()
+  for line in lines:
+    if found := _HLO_LINE.match(line):
+      types[found[1]] = tuple(_HLO_TYPE.findall(found[2]))
+  entry = False
+  for line in lines:
+    if line and not line[0].isspace():
+      entry = line.startswith("ENTRY")
+    found = _HLO_LINE.match(line)
+    if not found:
+      continue
+    name, _, opcode, rest = found.groups()
+    path = found_path[1] if (found_path := re.search(r'op_name="((?:[^"\\]|\\.)*)"', rest)) else ""
+    path = path.replace("\\'", "'")
+    if opcode == "parameter":
+      if entry and path:
+        arguments[path] = types[name][0] if types[name] else ""
+      continue
+    names = re.findall(r"%([\w.\-]+)", _operands(rest))
+    target = re.search(r'custom_call_target="([^"]*)"', rest)
+    precision = re.search(r"operand_precision=\{(\w+)", rest)
+    kind = _HLO_KINDS.get(opcode, opcode.replace("-", "_"))
+    instructions.append(
+      Instruction(
+        kind=kind,
+        path=path,
+        operands=tuple(t for n in names for t in types.get(n, ())),
+        results=types[name],
+        precision=(precision[1] if precision else "default") if kind == "dot" else "",
+        target=target[1] if target else "",
+        reducer=_hlo_reducer(rest) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
+      )
+    )
+  return Reading(instructions=instructions, arguments=arguments)
+
+
+def _operands(rest: str) -> str:
+  """The text up to the bracket that closes the operands."""
+  depth = 1
+  for i, c in enumerate(rest):
+    depth += (c == "(") - (c == ")")
+    if depth == 0:
+      return rest[:i]
+  return rest
+
+
+def _hlo_reducer(rest: str) -> str:
+  found = re.search(r"to_apply=%?([\w.\-]+)", rest)
+  name = found[1] if found else ""
+  return next((word for word in ("add", "max", "min", "and", "or", "mul") if word in name or (word == "add" and "sum" in name)), "")

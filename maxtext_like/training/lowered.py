@@ -1,0 +1,106 @@
+"""The train step as a program's text, for a machine that is not here: lowered for a platform, or compiled for a TPU slice."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from maxtext_like.config.schema import Config, MeshConfig
+from maxtext_like.errors import UserError
+from maxtext_like.training.topologies import Topology
+
+Platform = Literal["tpu", "cuda", "cpu"]
+PLATFORMS: tuple[Platform, ...] = ("tpu", "cuda", "cpu")
+ABSTRACT_DEVICES = 8
+_CUDNN = 91_000  # 9.10, as of 2025; what an assumed GPU has
+
+
+def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
+  """The program of a run and its train step as a StableHLO module.
+
+  The mesh is abstract: eight devices, or as many as the ``mesh:`` section names. cuDNN's attention cannot be lowered for an
+  abstract mesh, so with it the program is that of one device. A GPU is taken for a Hopper one with cuDNN 9.10.
+
+  Args:
+    config: of the run; nothing is allocated, so it may be of any size.
+    platform: "tpu", "cuda" or "cpu".
+
+  Raises:
+    UserError: as ``make_program``.
+  """
+  import jax
+
+  from maxtext_like.sharding.mesh import abstract_mesh, make_mesh
+  from maxtext_like.training.program import make_program
+
+  named = {f.name: getattr(config.mesh, f.name) for f in dataclasses.fields(MeshConfig)}
+  devices = ABSTRACT_DEVICES if -1 in named.values() else 1
+  for size in named.values():
+    devices *= max(size, 1)
+  kind = "gpu" if platform == "cuda" else platform
+  program = make_program(config, mesh=abstract_mesh(config.mesh, devices), platform=kind)
+  if any(use.kernel == "cudnn_flash" for use in program.kernels):
+    alone = dataclasses.replace(config.mesh, **dict.fromkeys(named, 1))
+    program = make_program(config, mesh=make_mesh(alone, jax.devices()[:1]), platform=kind)
+  with _short_locations(), _assumed_gpu():
+    lowered = program.lower_step(platform)
+    return program, lowered.compiler_ir("stablehlo")
+
+
+def compile_for(config: Config, topology: Topology) -> tuple[Any, str]:
+  """The program of a run and its train step as libtpu compiles it for a slice: HLO text.
+
+  Raises:
+    UserError: no libtpu, a mesh that does not fit the slice, or a program that libtpu cannot compile or print.
+  """
+  from maxtext_like.training import ahead_of_time
+
+  ahead_of_time.prepare_environment()
+  import jax
+
+  from maxtext_like.training.program import make_program
+
+  program = make_program(config, mesh=ahead_of_time.tpu_mesh(topology, config.mesh))
+  try:
+    with _short_locations():
+      compiled = program.lower_step("tpu").compile(compiler_options=ahead_of_time.xla_flags("base"))
+    return program, compiled.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    raise UserError(
+      f"topology={topology.name}: {str(error).strip().splitlines()[0]}\n"
+      "  fix: audit without a topology reads the program before compilation; maxtext-like compile tells what fits"
+    ) from error
+
+
+@contextlib.contextmanager
+def _short_locations() -> Iterator[None]:
+  """Instructions carry the path of their names, without the Python frames that lead there."""
+  import jax
+
+  name = "jax_traceback_in_locations_limit"
+  before = getattr(jax.config, name)
+  jax.config.update(name, 0)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def _assumed_gpu() -> Iterator[None]:
+  """Lets JAX lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  answers = {
+    "check_cudnn_version": lambda: _CUDNN,
+    "check_compute_capability": lambda capability: float(capability) <= 9.0,
+    "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
+  }
+  before = {name: getattr(cudnn, name) for name in answers}
+  try:
+    for name, answer in answers.items():
+      setattr(cudnn, name, answer)
+    yield
+  finally:
+    for name, function in before.items():
+      setattr(cudnn, name, function)
