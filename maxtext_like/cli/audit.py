@@ -10,12 +10,13 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.training.lowered import PLATFORMS
 from maxtext_like.training.topologies import TOPOLOGIES, find_topology
 
-DESCRIPTION = f"""Lowers the train step for a platform that need not be here, reads the program and prints for every named part of
-the model the dtypes of operands, accumulators and results, forward and backward, and for every precision key whether the
-program honours it.
+DESCRIPTION = f"""Lowers the train step for a platform that need not be here, reads the program and prints for every named part
+of the model the dtypes of operands, accumulators and results, forward and backward, and for every precision key whether
+the program honours it.
 
   --platform tpu|cuda|cpu  the platform
-  --topology NAME          compiles for a TPU slice with libtpu and reads the compiler's program instead: {", ".join(TOPOLOGIES)}
+  --topology NAME          compiles for a TPU slice with libtpu and reads the compiler's program too:
+                           {", ".join(TOPOLOGIES)}
   --json FILE              also writes the tables as JSON
 
 Exit code 0: every key is honoured, 3: one is not, 2: wrong usage."""
@@ -49,24 +50,27 @@ def run(argv: list[str]) -> int:
   from maxtext_like.training import lowered
 
   c = loaded.config
+  text = None
   if topology is None:
     program, module = lowered.lower(c, platform)
-    reading = hlo.read_stablehlo(module)
   else:
-    program, text = lowered.compile_for(c, topology)
-    reading = hlo.read_hlo(text)
+    program, module, text = lowered.compile_for(c, topology)
   precision = Precision(**vars(c.precision))
   leaves = jax.tree_util.tree_leaves_with_path(program.spec)
-  keys = audit_keys.judge_keys(
-    reading,
-    precision,
-    c.model,
-    images=c.vision.use_multimodal,
-    weights={f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves},
-    compiled=topology is not None,
-  )
-  rows = audit.rows(reading)
+  weights = {f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves}
+
+  def judged(reading: hlo.Reading, compiled: bool) -> list[audit_keys.KeyVerdict]:
+    return audit_keys.judge_keys(
+      reading, precision, c.model, images=c.vision.use_multimodal, weights=weights, compiled=compiled
+    )
+
+  reading = hlo.read_stablehlo(module)
   extra = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  keys = judged(reading, compiled=False)
+  if text is not None:
+    reading = hlo.read_hlo(text)
+    keys = audit_keys.together(keys, judged(reading, compiled=True))
+  rows = audit.rows(reading)
   print(report(loaded, platform, topology.name if topology else None, program, rows, keys, extra))
   if own.json:
     about = {"model": c.model.model_name, "platform": platform, "topology": own.topology}

@@ -6,7 +6,7 @@ instructions that ``hlo`` read from the program's text.
 
 import collections
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from maxtext_like.numerics.hlo import FLOATS, Instruction, Reading
@@ -75,7 +75,7 @@ class Row:
 
   Attributes:
     site: what it is called.
-    stage: "forward", "recomputed", "backward".
+    stage: "forward", "recomputed", "backward", and "update" for the optimizer.
     operation: the instruction, with the precision of a product where it is not the default.
     operands, accumulation, output: dtypes; a sum's accumulator is the wider of its result and, for a product, float32:
       the matrix units of TPUs and NVIDIA GPUs add products of 16-bit numbers in float32 whatever they hand on.
@@ -105,9 +105,9 @@ def rows(reading: Reading) -> list[Row]:
       continue
     found[site, _row(instruction, site, fused)] += 1
   order = {scope: i for i, scope in enumerate([*SITES, OTHER])}
-  passes = {"forward": 0, "recomputed": 1, "backward": 2}
+  passes = {"forward": 0, "recomputed": 1, "backward": 2, "update": 3}
   listed = sorted(found.items(), key=lambda item: (order[item[0][0]], passes[item[0][1].stage], str(item[0][1])))
-  return [Row(**asdict(row) | {"places": places}) for (_, row), places in listed]
+  return [replace(row, places=places) for (_, row), places in listed]
 
 
 def _row(i: Instruction, site: str, fused: bool) -> Row:
@@ -129,7 +129,7 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
       operands = tuple(d for d in i.operands if d in FLOATS)[:3]
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,
-    stage=i.stage,
+    stage="update" if site == "optimizer" else i.stage,
     operation=operation,
     operands=" x ".join(operands),
     accumulation=accumulation,

@@ -1,12 +1,11 @@
 """What each precision key promises, held against the instructions of a program."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.rules import inactive_precision_keys
-from maxtext_like.layers.mlp import keep_float32
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.audit import is_fused, site_of
 from maxtext_like.numerics.hlo import Instruction, Reading
@@ -50,6 +49,17 @@ class _Program:
       i for i in self.reading.instructions if i.kind in kinds and i.stage != "backward" and site_of(i) in sites and _floats(i)
     ]
 
+  def judge_products(self, found: list[str], wide: bool, what: str) -> tuple[Verdict, str]:
+    """All float32 where that is asked for; else at least one in ``dtype``, beside what is float32 for its own reasons."""
+    low = SHORT[self.precision.dtype]
+    narrow = [d for d in found if d != "f32"]
+    if wide or not found or low == "f32":
+      return self.judge(found, "f32", what)
+    if not narrow:
+      evidence = f"{len(found)} {what} f32, none {low}"
+      return ("honoured", f"{evidence}: the compiler keeps them") if self.compiled else ("not honoured", evidence)
+    return self.judge(narrow, low, what)
+
   @property
   def fused(self) -> int:
     """Places of fused attention kernels."""
@@ -61,9 +71,13 @@ class _Program:
     if wrong:
       return "not honoured", f"{len(wrong)} of {len(found)} {what} {_several(wrong)}, not {asked}"
     if not found:
+      if self.compiled:
+        return "not shown", f"the compiler left no {what} under the name of their place"
       return "not honoured", f"the program has no {what}: nothing shows that this key acts"
     wider = [d for d in found if d != asked]
-    return "honoured", f"{len(found)} {what} {asked}" + (f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else "")
+    return "honoured", f"{len(found)} {what} {asked}" + (
+      f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else ""
+    )
 
 
 def _floats(i: Instruction) -> bool:
@@ -103,6 +117,16 @@ def judge_keys(
   return sorted(verdicts, key=lambda v: list(Precision.__dataclass_fields__).index(v.key))
 
 
+def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyVerdict]:
+  """Verdicts of one program before and after its compilation: both have to hold, and either may show what is asked."""
+  verdicts = []
+  for before, after in zip(lowered, compiled, strict=True):
+    if before.verdict == "not honoured" or (after.verdict == "not shown" and before.verdict == "honoured"):
+      after = replace(before, evidence=f"before compilation: {before.evidence}")
+    verdicts.append(after)
+  return verdicts
+
+
 def asked_float32(precision: Precision) -> set[str]:
   """Scopes whose products are float32 in a 16-bit model because a key, or the layer itself, asks for it."""
   sites = {"vision_pool", "moe", "splash_attention"}  # pooling, load statistics, and the kernel's own row sums
@@ -114,7 +138,7 @@ def asked_float32(precision: Precision) -> set[str]:
     sites.add("weight_sum")
   if precision.logits_dot_in_fp32:
     sites.add("logits")
-  if keep_float32(precision) or precision.dtype == "float16":
+  if _wide_gate(precision) or precision.dtype == "float16":
     sites.add("experts")
   if precision.dtype == "float16":
     # A float16 cotangent would overflow, and a product that is not normed would too: see layers.precision.
@@ -126,6 +150,11 @@ def _shown(value: Any) -> str:
   return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
+def _wide_gate(precision: Precision) -> bool:
+  """What ``float32_gate_product`` asks for, "auto" being float16 alone."""
+  return precision.dtype == "float16" if precision.float32_gate_product == "auto" else bool(precision.float32_gate_product)
+
+
 def _wide(p: _Program, flag: bool) -> str:
   return "f32" if flag else SHORT[p.precision.dtype]
 
@@ -133,7 +162,7 @@ def _wide(p: _Program, flag: bool) -> str:
 def _dtype(p: _Program) -> tuple[Verdict, str]:
   asked, found = SHORT[p.precision.dtype], []
   for i in p.forward(*_PLAIN):
-    if "experts" in i.scopes and (keep_float32(p.precision) or p.precision.dtype == "float16"):
+    if "experts" in i.scopes and (_wide_gate(p.precision) or p.precision.dtype == "float16"):
       continue  # the grouped product has float32 operands then
     if site_of(i) == "per_layer_input" and p.precision.dtype == "float16":
       continue
@@ -143,7 +172,8 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
 
 def _residual(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("residual", kinds=("add", "multiply"))]
-  return p.judge(found, SHORT[p.precision.residual], "sums of the residual stream")
+  asked = p.precision.residual_dtype or ("float32" if p.precision.dtype == "float16" else p.precision.dtype)
+  return p.judge(found, SHORT[asked], "sums of the residual stream")
 
 
 def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[Verdict, str]:
@@ -173,25 +203,20 @@ def _indexer(p: _Program) -> tuple[Verdict, str]:
 
 
 def _gate_product(p: _Program) -> tuple[Verdict, str]:
-  low, wide = SHORT[p.precision.dtype], keep_float32(p.precision) or p.precision.dtype == "float32"
-  found = [i.results[0] for i in p.forward("gate_product", kinds=("multiply",))]
   # The activation is computed in float32 always; what the key decides is whether a product is left in dtype.
-  narrow = [d for d in found if d != "f32"]
-  if wide:
-    return p.judge(found, "f32", "multiplications of gate and up")
-  if narrow or p.compiled:
-    return p.judge(narrow or [low], low, "multiplications of gate and up")
-  return "not honoured", f"{len(found)} multiplications of gate and up f32, none {low}"
+  found = [i.results[0] for i in p.forward("gate_product", kinds=("multiply",))]
+  return p.judge_products(found, _wide_gate(p.precision), "multiplications of gate and up")
 
 
 def _rescue(p: _Program) -> tuple[Verdict, str]:
-  found = len(p.forward("gate_product", "down_product", kinds=("is_finite",)))
-  wanted = p.precision.float16_rescue and p.precision.dtype == "float16"
-  if p.compiled and wanted:
-    return "not shown", "a compiler writes the test for finite numbers in other ways"
+  counts = [len(p.forward(site, kinds=("is_finite",))) for site in ("gate_product", "down_product")]
+  evidence = f"{counts[0]} tests for finite numbers in products of gate and up, {counts[1]} in outputs"
   if p.precision.dtype != "float16":
-    return ("not honoured" if found else "honoured"), f"acts in float16 only: {found} tests for finite numbers"
-  return ("honoured" if bool(found) == wanted else "not honoured"), f"{found} tests for finite numbers"
+    return ("not honoured" if any(counts) else "honoured"), f"acts in float16 only: {evidence}"
+  if p.compiled and p.precision.float16_rescue:
+    return "not shown", "a compiler writes the test for finite numbers in other ways"
+  wanted = all(counts) if p.precision.float16_rescue else not any(counts)
+  return ("honoured" if wanted else "not honoured"), evidence
 
 
 def _vision_pool(p: _Program) -> tuple[Verdict, str]:
@@ -199,7 +224,8 @@ def _vision_pool(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("vision_pool", kinds=("multiply", "subtract"))]
   if not flag and not found:
     return "not shown", "without stored statistics there is nothing to scale"
-  return p.judge(found, _wide(p, flag), "scalings of pooled features")
+  # Without the key, the stored statistics are still scaled in float32 before they are rounded.
+  return p.judge_products(found, flag, "scalings of pooled features")
 
 
 def _gate_logits(p: _Program) -> tuple[Verdict, str]:
@@ -232,8 +258,8 @@ def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
   asked = p.precision.matmul_precision
   found = [i.precision for i in p.forward("attention", "mla", "mlp", "qk_product", "pv_product", "down_product")]
   wrong = [w for w in found if w != asked]
-  if p.compiled and wrong:
-    return "not shown", "a compiler has turned precision into several products"
+  if p.compiled and (wrong or not found):
+    return "not shown", "a compiler turns precision into several products"
   if wrong or not found:
     return "not honoured", f"{len(wrong)} of {len(found)} products {_several(wrong)}, not {asked}"
   return "honoured", f"{len(found)} products {asked}"

@@ -121,7 +121,9 @@ def _instruction(o: Any, name: str, path: str) -> Instruction:
   precision = target = reducer = ""
   if name in ("dot_general", "ragged_dot", "dot", "convolution"):
     name = "dot"
-    words = re.findall(r"DEFAULT|HIGHEST|HIGH", str(o.attributes["precision_config"])) if "precision_config" in o.attributes else []
+    words = (
+      re.findall(r"DEFAULT|HIGHEST|HIGH", str(o.attributes["precision_config"])) if "precision_config" in o.attributes else []
+    )
     precision = (words[0] if words else "DEFAULT").lower()
   elif name == "custom_call":
     target = _text(o.attributes["call_target_name"])
@@ -203,11 +205,17 @@ _HLO_KINDS = {
 def read_hlo(text: str) -> Reading:
   """Reads the HLO text of a compiled program, what is inside fusions included."""
   types: dict[str, tuple[str, ...]] = {}
+  roots: dict[str, str] = {}  # what a computation ends with, by its name
   instructions, arguments = [], {}
   lines = text.splitlines()
+  computation = ""
   for line in lines:
+    if line and not line[0].isspace():
+      computation = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0]
     if found := _HLO_LINE.match(line):
       types[found[1]] = tuple(_HLO_TYPE.findall(found[2]))
+      if line.lstrip().startswith("ROOT"):
+        roots[computation] = found[3]
   entry = False
   for line in lines:
     if line and not line[0].isspace():
@@ -234,7 +242,7 @@ def read_hlo(text: str) -> Reading:
         results=types[name],
         precision=(precision[1] if precision else "default") if kind == "dot" else "",
         target=target[1] if target else "",
-        reducer=_hlo_reducer(rest) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
+        reducer=_hlo_reducer(rest, roots) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
       )
     )
   return Reading(instructions=instructions, arguments=arguments)
@@ -250,7 +258,6 @@ def _operands(rest: str) -> str:
   return rest
 
 
-def _hlo_reducer(rest: str) -> str:
+def _hlo_reducer(rest: str, roots: dict[str, str]) -> str:
   found = re.search(r"to_apply=%?([\w.\-]+)", rest)
-  name = found[1] if found else ""
-  return next((word for word in ("add", "max", "min", "and", "or", "mul") if word in name or (word == "add" and "sum" in name)), "")
+  return roots.get(found[1], "") if found else ""

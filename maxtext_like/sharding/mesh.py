@@ -12,7 +12,6 @@ from maxtext_like.config.schema import MeshConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import MESH_AXES, RULES
 
-
 Mesh = jax.sharding.Mesh | AbstractMesh
 
 

@@ -47,8 +47,8 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
     return program, lowered.compiler_ir("stablehlo")
 
 
-def compile_for(config: Config, topology: Topology) -> tuple[Any, str]:
-  """The program of a run and its train step as libtpu compiles it for a slice: HLO text.
+def compile_for(config: Config, topology: Topology) -> tuple[Any, Any, str]:
+  """The program of a run and its train step for a slice: as a StableHLO module, and as the HLO text libtpu makes of it.
 
   Raises:
     UserError: no libtpu, a mesh that does not fit the slice, or a program that libtpu cannot compile or print.
@@ -63,8 +63,10 @@ def compile_for(config: Config, topology: Topology) -> tuple[Any, str]:
   program = make_program(config, mesh=ahead_of_time.tpu_mesh(topology, config.mesh))
   try:
     with _short_locations():
-      compiled = program.lower_step("tpu").compile(compiler_options=ahead_of_time.xla_flags("base"))
-    return program, compiled.as_text()
+      lowered = program.lower_step("tpu")
+      module = lowered.compiler_ir("stablehlo")
+      compiled = lowered.compile(compiler_options=ahead_of_time.xla_flags("base"))
+    return program, module, compiled.as_text()
   except jax.errors.JaxRuntimeError as error:
     raise UserError(
       f"topology={topology.name}: {str(error).strip().splitlines()[0]}\n"

@@ -232,7 +232,7 @@ def partition_spec(p: Param, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
   return jax.sharding.PartitionSpec(*entries)
 
 
-def shardings(spec: Spec, mesh: jax.sharding.Mesh, rules: Rules | None = None):
+def shardings(spec: Spec, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules | None = None):
   """A ``jax.sharding.NamedSharding`` for every leaf. ``rules`` defaults to ``maxtext_like.layers.partition.RULES``."""
   from maxtext_like.layers.partition import RULES
 

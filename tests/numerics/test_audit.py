@@ -1,0 +1,233 @@
+"""Audits of whole train steps: every model and key is honoured as it stands, and each planted dishonesty is found."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxtext_like.config.files import model_names
+from maxtext_like.config.load import load_config
+from maxtext_like.layers import attention_kernels, blocks, indexer, mlp, moe
+from maxtext_like.layers.precision import Precision
+from maxtext_like.numerics import audit, audit_keys, hlo
+from maxtext_like.training import lowered
+from maxtext_like.training.step import TrainStep
+
+ONE = ["num_decoder_layers=1", "dtype=bfloat16", "max_target_length=128"]
+MODELS = {
+  "gemma": ["gemma4-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1"],
+  "moe": ["gemma4-moe-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1"],
+  "deepseek": ["deepseek3.2-tiny", *ONE, "first_num_dense_layers=0"],
+  "vision": ["gemma4-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1", "use_multimodal=true"],
+}
+
+
+def read(words: list[str], platform: Any = "tpu") -> tuple[Any, hlo.Reading, Precision]:
+  config = load_config(words[0], words[1:]).config
+  program, module = lowered.lower(config, platform)
+  return program, hlo.read_stablehlo(module), Precision(**vars(config.precision))
+
+
+def keys_of(words: list[str], platform: Any = "tpu") -> dict[str, audit_keys.KeyVerdict]:
+  program, reading, precision = read(words, platform)
+  return {k.key: k for k in judged(program, reading, precision)}
+
+
+def judged(program, reading, precision, compiled=False) -> list[audit_keys.KeyVerdict]:
+  leaves = jax.tree_util.tree_leaves_with_path(program.spec)
+  return audit_keys.judge_keys(
+    reading, precision, program.config.model, images=program.config.vision.use_multimodal, compiled=compiled,
+    weights={f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves},
+  )  # fmt: skip
+
+
+def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
+  return {name for name, k in keys.items() if k.verdict == "not honoured"}
+
+
+# -- as it stands
+
+
+def every_model():
+  quick = {("gemma4-tiny", "cuda"), ("deepseek3.2-tiny", "tpu")}
+  for model in model_names():
+    for platform in ("tpu", "cuda"):
+      yield pytest.param(model, platform, marks=[] if (model, platform) in quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "platform"), list(every_model()))
+def test_every_model_file_honours_every_key_and_nothing_works_unasked(model, platform):
+  """At full width and depth: equal layers are one loop. The tiny models are float32 files, so here they run in bfloat16."""
+  words = [model, "dtype=bfloat16"]
+  program, reading, precision = read(words, platform)
+  keys = {k.key: k for k in judged(program, reading, precision)}
+  assert set(keys) == {f.name for f in dataclasses.fields(Precision)}
+  assert dishonest(keys) == set()
+  assert not audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  lacking = {name for name, k in keys.items() if k.verdict == "not shown"}
+  assert all("has not got" in keys[name].evidence for name in lacking)
+  sites = {(r.site, r.stage) for r in audit.rows(reading)}
+  assert sites >= {("norms", "forward"), ("norms", "backward"), ("residual stream", "forward"), ("logits", "forward")}
+  assert sites >= {("logits", "backward"), ("loss", "forward"), ("optimizer", "update"), ("gate product", "forward")}
+  fused = {use.kernel for use in program.kernels if use.shape}
+  names = {"cudnn_flash": "cuDNN attention", "splash": "splash attention"}
+  assert {(names[k], stage) for k in fused for stage in ("forward", "backward")} <= sites
+  if not fused:
+    assert sites >= {(s, stage) for s in ("qk product", "softmax", "pv product") for stage in ("forward", "backward")}
+
+
+FLAGS = [
+  ("gemma", "float32_qk_product=false", "results of q.k bf16"),
+  ("gemma", "float32_logits=false", "softmax bf16"),
+  ("gemma", "float32_gate_product=true", "multiplications of gate and up f32"),
+  ("gemma", "cast_logits_to_fp32=false", "1 logits bf16"),
+  ("gemma", "logits_dot_in_fp32=true", "operands of the last product f32"),
+  ("gemma", "matmul_precision=high", "products high"),
+  ("gemma", "residual_dtype=float32", "residual stream f32"),
+  ("gemma", "weight_dtype=bfloat16", "parameters bf16"),
+  ("gemma", "grad_dtype=bfloat16", "gradients: bf16"),
+  ("gemma", "dtype=float16", "operands of products f16"),
+  ("gemma", "dtype=float32", "operands of products f32"),
+  ("deepseek", "indexer_float32_logits=false", "relu and sum bf16"),
+  ("deepseek", "float32_gate_logits=false", "operands of router products bf16"),
+  ("deepseek", "float32_weight_sum=false", "operands of the weighted sum bf16"),
+  ("vision", "float32_vision_pool=false", "scalings of pooled features bf16"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "word", "evidence"), FLAGS, ids=[f[1] for f in FLAGS])
+def test_each_key_the_other_way_is_honoured_too(model, word, evidence):
+  keys = keys_of([*MODELS[model], word])
+  assert dishonest(keys) == set()
+  assert evidence in keys[word.partition("=")[0]].evidence
+
+
+# -- planted
+
+
+def _ignores_float32(self, spec, x, y, *, float32=False, unbounded=False):
+  return jnp.einsum(spec, self.cast(x), self.cast(y), precision=self.matmul_precision)
+
+
+def _all_float32(self, spec, x, y, *, float32=False, unbounded=False):
+  out = jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=self.matmul_precision)
+  return out if float32 else self.cast(out)
+
+
+def _ignores_precision(self, spec, x, y, *, float32=False, unbounded=False):
+  return Precision.einsum(dataclasses.replace(self, matmul_precision="default"), spec, x, y, float32=float32)
+
+
+_softmax, _product, _call = attention_kernels.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
+
+# (what is planted, model, words, the keys that are not honoured)
+PLANTED = {
+  "einsum ignores float32": (
+    lambda m: m.setattr(Precision, "einsum", _ignores_float32), "gemma", [], {"float32_qk_product", "cast_logits_to_fp32"},
+  ),
+  "einsum in float32 always": (
+    lambda m: m.setattr(Precision, "einsum", _all_float32), "gemma", [], {"dtype", "logits_dot_in_fp32"},
+  ),
+  "softmax in bfloat16": (
+    lambda m: m.setattr(attention_kernels, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16), mask)),
+    "gemma", [], {"float32_logits"},
+  ),
+  "gate product never float32": (
+    lambda m: m.setattr(mlp, "keep_float32", lambda precision: False),
+    "gemma", ["float32_gate_product=true"], {"float32_gate_product"},
+  ),
+  "residual in bfloat16": (
+    lambda m: m.setattr(blocks, "_add", jax.named_scope("residual")(lambda x, b: x.astype("bfloat16") + b.astype("bfloat16"))),
+    "gemma", ["residual_dtype=float32"], {"residual_dtype"},
+  ),
+  "router in bfloat16": (
+    lambda m: m.setattr(moe.Router, "_logits", lambda self, p, x: self.precision.einsum("...D,DE->...E", x, p["kernel"])),
+    "deepseek", [], {"float32_gate_logits"},
+  ),
+  "indexer rounds its products": (
+    lambda m: m.setattr(indexer.jax.nn, "relu", lambda x: jnp.maximum(x.astype(jnp.bfloat16), 0).astype(jnp.float32)),
+    "deepseek", [], {"indexer_float32_logits"},
+  ),
+  "gradients stay float32": (
+    lambda m: m.setattr(
+      TrainStep, "__call__",
+      lambda self, state, batch, check: _call(dataclasses.replace(self, grad_dtype="float32"), state, batch, check),
+    ),
+    "gemma", ["grad_dtype=bfloat16"], {"grad_dtype"},
+  ),
+  "no rescue": (
+    lambda m: m.setattr(
+      mlp, "float16_gated_product", lambda g, u, a, p: _product(g, u, a, dataclasses.replace(p, float16_rescue=False))
+    ),
+    "gemma", ["dtype=float16"], {"float16_rescue"},
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "no rescue" else []) for n in PLANTED])
+def test_a_planted_dishonest_layer_is_found_by_its_key(name, monkeypatch):
+  plant, model, words, expected = PLANTED[name]
+  plant(monkeypatch)
+  assert dishonest(keys_of([*MODELS[model], *words])) == expected
+
+
+def test_work_that_nobody_asked_for_is_listed(monkeypatch):
+  def wide(x, b):
+    y = x + b
+    return y + jnp.einsum("BTD,DE->BTE", y.astype(jnp.float32), jnp.zeros((y.shape[-1],) * 2)).astype(y.dtype)
+
+  monkeypatch.setattr(blocks, "_add", jax.named_scope("residual")(wide))
+  _, reading, precision = read(MODELS["gemma"])
+  found = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  assert {u.operation for u in found} == {"dot"}
+  assert {u.dtypes for u in found} == {"f32 x f32 -> f32"}
+  assert all("/residual/" in u.path for u in found)
+
+
+def instruction(path: str, *operands: str, kind="dot", result="bf16") -> hlo.Instruction:
+  return hlo.Instruction(kind=kind, path=f"jit(step)/{path}/{kind}", operands=operands, results=(result,), precision="default")
+
+
+def test_float64_anywhere_is_listed():
+  reading = hlo.Reading(instructions=[instruction("norm", "f64", kind="rsqrt", result="f64")], arguments={})
+  (found,) = audit.unasked(reading, "float32", ())
+  assert (found.operation, found.dtypes, found.places) == ("rsqrt", "f64 -> f64", 1)
+
+
+def test_an_instruction_belongs_to_the_innermost_name():
+  at = {
+    "stack_0/layer_1/attention/qk_product": "qk product", "transpose(jvp(attention))/norm": "norms", "elsewhere": audit.OTHER,
+    "moe/experts/down_product": "down product", "moe/shared_experts/mlp": "gate and up", "head/logits": "logits",
+  }  # fmt: skip
+  for path, site in at.items():
+    (row,) = audit.rows(hlo.Reading(instructions=[instruction(path, "bf16", "bf16")], arguments={}))
+    assert (row.site, row.operands, row.accumulation, row.output) == (site, "bf16 x bf16", "f32", "bf16")
+
+
+def test_a_place_that_is_missing_is_not_honoured():
+  """A program without any name proves nothing."""
+  program, reading, precision = read(MODELS["gemma"])
+  nameless = [dataclasses.replace(i, path="jit(step)/" + i.path.rpartition("/")[2]) for i in reading.instructions]
+  lost = {k.key for k in judged(program, dataclasses.replace(reading, instructions=nameless), precision)
+          if k.verdict == "not honoured"}  # fmt: skip
+  assert lost >= {"dtype", "residual_dtype", "float32_qk_product", "float32_logits", "float32_gate_product"}
+  # A compiler may have taken a place away; then the program before compilation has to show it.
+  after = judged(program, dataclasses.replace(reading, instructions=nameless), precision, compiled=True)
+  whole = audit_keys.together(judged(program, reading, precision), after)
+  assert {k.verdict for k in whole if k.key in lost} == {"honoured"}
+  assert next(k for k in whole if k.key == "dtype").evidence.startswith("before compilation: ")
+
+
+def test_a_compiler_may_keep_more_than_was_asked_and_never_less():
+  program, reading, _ = read(MODELS["gemma"])
+  for flag, verdict in ((False, "honoured"), (True, "honoured")):
+    keys = judged(program, reading, Precision(dtype="bfloat16", float32_qk_product=flag), compiled=True)
+    assert next(k for k in keys if k.key == "float32_qk_product").verdict == verdict
+  keys = judged(program, reading, Precision(dtype="bfloat16", float32_qk_product=False))
+  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honoured"
+  rounded = [dataclasses.replace(i, results=("bf16",)) if "qk_product" in i.scopes else i for i in reading.instructions]
+  keys = judged(program, dataclasses.replace(reading, instructions=rounded), Precision(dtype="bfloat16"), compiled=True)
+  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honoured"
