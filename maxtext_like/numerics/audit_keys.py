@@ -79,6 +79,16 @@ class _Program:
       f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else ""
     )
 
+  def kept(self, judged: tuple[Verdict, str], flag: bool, *sites: str) -> tuple[Verdict, str]:
+    """The same verdict, unless a float32 number of these sites is rounded to 16 bits although the flag forbids it."""
+    verdict, evidence = judged
+    if not flag or self.compiled or self.precision.dtype == "float32":
+      return verdict, evidence  # where a compiler rounds is told by the next instruction's operands
+    rounded = [i for i in self.forward(*sites, kinds=("convert",)) if i.operands == ("f32",) and _WIDTH.get(i.results[0]) == 1]
+    if rounded:
+      return "not honoured", f"{evidence}, but {len(rounded)} roundings from f32 to {_several([r.results[0] for r in rounded])}"
+    return verdict, evidence
+
 
 def _floats(i: Instruction) -> bool:
   return any(d in _WIDTH for d in (*i.operands, *i.results))
@@ -173,11 +183,11 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
 def _residual(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("residual", kinds=("add", "multiply"))]
   asked = p.precision.residual_dtype or ("float32" if p.precision.dtype == "float16" else p.precision.dtype)
-  return p.judge(found, SHORT[asked], "sums of the residual stream")
+  return p.kept(p.judge(found, SHORT[asked], "sums of the residual stream"), asked == "float32", "residual")
 
 
 def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[Verdict, str]:
-  kernels = f"{p.fused} fused kernels, float32 inside by construction"
+  kernels = f"{p.fused} places of fused kernels, float32 inside by construction"
   if not found and p.fused:
     return "honoured", kernels
   verdict, evidence = p.judge(found, _wide(p, flag), what)
@@ -186,12 +196,14 @@ def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[V
 
 def _qk_product(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("qk_product")]
-  return _with_fused(p, p.precision.float32_qk_product, found, "results of q.k")
+  flag = p.precision.float32_qk_product
+  return p.kept(_with_fused(p, flag, found, "results of q.k"), flag, "qk_product")
 
 
 def _float32_logits(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("softmax", kinds=("exponential", "divide"))]
-  return _with_fused(p, p.precision.float32_logits, found, "exponentials and quotients of the softmax")
+  flag = p.precision.float32_logits
+  return p.kept(_with_fused(p, flag, found, "exponentials and quotients of the softmax"), flag, "softmax")
 
 
 def _indexer(p: _Program) -> tuple[Verdict, str]:
@@ -199,7 +211,8 @@ def _indexer(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("indexer_product")]
   found += [d for i in p.forward("indexer_sum", kinds=("dot",)) for d in i.operands[:2]]
   found += [i.results[0] for i in p.forward("indexer_sum", kinds=("maximum",))]
-  return p.judge(found, _wide(p, flag), "scores of the indexer, their relu and sum")
+  judged = p.judge(found, _wide(p, flag), "scores of the indexer, their relu and sum")
+  return p.kept(judged, flag, "indexer_product", "indexer_sum")
 
 
 def _gate_product(p: _Program) -> tuple[Verdict, str]:
@@ -225,18 +238,19 @@ def _vision_pool(p: _Program) -> tuple[Verdict, str]:
   if not flag and not found:
     return "not shown", "without stored statistics there is nothing to scale"
   # Without the key, the stored statistics are still scaled in float32 before they are rounded.
-  return p.judge_products(found, flag, "scalings of pooled features")
+  return p.kept(p.judge_products(found, flag, "scalings of pooled features"), flag, "vision_pool")
 
 
 def _gate_logits(p: _Program) -> tuple[Verdict, str]:
   found = [d for i in p.forward("router") for d in i.operands[:2]]
-  return p.judge(found, _wide(p, p.precision.float32_gate_logits), "operands of router products")
+  flag = p.precision.float32_gate_logits
+  return p.kept(p.judge(found, _wide(p, flag), "operands of router products"), flag, "router")
 
 
 def _weight_sum(p: _Program) -> tuple[Verdict, str]:
   flag = p.precision.float32_weight_sum or p.precision.dtype == "float16"
   found = [d for i in p.forward("weight_sum") for d in i.operands[:2]]
-  return p.judge(found, _wide(p, flag), "operands of the weighted sum")
+  return p.kept(p.judge(found, _wide(p, flag), "operands of the weighted sum"), flag, "weight_sum")
 
 
 def _cast_logits(p: _Program) -> tuple[Verdict, str]:
@@ -245,7 +259,7 @@ def _cast_logits(p: _Program) -> tuple[Verdict, str]:
     found = [i.results[0] for i in p.forward("logits", kinds=("convert",)) if i.operands[0] == "f32"]
   else:
     found = [i.results[0] for i in p.forward("logits")]
-  return p.judge(found, _wide(p, flag), "logits")
+  return p.kept(p.judge(found, _wide(p, flag), "logits"), flag, "soft_cap", "loss")
 
 
 def _logits_dot(p: _Program) -> tuple[Verdict, str]:

@@ -139,6 +139,12 @@ PLANTED = {
     lambda m: m.setattr(mlp, "keep_float32", lambda precision: False),
     "gemma", ["float32_gate_product=true"], {"float32_gate_product"},
   ),
+  "scores rounded on their way": (
+    lambda m: m.setattr(
+      attention_kernels, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16).astype(jnp.float32), mask)
+    ),
+    "gemma", [], {"float32_logits"},
+  ),
   "residual in bfloat16": (
     lambda m: m.setattr(blocks, "_add", jax.named_scope("residual")(lambda x, b: x.astype("bfloat16") + b.astype("bfloat16"))),
     "gemma", ["residual_dtype=float32"], {"residual_dtype"},
