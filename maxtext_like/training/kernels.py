@@ -170,9 +170,7 @@ def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[.
   if known is None:
     with jax.default_device(device):
       results = test(shape)
-    known = "; ".join(f"{r.name}: {r.problem}" for r in results if r.problem)
-    if known:
-      known = f"{shape}: {known}"
+    known = _told(shape, results)
   together = _together(known)
   if results:
     # A kernel that raised is tried again by the next run: the machine may have been short of memory.
@@ -180,6 +178,16 @@ def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[.
       _write(path, key | {"problem": known, "cases": [dataclasses.asdict(r) for r in results]})
     return together, time.monotonic() - begin
   return together, None
+
+
+def _told(shape: ShapeClass, results: list[CaseResult]) -> str:
+  """What is wrong, by case; cases that failed in the same words are named together. "" is nothing."""
+  failed: dict[str, list[str]] = {}
+  for r in results:
+    if r.problem:
+      failed.setdefault(r.problem, []).append(r.name)
+  said = "; ".join(f"{', '.join(names)}: {problem}" for problem, names in failed.items())
+  return f"{shape}: {said}" if failed else ""
 
 
 def _together(problem: str) -> str:

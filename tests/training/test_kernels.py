@@ -6,9 +6,11 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 from maxtext_like.layers.blocks import GemmaLayer
 from maxtext_like.layers.precision import Precision
@@ -193,3 +195,34 @@ def test_an_explicit_kernel_of_another_platform_is_refused_when_the_run_is_put_t
   with pytest.raises(UserError, match="it runs on NVIDIA GPUs, not on cpu"):
     make_program(config)
   assert make_program(config, runs_attention=False).kernels == ()
+
+
+# One run of a real program: splash does not run on a CPU, and here it is what the layers would take.
+RUN = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "emb_dim=32", "mlp_dim=48"]
+RUN += ["max_target_length=16", "per_device_batch_size=2", "steps=1", "dataset_documents_max=40", "eval_fraction=0.2"]
+RUN += ["enable_checkpointing=false", "resume=false", "enable_tensorboard=false", "compilation_cache_dir=null"]
+
+
+@pytest.fixture
+def splash_everywhere(monkeypatch):
+  monkeypatch.setattr(kernels, "choose_kernel", lambda kernel, **_: kernel if kernel == "dot_product" else "splash")
+  before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+  yield
+  jax.config.update("jax_enable_compilation_cache", before)
+
+
+def test_a_run_says_at_its_start_and_in_env_json_what_it_fell_back_to(splash_everywhere, tmp_path, capsys):
+  assert main(["train", *RUN, f"output_dir={tmp_path}", "run_name=r"]) == 0
+  out = capsys.readouterr().out
+  assert "kernel  dot_product instead of splash in 1 of 1 layers: failed its self-test on cpu: splash, float32, " in out
+  cases = "causal, segments, fully masked rows, strongly negative scores, length % 128 == 16"
+  assert f"{cases}: ValueError: Only interpret mode is supported on CPU backend" in out
+  (use,) = json.loads((tmp_path / "r/env.json").read_text())["kernels"]
+  assert (use["kernel"], use["shape"]["kernel"], use["tested"]) == ("dot_product", "splash", "cpu")
+  assert "Only interpret mode" in use["problem"]
+
+
+def test_a_run_with_a_kernel_that_was_named_and_failed_is_refused(splash_everywhere, tmp_path, capsys):
+  assert main(["train", *RUN, f"output_dir={tmp_path}", "run_name=r", "attention=splash"]) == 2
+  assert "attention=splash failed its self-test on cpu: splash, float32" in capsys.readouterr().err
+  assert not (tmp_path / "r").exists()
