@@ -54,8 +54,8 @@ GUARANTEE = "float32 scores, softmax and accumulators inside the kernel"
 
 def site_of(instruction: Instruction) -> str:
   """The scope that an instruction belongs to, ``OTHER`` for none."""
-  if instruction.target.startswith(_CUDNN):
-    return "cudnn_attention"
+  if is_fused(instruction):
+    return "cudnn_attention" if instruction.target.startswith(_CUDNN) else "splash_attention"
   for scope in reversed(instruction.scopes):
     if scope in SITES:
       return scope
@@ -66,7 +66,8 @@ def is_fused(instruction: Instruction) -> bool:
   """Whether it is a fused attention kernel."""
   if instruction.target.startswith(_CUDNN):
     return True
-  return instruction.target == _SPLASH and "splash_attention" in instruction.scopes
+  # JAX names the kernels of splash attention, and a compiled program keeps that name where it loses the outer ones.
+  return instruction.target == _SPLASH and any(s.startswith(("splash_mha", "splash_mqa")) for s in instruction.scopes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
   if fused:
     operation, operands, accumulation = i.target, i.operands[:3], "f32"
     if i.target == _SPLASH:
-      operation = next((s for s in reversed(i.scopes) if s.startswith("splash_mha")), "splash kernel")
+      operation = next(s for s in reversed(i.scopes) if s.startswith(("splash_mha", "splash_mqa")))
       operands = tuple(d for d in i.operands if d in FLOATS)[:3]
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,

@@ -213,6 +213,23 @@ def test_an_instruction_belongs_to_the_innermost_name():
     assert (row.site, row.operands, row.accumulation, row.output) == (site, "bf16 x bf16", "f32", "bf16")
 
 
+def test_fused_kernels_are_known_by_their_own_names():
+  def kernel(path: str, target: str) -> hlo.Instruction:
+    return dataclasses.replace(instruction(path, "bf16", "bf16", "bf16", kind="custom_call"), target=target, precision="")
+
+  calls = [
+    kernel("jvp()/while/body/closed_call/cudnn_attention", "__cudnn$fmhaSoftmax"),
+    kernel("vmap(static_sparsity_splash)/jit(_splash_attention)/splash_mha_fwd_segmented", "tpu_custom_call"),
+    kernel("experts", "tpu_custom_call"),
+  ]
+  assert [audit.is_fused(i) for i in calls] == [True, True, False]
+  rows = audit.rows(hlo.Reading(instructions=calls, arguments={}))
+  assert {(r.site, r.operation, r.accumulation, r.note) for r in rows} == {
+    ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", audit.GUARANTEE),
+    ("splash attention", "splash_mha_fwd_segmented", "f32", audit.GUARANTEE),
+  }
+
+
 def test_a_place_that_is_missing_is_not_honoured():
   """A program without any name proves nothing."""
   program, reading, precision = read(MODELS["gemma"])
