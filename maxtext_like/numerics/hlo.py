@@ -207,7 +207,8 @@ def read_hlo(text: str) -> Reading:
   types: dict[str, tuple[str, ...]] = {}
   roots: dict[str, str] = {}  # what a computation ends with, by its name
   instructions, arguments = [], {}
-  lines = text.splitlines()
+  # A kernel's own description, JSON inside an instruction, is broken over several lines.
+  lines = re.sub(r'\n(?="|\}\})', " ", text).splitlines()
   computation = ""
   for line in lines:
     if line and not line[0].isspace():

@@ -161,7 +161,7 @@ def _grouped(uses: list[KernelUse]) -> tuple[KernelUse, ...]:
 def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
   """What is wrong with the kernel ("" is nothing), and the seconds of the test (None: it was tested earlier)."""
   key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | versions(device)
-  path = None
+  path = None  # a cache in a bucket holds compiled programs only: a test at every start costs less than a client for it
   if cache is not None and "://" not in cache:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     path = Path(os.path.expanduser(cache), FOLDER, f"{digest}.json")

@@ -136,7 +136,10 @@ ENTRY %main (w: bf16[6,6]) -> f32[4] {
   %w = bf16[6,6]{1,0} parameter(0), metadata={op_name="state[\\'params\\'][\\'w\\']"}
   %x = bf16[4,6]{1,0} constant({...})
   %fusion.1 = f32[4,6]{1,0} fusion(%x, %w), kind=kOutput, calls=%fused
-  %pair = (f32[4,6]{1,0}, u8[0]{0}) custom-call(%fusion.1), custom_call_target="__cudnn$fmhaSoftmax"
+  %pair = (f32[4,6]{1,0}, u8[0]{0}) custom-call(%fusion.1), custom_call_target="__cudnn$fmhaSoftmax", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256}"
+}}, metadata={op_name="jit(step)/transpose(jvp(attention))/cudnn_attention/call"}
   %zero = f32[] constant(0)
   ROOT %r = f32[4]{0} reduce(%fusion.1, %zero), dimensions={1}, to_apply=%region_1.2, \
 metadata={op_name="jit(step)/jvp(loss)/reduce_max"}
@@ -152,7 +155,9 @@ def test_the_text_of_a_compiled_program():
   assert (dot.operands, dot.results, dot.precision) == (("bf16", "bf16"), ("f32",), "highest")
   assert dot.scopes[-2:] == ("mlp", "down_product")
   assert (reduce.operands, reduce.reducer, reduce.scopes[-1]) == (("f32", "f32"), "maximum", "loss")
-  assert (by_kind["custom_call"].target, by_kind["custom_call"].results) == ("__cudnn$fmhaSoftmax", ("f32", "u8"))
+  call = by_kind["custom_call"]
+  assert (call.target, call.results, call.stage) == ("__cudnn$fmhaSoftmax", ("f32", "u8"), "backward")
+  assert call.scopes[-1] == "cudnn_attention"
 
 
 def test_the_text_that_this_machine_compiles():
