@@ -43,8 +43,10 @@ SITES: dict[str, tuple[str, frozenset[str]]] = {
   "vision": ("vision tower", frozenset()),
   "shared_experts": ("shared experts", frozenset()),
   "head": ("head", frozenset()),
+  "collectives": ("reductions between devices", frozenset({"all_reduce", "reduce_scatter"})),
 }
-"""The names that layers give to their parts. An instruction belongs to the innermost of them along its path."""
+"""The names that layers give to their parts. An instruction belongs to the innermost of them along its path; reductions
+between devices, most of which a compiler puts in, are a site of their own."""
 
 OTHER = "elsewhere"
 _CUDNN, _SPLASH = "__cudnn$fmha", "tpu_custom_call"
@@ -56,6 +58,8 @@ def site_of(instruction: Instruction) -> str:
   """The scope that an instruction belongs to, ``OTHER`` for none."""
   if is_fused(instruction):
     return "cudnn_attention" if instruction.target.startswith(_CUDNN) else "splash_attention"
+  if instruction.kind in SITES["collectives"][1]:
+    return "collectives"
   for scope in reversed(instruction.scopes):
     if scope in SITES:
       return scope
@@ -120,7 +124,7 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
     operands = i.operands[:2]
     accumulation = "f64" if "f64" in i.results else "f32"
   elif i.reducer == "add":
-    operands, accumulation = i.operands[:1], i.results[0]
+    operands, accumulation = i.operands[:1], ", ".join(dict.fromkeys(i.results))
   elif i.kind in ("gather", "scatter", "reduce"):
     operands = i.operands[:1]
   if fused:
@@ -134,7 +138,7 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
     operation=operation,
     operands=" x ".join(operands),
     accumulation=accumulation,
-    output=", ".join(dict.fromkeys(d for d in i.results if d in FLOATS)) if fused else ", ".join(i.results),
+    output=", ".join(dict.fromkeys(d for d in i.results if d in FLOATS or not fused)),
     places=0,
     note=GUARANTEE if fused else "",
   )
