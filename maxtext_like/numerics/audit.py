@@ -49,6 +49,7 @@ SITES: dict[str, tuple[str, frozenset[str]]] = {
 between devices, most of which a compiler puts in, are a site of their own."""
 
 OTHER = "elsewhere"
+_UPDATE, _UNKNOWN = "update", ""
 _CUDNN, _SPLASH = "__cudnn$fmha", "tpu_custom_call"
 GUARANTEE = "float32 scores, softmax and accumulators inside the kernel"
 """What cuDNN's fused attention and splash attention do by construction (their sources and manuals; no text shows it)."""
@@ -80,7 +81,7 @@ class Row:
 
   Attributes:
     site: what it is called.
-    stage: "forward", "recomputed", "backward", and "update" for the optimizer.
+    stage: "forward", "recomputed", "backward"; "update" for the optimizer; "" for what a compiler made without a name.
     operation: the instruction, with the precision of a product where it is not the default.
     operands, accumulation, output: dtypes; a sum's accumulator is the wider of its result and, for a product, float32:
       the matrix units of TPUs and NVIDIA GPUs add products of 16-bit numbers in float32 whatever they hand on.
@@ -110,7 +111,7 @@ def rows(reading: Reading) -> list[Row]:
       continue
     found[site, _row(instruction, site, fused)] += 1
   order = {scope: i for i, scope in enumerate([*SITES, OTHER])}
-  passes = {"forward": 0, "recomputed": 1, "backward": 2, "update": 3}
+  passes = {"forward": 0, "recomputed": 1, "backward": 2, _UPDATE: 3, _UNKNOWN: 4}
   listed = sorted(found.items(), key=lambda item: (order[item[0][0]], passes[item[0][1].stage], str(item[0][1])))
   return [replace(row, places=places) for (_, row), places in listed]
 
@@ -134,7 +135,7 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
       operands = tuple(d for d in i.operands if d in FLOATS)[:3]
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,
-    stage="update" if site == "optimizer" else i.stage,
+    stage=_UPDATE if site == "optimizer" else i.stage if i.path else _UNKNOWN,
     operation=operation,
     operands=" x ".join(operands),
     accumulation=accumulation,
