@@ -145,7 +145,7 @@ def require_fit(program: Program) -> tuple[MemoryEstimate, Limit | None]:
     DoesNotFitError: with the table and what can be done.
   """
   need = estimate(program)
-  here = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
+  here = [d for d in program.devices if d.process_index == jax.process_index()]
   limit = device_limit(here[0], len(here))
   if limit is not None and need.total > limit.bytes:
     raise DoesNotFitError(

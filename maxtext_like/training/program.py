@@ -61,6 +61,12 @@ class Program:
     return self.decoder.params()
 
   @property
+  def devices(self) -> list[Any]:
+    """The devices of the mesh, which is not an abstract one."""
+    assert isinstance(self.mesh, jax.sharding.Mesh)
+    return list(self.mesh.devices.flat)
+
+  @property
   def microbatch(self) -> int:
     """Rows that all devices work on at a time."""
     return self.config.training.per_device_batch_size * self.mesh.size

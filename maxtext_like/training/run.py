@@ -82,7 +82,7 @@ def train(loaded: Loaded) -> int:
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       directory.write_text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, config.training.steps)
-      device = program.mesh.devices.flat[0]
+      device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
       keep_until(directory.path / SAMPLES, start)  # with or without new ones: the report shows what is there
       writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
@@ -181,14 +181,14 @@ def _introduce(
   progress: Progress, program: Program, directory: RunDirectory, need: memory.MemoryEstimate, limit: memory.Limit | None
 ) -> None:
   t, p = program.config.training, program.config.precision
-  devices = program.mesh.devices.flat
   total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
   some = f", {trained:,} trained" if trained != total else ""
   kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
+  devices = f"{program.mesh.size} x {program.devices[0].device_kind}"
   available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
   progress.say(
     f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}\n"
-    f"device  {program.mesh.size} x {devices[0].device_kind}, about {need.total / memory.GB:.2f} GB{available} on each\n"
+    f"device  {devices}, about {need.total / memory.GB:.2f} GB{available} on each\n"
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
     f"run     {directory.path}"
   )
