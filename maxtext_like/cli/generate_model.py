@@ -78,7 +78,8 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
   if trained is not None and trained != tokenizer.fingerprint:
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)
-  return Model(make_program(loaded.config), directory, tokenizer, files, notes)
+  program = make_program(loaded.config, runs_attention=False)  # with a cache, attention is written out
+  return Model(program, directory, tokenizer, files, notes)
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> tuple["Loaded", str]:
