@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from maxtext_like.config.schema import LoggingConfig
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import NonFiniteError
@@ -18,6 +16,7 @@ from maxtext_like.generation.engine import check, generate
 from maxtext_like.generation.prompts import Prompt, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
+from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.metrics import read
 from maxtext_like.training.program import Program
 
@@ -56,7 +55,7 @@ class Samples:
     answers: list[list[int]] = [[] for _ in self._texts]
     error = None
     try:
-      with jax.set_mesh(self._program.mesh):
+      with use_mesh(self._program.mesh):
         for rows in generate(
           self._program.decoder, params, self._prompts, max_tokens=self._tokens, stop=self._stop, sampling=self._sampling
         ):
