@@ -48,11 +48,12 @@ def blockwise_attention(
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BTKH, v_BTKV))
-  return _attend((precision, scale, window, block), q, k, v, segments).reshape(B, T, N, -1)
+  out: Any = _attend((precision, scale, window, block), q, k, v, segments)
+  return out.reshape(B, T, N, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q, k, v, segments) -> Any:  # what custom_vjp returns has no type of its own
+def _attend(static: _Static, q, k, v, segments):
   return _forward(static, q, k, v, segments)[0]
 
 
