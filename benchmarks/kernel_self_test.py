@@ -17,8 +17,7 @@ import jax
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.blocks import GemmaLayer
-from maxtext_like.layers.precision import Precision
-from maxtext_like.models.build import build_decoder
+from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
 from maxtext_like.training.kernels import versions
 
@@ -30,7 +29,7 @@ def classes(models: list[str], kernel: Kernel, dtype: str, length: int) -> list[
   found = {}
   for model in models:
     config = load_config(model).config
-    precision = Precision(**vars(config.precision))
+    precision = precision_of(config.precision)
     for layer in build_decoder(config.model, precision).layers:
       if isinstance(layer, GemmaLayer):
         a = layer.cfg.attention

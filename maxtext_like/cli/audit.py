@@ -45,17 +45,22 @@ def run(argv: list[str]) -> int:
   on_the_host()
   import jax
 
-  from maxtext_like.layers.precision import Precision
+  from maxtext_like.models.build import precision_of
   from maxtext_like.numerics import audit, audit_keys, hlo
   from maxtext_like.training import lowered
 
   c = loaded.config
+  if c.precision.layer_precision:
+    raise UserError(
+      "audit: layer_precision gives layers dtypes of their own, and a site's verdict is for all layers\n"
+      "  fix: audit without it, and once more with its keys for the whole model"
+    )
   text = None
   if topology is None:
     program, module = lowered.lower(c, platform)
   else:
     program, module, text = lowered.compile_for(c, topology)
-  precision = Precision(**vars(c.precision))
+  precision = precision_of(c.precision)
   leaves = jax.tree_util.tree_leaves_with_path(program.spec)
   weights = {f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves}
 

@@ -122,16 +122,16 @@ def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded"
   import jax
 
   from maxtext_like.checkpoint.huggingface.weights import Weights
-  from maxtext_like.layers.precision import Precision
-  from maxtext_like.models.build import build_decoder
+  from maxtext_like.models.build import build_decoder, precision_of
 
   settings, training = loaded.config.precision, loaded.config.training
-  precision = Precision(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Precision)})
+  precision = precision_of(settings)
   if precision.dtype == "float32" and loaded.origins["precision.matmul_precision"].startswith("configs/base.yml"):
     precision = dataclasses.replace(precision, matmul_precision="highest")
   decoder = build_decoder(
     loaded.config.model,
     precision,
+    layer_precision=settings.layer_precision,
     vision=loaded.config.vision,
     scan_layers=training.scan_layers,
     remat_policy=training.remat_policy,

@@ -16,6 +16,7 @@ VERBS = {
   "import": "turn a Hugging Face checkpoint into one of ours, to train from",
   "export": "write the weights of a run for transformers and vLLM",
   "generate": "continue prompts with a run or a Hugging Face checkpoint",
+  "bisect": "find the precision keys that mend a step which is not finite, or far from float32",
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
   "risk": "tell from the weights alone what overflows in a dtype",
   "audit": "read the train step's program: dtypes of every part, and which precision keys it honours",
@@ -24,7 +25,7 @@ VERBS = {
 }
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
-USES_JAX = ("train", "forward", "import", "export", "generate", "compile", "audit", "risk", "models")
+USES_JAX = ("train", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "models")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
@@ -27,8 +27,7 @@ def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: Vis
   ``vision`` with ``use_multimodal`` adds the tower and its projector.
   """
   from maxtext_like.layers.param import Param
-  from maxtext_like.layers.precision import Precision
-  from maxtext_like.models.build import build_decoder
+  from maxtext_like.models.build import build_decoder, precision_of
 
   def leaves(tree: Mapping, routed: bool) -> Iterator[tuple[Param, bool]]:
     for name, branch in tree.items():
@@ -37,9 +36,8 @@ def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: Vis
       else:
         yield from leaves(branch, routed or name == "experts")
 
-  flags = Precision(**{f.name: getattr(precision, f.name) for f in fields(precision)})
   total = active = 0
-  for param, routed in leaves(build_decoder(model, flags, vision=vision).params(), routed=False):
+  for param, routed in leaves(build_decoder(model, precision_of(precision), vision=vision).params(), routed=False):
     if not param.trainable:
       continue
     size = math.prod(param.shape)

@@ -115,8 +115,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
     return weights.decoder, weights.part, [*loaded.notes, *weights.notes]
   from maxtext_like.checkpoint.slices import StoredArrays
   from maxtext_like.config.load import load_config
-  from maxtext_like.layers.precision import Precision
-  from maxtext_like.models.build import build_decoder
+  from maxtext_like.models.build import build_decoder, precision_of
   from maxtext_like.training.initial_weights import find_step
 
   run_directory = next((d for d in (directory, *directory.absolute().parents[:2]) if (d / "config.yml").is_file()), None)
@@ -127,5 +126,5 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
       "  fix: name a run directory, one of its checkpoints/N, or a directory with config.json and safetensors"
     )
   config = load_config(run_directory / "config.yml", overrides).config
-  decoder = build_decoder(config.model, Precision(**vars(config.precision)), vision=config.vision)
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   return decoder, StoredArrays(step).parameter, [f"step {step.name} of {run_directory}"]

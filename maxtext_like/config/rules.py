@@ -7,6 +7,7 @@ accepted and then ignored is worse than an error.
 import math
 from collections.abc import Iterator, Mapping
 
+from maxtext_like.config.layer_precision import layer_problems
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import Config
@@ -145,6 +146,7 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),
       "its tokens are no text: set sample_every to 0, or another dataset",
     )  # fmt: skip
+  yield from layer_problems(config)
 
 
 def _foreign_keys(config: Config, defaults: Mapping[str, object], explicit: frozenset[str]) -> Iterator[Problem]:

@@ -31,7 +31,11 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(_Checked):
-  """``precision:``, field by field what ``maxtext_like.layers.precision.Precision`` holds, importable without JAX."""
+  """``precision:``, importable without JAX.
+
+  Field by field what ``maxtext_like.layers.precision.Precision`` holds, and ``layer_precision``, which gives some layers a
+  ``Precision`` of their own (``layer_precision.py``).
+  """
 
   dtype: Dtype
   weight_dtype: Dtype
@@ -48,6 +52,7 @@ class PrecisionConfig(_Checked):
   cast_logits_to_fp32: bool
   logits_dot_in_fp32: bool
   matmul_precision: Literal["default", "high", "highest"]
+  layer_precision: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

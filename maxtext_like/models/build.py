@@ -1,8 +1,11 @@
 """From a configuration to a decoder: picks the family and translates the precision section."""
 
 import dataclasses
+from collections.abc import Sequence
 
+from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.schema import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.decoder import Decoder, RematPolicy
@@ -11,10 +14,16 @@ from maxtext_like.models import deepseek, gemma
 from maxtext_like.models.vision import tower
 
 
+def precision_of(section: PrecisionConfig) -> Precision:
+  """The ``precision:`` section as the layers know it: all of it but ``layer_precision``."""
+  return Precision(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Precision)})
+
+
 def build_decoder(
   model: ModelConfig,
   precision: Precision,
   *,
+  layer_precision: Sequence[str] = (),
   vision: VisionConfig | None = None,
   scan_layers: bool = True,
   remat_policy: RematPolicy = "none",
@@ -26,6 +35,7 @@ def build_decoder(
   Args:
     model: the ``model:`` section.
     precision: dtypes and float32 flags.
+    layer_precision: other values for some layers, as the configuration's key has them.
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
     scan_layers: ``lax.scan`` over equal blocks, or the same blocks unrolled.
     remat_policy: what a layer keeps for the backward pass.
@@ -36,12 +46,16 @@ def build_decoder(
     A ``Decoder``: ``params()`` and a pure call.
 
   Raises:
-    ValueError: sizes that no model can have.
+    ValueError: sizes that no model can have, entries for layers that it has not.
   """
   if model.decoder_block == "deepseek":
     cfg, layers = deepseek.decoder(model, precision, attention)
   else:
     cfg, layers = gemma.decoder(model, precision, attention, platform)
+  layers = tuple(
+    dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
+    for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
+  )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy)
   if vision is not None and vision.use_multimodal:
     assert vision.image_token_id is not None  # VisionConfig has seen to it

@@ -13,8 +13,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init, shardings
-from maxtext_like.layers.precision import Precision
-from maxtext_like.models.build import build_decoder
+from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
@@ -209,7 +208,8 @@ def make_program(
   try:
     decoder = build_decoder(
       config.model,
-      Precision(**vars(config.precision)),
+      precision_of(config.precision),
+      layer_precision=config.precision.layer_precision,
       vision=config.vision,
       scan_layers=t.scan_layers,
       remat_policy=t.remat_policy,

@@ -73,7 +73,7 @@ class TrainStep:
     """
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
-    grads, losses = self._gradients(params, frozen, batch, scaling["scale"] if scaling else None)
+    grads, losses = self.gradients(params, frozen, batch, scaling["scale"] if scaling else None)
     loss = sum(losses["loss"].values())
 
     if self.probed_stacks:
@@ -123,8 +123,18 @@ class TrainStep:
     }
     return new_state, metrics | _optional(losses, scaling)
 
-  def _gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
-    """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32."""
+  def gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+    """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32.
+
+    Args:
+      params: the trained leaves.
+      frozen: the others.
+      batch: as in ``__call__``.
+      scale: the loss is multiplied by it for the backward pass, and the gradients divided again; None: 1.
+
+    Returns:
+      Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
+    """
     targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
     live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
 

@@ -4,8 +4,9 @@ B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,7 @@ from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import stack
 from maxtext_like.layers.partition import constrain_batch
-from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.vision_gemma3 import Siglip, SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4Vision, Gemma4VisionConfig
 
@@ -37,6 +38,16 @@ class Stack:
 
   def params(self) -> dict:
     return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.block)}, self.repeats)
+
+  def split(self, layers: Sequence[Layer]) -> list[tuple[int, tuple[Layer, ...]]]:
+    """The stack cut where the precision of its layers changes: (rows, block) for each run of equal rows.
+
+    Args:
+      layers: all layers of the model, with their own precisions.
+    """
+    period = len(self.block)
+    rows = [tuple(layers[self.first + r * period : self.first + (r + 1) * period]) for r in range(self.repeats)]
+    return [(len(list(same)), block) for block, same in itertools.groupby(rows)]
 
 
 def find_stacks(layers: Sequence[Layer]) -> tuple[Stack, ...]:
@@ -108,15 +119,25 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Decoder:
-  """A decoder-only language model (Vaswani et al. 2017) as one layer: parameters and a pure call."""
+  """A decoder-only language model (Vaswani et al. 2017) as one layer: parameters and a pure call.
+
+  A layer may have a precision of its own (``Precision.in_layer``). Stacks, and so parameters, are those of a model of one
+  precision; a stack then runs in as many scans as it has runs of equal rows.
+  """
 
   cfg: DecoderConfig
   precision: Precision
   layers: tuple[Layer, ...]
 
+  def __post_init__(self):
+    for i, layer in enumerate(self.layers):
+      own = layer.precision
+      if own != self.precision and own != self.precision.in_layer(**{key: getattr(own, key) for key in LAYER_KEYS}):
+        raise ValueError(f"layer {i}: its precision differs from the decoder's in more than {', '.join(LAYER_KEYS)}")
+
   @functools.cached_property
   def stacks(self) -> tuple[Stack, ...]:
-    return find_stacks(self.layers)
+    return find_stacks([replace(layer, precision=self.precision) for layer in self.layers])
 
   def locate(self, layer: int) -> tuple[str, int, str]:
     """Where layer i's parameters are: params[stack][layer_name][...][row]. Returns (stack, row, layer_name)."""
@@ -182,6 +203,8 @@ class Decoder:
   def empty_cache(self, batch: int, length: int) -> dict:
     """Caches of every layer for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.
 
+    The layers of one array share a dtype that holds what each of them stores.
+
     Args:
       batch: B, rows.
       length: tokens of the longest row, prompt and answer.
@@ -191,7 +214,8 @@ class Decoder:
       caches[s.name] = {}
       for j, layer in enumerate(s.block):
         slots, shapes = layer.cache_slots(length)
-        arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), self.precision.dtype) for name, shape in shapes.items()}
+        dtype = functools.reduce(jnp.promote_types, {block[j].precision.dtype for _, block in s.split(self.layers)})
+        arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), dtype) for name, shape in shapes.items()}
         caches[s.name][f"layer_{j}"] = arrays
     return caches
 
@@ -307,27 +331,37 @@ class Decoder:
 
     per_layer, slots = jax.tree.map(cut, (per_layer, slots))
 
-    def block(carry, row):
+    def block(layers, alone, carry, row):
       p_row, inputs, cache_row, slots_row = row
       aux = {}
-      for j, layer in enumerate(s.block):
-        call = remat(layer, self.cfg.remat_policy, alone_in_scan=in_scan and period == 1)
+      for j, layer in enumerate(layers):
+        call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone)
         x_in = None if inputs is None else inputs[j]
         held = None if cache_row is None else cache_row[f"layer_{j}"]
         own_slots = None if slots_row is None else {name: slot[j] for name, slot in slots_row.items()}
         with jax.named_scope(f"{s.name}/layer_{j}"):
           carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held, own_slots)
         carry = carry | {"x": constrain_batch(carry["x"])}
+        if "kv" in carry:
+          # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
+          carry["kv"] = jax.tree.map(self.precision.cast, carry["kv"])
       return carry, aux
 
-    if in_scan:
-      return jax.lax.scan(block, carry, (p, per_layer, cache, slots))
-    # unstack's transpose is one concatenation; indexing each row would transpose to a sum of padded copies.
+    parts, outs = s.split(self.layers), []
     leaves, tree = jax.tree.flatten((p, per_layer, cache, slots))
-    rows = [jax.tree.unflatten(tree, row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
-    outs = []
-    for row in rows:
-      carry, aux = block(carry, row)
+    if in_scan:
+      sizes = [rows for rows, _ in parts]
+      # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
+      xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
+      for (_, layers), part in zip(parts, xs, strict=True):
+        # A scan of one row is no loop once it is compiled.
+        body = functools.partial(block, layers, period == 1 and len(part[0]) > 1)
+        carry, aux = jax.lax.scan(body, carry, jax.tree.unflatten(tree, part))
+        outs.append(aux)
+      return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+    blocks = [layers for rows, layers in parts for _ in range(rows)]
+    for layers, row in zip(blocks, zip(*map(jnp.unstack, leaves), strict=True), strict=True):
+      carry, aux = block(layers, False, carry, jax.tree.unflatten(tree, row))
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 

@@ -8,14 +8,27 @@ casting both operands up would give, at the speed of the low-precision units. Th
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
+
+LAYER_KEYS = (
+  "dtype",
+  "float32_qk_product",
+  "float32_logits",
+  "indexer_float32_logits",
+  "float32_gate_product",
+  "float16_rescue",
+  "float32_gate_logits",
+  "float32_weight_sum",
+  "matmul_precision",
+)
+"""What may differ between the layers of a model: it changes neither parameters nor what travels from layer to layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,16 @@ class Precision:
   def residual(self) -> str:
     """The dtype of the residual stream."""
     return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
+
+  def in_layer(self, **values: Any) -> "Precision":
+    """The precision of a layer in which some of ``LAYER_KEYS`` differ; the residual stream stays as it is.
+
+    Raises:
+      ValueError: a key that belongs to the whole model.
+    """
+    if wrong := set(values) - set(LAYER_KEYS):
+      raise ValueError(f"{', '.join(sorted(wrong))} cannot differ between layers; {', '.join(LAYER_KEYS)} can")
+    return replace(self, **{"residual_dtype": self.residual, **values})
 
   def cast(self, x: jax.Array) -> jax.Array:
     """x in the dtype of activations."""

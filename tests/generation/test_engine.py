@@ -10,8 +10,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.layers.param import init
-from maxtext_like.layers.precision import Precision
-from maxtext_like.models.build import build_decoder
+from maxtext_like.models.build import build_decoder, precision_of
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[2, 5, 9, 14, 33, 8, 7], [2, 61, 40]]
@@ -27,7 +26,7 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
   config = load_config(request.param, ["dtype=float32", *MODELS[request.param]]).config
-  decoder = build_decoder(config.model, Precision(**vars(config.precision)))
+  decoder = build_decoder(config.model, precision_of(config.precision))
   return decoder, jax.jit(lambda: init(decoder.params(), jax.random.key(3)))()
 
 

@@ -11,6 +11,7 @@ from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.layers import attention_kernels, blocks, indexer, mlp, moe
 from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import precision_of
 from maxtext_like.numerics import audit, audit_keys, hlo
 from maxtext_like.training import lowered
 from maxtext_like.training.step import TrainStep
@@ -27,7 +28,7 @@ MODELS = {
 def read(words: list[str], platform: Any = "tpu") -> tuple[Any, hlo.Reading, Precision]:
   config = load_config(words[0], words[1:]).config
   program, module = lowered.lower(config, platform)
-  return program, hlo.read_stablehlo(module), Precision(**vars(config.precision))
+  return program, hlo.read_stablehlo(module), precision_of(config.precision)
 
 
 def keys_of(words: list[str], platform: Any = "tpu") -> dict[str, audit_keys.KeyVerdict]:

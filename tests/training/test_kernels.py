@@ -13,8 +13,7 @@ import pytest
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 from maxtext_like.layers.blocks import GemmaLayer
-from maxtext_like.layers.precision import Precision
-from maxtext_like.models.build import build_decoder
+from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import CaseResult
 from maxtext_like.training import kernels
 from maxtext_like.training.kernels import settle
@@ -29,7 +28,7 @@ RAISED = [CaseResult(name="window", problem="NotImplementedError: head_dim must 
 
 def decoder(attention: Any = "auto", model="gemma4-tiny"):
   config = small_config(model, "dtype=bfloat16")
-  return build_decoder(config.model, Precision(**vars(config.precision)), attention=attention, platform="gpu")
+  return build_decoder(config.model, precision_of(config.precision), attention=attention, platform="gpu")
 
 
 def decide(

@@ -1,0 +1,159 @@
+"""``maxtext-like bisect``: the smallest set of precision keys that mends a step, with what each of them does and costs."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.cli.arguments import parse_words
+from maxtext_like.errors import NonFiniteError, UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.config.load import Loaded
+  from maxtext_like.numerics.bisect import Bisection, Result
+  from maxtext_like.numerics.distance import Distance
+
+TOLERANCE = 0.5
+COST_REPEATS = 10
+SHOWN = 3  # arrays that are named for a key
+
+DESCRIPTION = """One training step of a configuration is compared with the same step in float32: same weights, same batch. If it
+is not finite, or further away than the tolerance, the smallest set of precision keys that mends it is searched for, first
+in the whole model, then layer by layer, and printed as YAML."""
+EPILOG = """examples:
+  maxtext-like bisect gemma4-tiny dtype=float16 float32_gate_product=false
+  maxtext-like bisect gemma4-31b --checkpoint runs/mine gpu/h200.yml max_target_length=512 --tolerance 0.05
+
+exit codes: 0 fine as it is, or mended; 2 wrong usage; 3 nothing mends it, or float32 is not finite either; 4 does not fit"""
+
+
+def run(argv: list[str]) -> int:
+  """Searches and prints; see ``DESCRIPTION``."""
+  options, words = _parse(argv)
+  from maxtext_like.config.load import load_config
+
+  loaded = load_config(options.config, words)
+  if options.checkpoint is not None and not Path(options.checkpoint).expanduser().is_dir():
+    raise UserError(f"--checkpoint {options.checkpoint}: no such directory")
+  for note in loaded.notes:
+    print(f"note: {note}")
+  search = prepare(loaded, options.checkpoint and Path(options.checkpoint), options.tolerance)
+  result = search.run(cost_repeats=COST_REPEATS)
+  if result.outcome == "mended":
+    _check(options.config, words, loaded, result)
+  print(report(loaded, search, result))
+  return NonFiniteError.exit_code if result.outcome == "hopeless" else 0
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+  parser = argparse.ArgumentParser(
+    prog="maxtext-like bisect",
+    usage="maxtext-like bisect CONFIG [--checkpoint DIR] [--tolerance X] [hardware.yml ...] [key=value ...]",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+  parser.add_argument("config", metavar="CONFIG", nargs="?", help="a model's name, as gemma4-tiny, or the path of a .yml file")
+  parser.add_argument(
+    "--checkpoint", metavar="DIR", help="weights to look at: a run, one of its checkpoints, or Hugging Face's"
+  )
+  what = "largest relative error of loss, gradients (of each array too) and update"
+  parser.add_argument("--tolerance", metavar="X", type=float, default=TOLERANCE, help=f"{what} ({TOLERANCE})")
+  options, words = parse_words(parser, argv, {"config": "CONFIG"})
+  if not 0 < options.tolerance < float("inf"):
+    raise UserError(f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: as in --tolerance {TOLERANCE}")
+  return options, words
+
+
+def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float) -> "Bisection":
+  """The search over a configuration's first batch, on fresh weights or those of a checkpoint.
+
+  Raises:
+    UserError: configuration, data or checkpoint are not usable.
+    DoesNotFitError: the float32 step does not fit the memory.
+    NonFiniteError: the float32 step is not finite.
+  """
+  import contextlib
+  import dataclasses
+
+  import jax
+  import numpy as np
+
+  from maxtext_like.layers.param import init
+  from maxtext_like.numerics import remedies
+  from maxtext_like.numerics.bisect import Bisection
+  from maxtext_like.numerics.distance import Steps
+  from maxtext_like.training import memory, tokenizer
+  from maxtext_like.training.initial_weights import read_weights
+  from maxtext_like.training.run import open_data, use_compilation_cache
+
+  config = loaded.config
+  # A stored dtype is no obstacle: everything is compared in float32.
+  source = checkpoint or (config.checkpoint.init_from and Path(config.checkpoint.init_from))
+  stored = {"allow_dtype_change": True, "resume": False, "init_from": str(source) if source else None}
+  config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **stored))
+  use_compilation_cache(config.logging.compilation_cache_dir)
+  steps = Steps()
+  program = steps.program(remedies.reference(config))
+  memory.require_fit(program)
+  settings = tokenizer.resolve(config.data, config.checkpoint, Path(config.logging.output_dir))
+  with contextlib.closing(open_data(program, "train", settings)) as data:
+    batch = program.place(next(data))
+  if source:
+    params: Any = read_weights(source, program)
+  else:
+    places = jax.tree.map(lambda x: x.sharding, program.abstract_state["params"])
+    make = jax.jit(lambda seed: init(program.spec, jax.random.key(seed)), out_shardings=places)
+    params = make(np.uint32(config.training.seed % 2**32))
+  return Bisection(config, params, batch, tolerance, steps, lambda line: print(line, flush=True))
+
+
+def _check(name: str, words: list[str], loaded: "Loaded", result: "Result") -> None:
+  """What is printed has to load, as the very configuration that was measured."""
+  from maxtext_like.config.load import load_config
+  from maxtext_like.numerics import remedies
+
+  again = load_config(name, [*words, *remedies.words(loaded.config, result.config)]).config
+  if (again.precision, again.training) != (result.config.precision, result.config.training):
+    raise RuntimeError("the keys that were found do not load as the configuration that was measured")
+
+
+def report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
+  """What was found, for people."""
+  from maxtext_like.numerics import remedies
+  from maxtext_like.numerics.bisect import summary
+
+  model, precision = loaded.config.model.model_name, loaded.config.precision
+  lines = [f"{model} in {precision.dtype}: {_distance(result.before)}"]
+  within = f"within the tolerance of {search.tolerance:g}"
+  if result.outcome == "fine":
+    return "\n".join([*lines, f"nothing to mend: {within}"])
+  if result.outcome == "hopeless":
+    nearest = f"nearest, with {summary(result.remedies)}: {_distance(result.after)}" if result.remedies else "as it is: nearest"
+    return "\n".join([*lines, f"no precision key brings it {within}; {result.steps} configurations were measured", nearest])
+  lines += [f"mended: {_distance(result.after)}; {result.steps} configurations were measured", ""]
+  lines += [remedies.yaml(loaded.config, result.config), "", _table(result)]
+  return "\n".join(lines)
+
+
+def _table(result: "Result") -> str:
+  from maxtext_like.numerics.bisect import error_text, summary
+
+  rows = [("key", "without it", "with it", "step time", "mends")]
+  for f in result.findings:
+    name = summary([r for r in result.remedies if r.key == f.key])
+    arrays = f": {', '.join(f.arrays[:SHOWN])}" + (f" and {len(f.arrays) - SHOWN} more" if len(f.arrays) > SHOWN else "")
+    mends = ", ".join(f.mends) + (arrays if f.arrays else "")
+    cost = "" if f.cost is None else f"x {f.cost:.2f}"
+    rows.append((name, error_text(f.before.worst), error_text(f.after.worst), cost, mends))
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  return "\n".join("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _distance(d: "Distance") -> str:
+  from maxtext_like.numerics.bisect import error_text
+
+  parts = [("loss", d.loss), ("gradients", d.gradient), ("worst array", d.array), ("update", d.update)]
+  text = ", ".join(f"{name} {error_text(error)}" for name, error in parts)
+  return f"errors against float32: {text}"

@@ -1,0 +1,179 @@
+"""``layer_precision``: other precision values for some layers, as ``3-5 dtype=float32`` or ``7 float32_logits=true``.
+
+Only keys that act inside a layer can differ between layers; parameters, the residual stream and checkpoints stay as they
+are. Layers are counted from 0.
+"""
+
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from maxtext_like.config.coerce import CoercionError, coerce
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.problems import Problem, did_you_mean
+from maxtext_like.config.schema import Config, PrecisionConfig
+from maxtext_like.config.yaml_file import Scalar, to_text
+
+LAYER_KEYS = (
+  "dtype",
+  "float32_qk_product",
+  "float32_logits",
+  "indexer_float32_logits",
+  "float32_gate_product",
+  "float16_rescue",
+  "float32_gate_logits",
+  "float32_weight_sum",
+  "matmul_precision",
+)
+"""Precision keys that may differ between layers; ``layers.precision.LAYER_KEYS`` is the same."""
+
+EXPERT_KEYS = ("float32_gate_logits", "float32_weight_sum")
+KEY = "layer_precision"
+FORM = "write [3-5 dtype=float32, 7 float32_logits=true]: a layer or a range, then key=value"
+
+Values = dict[str, Any]  # key -> value of one layer
+
+_KINDS = typing.get_type_hints(PrecisionConfig)
+
+
+def layer_values(entries: Sequence[str], layers: int) -> list[Values]:
+  """What is written for each layer; an empty dict where nothing is.
+
+  Args:
+    entries: the value of ``layer_precision``.
+    layers: how many the model has.
+
+  Raises:
+    ValueError: an entry that cannot be read, a layer that is not there, a layer named twice.
+  """
+  values, problems = _read(entries, layers)
+  if problems:
+    raise ValueError("; ".join(p.what + (f" ({p.fix})" if p.fix else "") for p in problems))
+  return values
+
+
+def written(values: Sequence[Values]) -> tuple[str, ...]:
+  """``layer_precision`` for given values of each layer, neighbours with equal values in one range."""
+  out, first = [], 0
+  for i in range(1, len(values) + 1):
+    if i < len(values) and values[i] == values[first]:
+      continue
+    if values[first]:
+      where = str(first) if i == first + 1 else f"{first}-{i - 1}"
+      out.append(" ".join([where, *(f"{key}={to_text(value)}" for key, value in values[first].items())]))
+    first = i
+  return tuple(out)
+
+
+def idle_reason(key: str, value: Any, layer: int, model: ModelConfig, precision: Values) -> str | None:
+  """Why a precision key would do nothing in one layer; None when it acts.
+
+  Args:
+    key: one of ``LAYER_KEYS``.
+    value: what it would be in this layer.
+    layer: its number.
+    model: of the whole model.
+    precision: the model's own values, with the layer's ``dtype``.
+  """
+  dtype = precision["dtype"]
+  if key == "indexer_float32_logits" and not model.use_indexer:
+    return "the model has no sparse indexer"
+  if key in EXPERT_KEYS and (model.num_experts == 0 or layer < model.first_num_dense_layers):
+    return "it has no experts"
+  if key == "float16_rescue" and dtype != "float16":
+    return f"it acts with dtype float16, and there it is {dtype}"
+  if key == "float32_weight_sum" and dtype == "float16":
+    return "with dtype float16 the sum is always in float32"
+  if key in ("float32_qk_product", "float32_logits", "float32_gate_product") and dtype == "float32":
+    return "everything of it is in float32"
+  now = precision[key]
+  if key == "float32_gate_product":
+    value, now = (dtype == "float16" if v == "auto" else v for v in (value, now))
+  return "it has that value already" if key != "dtype" and value == now else None
+
+
+def layer_problems(config: Config) -> Iterator[Problem]:
+  """Everything wrong with ``layer_precision`` in a configuration whose sections may hold problems of their own."""
+  model, precision = config.model, config.precision
+  values, problems = _read(precision.layer_precision, model.num_decoder_layers)
+  yield from problems
+  if problems:
+    return
+  wrong: dict[tuple[str, Any, str], list[int]] = {}
+  for layer, own in enumerate(values):
+    for key, value in own.items():
+      if reason := _refused(key, value, layer, own, config):
+        wrong.setdefault((key, value, reason), []).append(layer)
+  for (key, value, reason), layers in wrong.items():
+    yield Problem(
+      f"{KEY}: {key}={to_text(value)} in {_layers(layers)}: {reason}", (KEY,), "leave it out there"
+    )  # fmt: skip
+
+
+def _refused(key: str, value: Any, layer: int, own: Values, config: Config) -> str | None:
+  whole = vars(config.precision)
+  if key != "dtype":
+    return idle_reason(key, value, layer, config.model, whole | {"dtype": own.get("dtype", whole["dtype"])})
+  if value == whole["dtype"]:
+    return "it has that value already"
+  if value == "float16":
+    return "float16 needs a scaled loss, which goes with the model's dtype"
+  kernel = config.training.attention
+  if (kernel == "cudnn_flash" and value == "float32") or (kernel == "splash" and value != "bfloat16"):
+    return f"attention: {kernel} does not take it"
+  return None
+
+
+def _layers(numbers: Sequence[int]) -> str:
+  if len(numbers) == 1:
+    return f"layer {numbers[0]}"
+  whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+  return f"layers {numbers[0]}-{numbers[-1]}" if whole else "layers " + ", ".join(map(str, numbers))
+
+
+def _read(entries: Sequence[str], layers: int) -> tuple[list[Values], list[Problem]]:
+  values: list[Values] = [{} for _ in range(max(layers, 0))]
+  problems: list[Problem] = []
+  owner: dict[int, str] = {}
+  for entry in entries:
+    where, *settings = entry.split() or [""]
+    shown = f"{KEY}: {entry!r}"
+    found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", where)
+    if not found or not settings:
+      problems.append(Problem(f"{shown}: not a layer, or a range of them, and values", (KEY,), FORM))
+      continue
+    first = int(found[1])
+    last = first if found[2] is None else int(found[2])
+    if first > last or last >= layers:
+      problems.append(Problem(f"{shown}: the model has layers 0 to {layers - 1}", (KEY, "num_decoder_layers")))
+      continue
+    if twice := [i for i in range(first, last + 1) if i in owner]:
+      problems.append(Problem(f"{shown}: layer {twice[0]} stands in {owner[twice[0]]!r} too", (KEY,), "name a layer once"))
+      continue
+    own, wrong = _settings(settings, shown)
+    problems += wrong
+    for i in range(first, last + 1):
+      owner[i], values[i] = entry, dict(own)
+  return values, problems
+
+
+def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
+  own: Values = {}
+  problems = []
+  for word in words:
+    key, equals, text = word.partition("=")
+    if not equals or not text:
+      problems.append(Problem(f"{shown}: {word!r} is not key=value", (KEY,), FORM))
+    elif key in own:
+      problems.append(Problem(f"{shown}: {key} stands there twice", (KEY,)))
+    elif key not in LAYER_KEYS:
+      known = key in _KINDS
+      what = f"{key} is one for the whole model" if known else f"unknown key {key!r}{did_you_mean(key, LAYER_KEYS)}"
+      problems.append(Problem(f"{shown}: {what}", (KEY,), f"keys of a layer are {', '.join(LAYER_KEYS)}"))
+    else:
+      try:
+        own[key] = coerce(Scalar(text, plain=True, line=1), _KINDS[key])
+      except CoercionError as error:
+        problems.append(Problem(f"{shown}: {key}: {error}", (KEY,)))
+  return {key: own[key] for key in LAYER_KEYS if key in own}, problems

@@ -1,0 +1,195 @@
+"""Precision keys at their safer value, as changes of a configuration: of the whole model, or of single layers."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext_like.config.layer_precision import LAYER_KEYS, idle_reason, layer_values, written
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.schema import Config
+from maxtext_like.config.yaml_file import to_text
+
+LOSS_SCALE = "loss_scale_init"
+
+# In the order of preference: what costs least and acts most locally first, what hides a fault (the rescue) late.
+_SAFER: dict[str, Any] = {
+  "float32_gate_product": True,
+  "float32_qk_product": True,
+  "float32_logits": True,
+  "indexer_float32_logits": True,
+  "float32_gate_logits": True,
+  "float32_weight_sum": True,
+  "float32_vision_pool": True,
+  "cast_logits_to_fp32": True,
+  "residual_dtype": "float32",
+  "grad_dtype": "float32",
+  "weight_dtype": "float32",
+  "logits_dot_in_fp32": True,
+  LOSS_SCALE: None,
+  "float16_rescue": True,
+  "matmul_precision": "highest",
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+  """One key at its safer value.
+
+  Attributes:
+    key: a leaf of ``precision:``, or ``loss_scale_init``.
+    value: what it becomes; None for the loss scale, which is halved until the gradients are finite.
+    layer: the only layer that it is for; None: the whole model.
+  """
+
+  key: str
+  value: Any
+  layer: int | None = None
+
+  def __str__(self) -> str:
+    value = "lower" if self.value is None else to_text(self.value)
+    return f"{self.key}={value}" + ("" if self.layer is None else f" in layer {self.layer}")
+
+
+def candidates(config: Config, platform: str = "cpu") -> tuple[Remedy, ...]:
+  """Every key that acts on this model and is not at its safer value, but for ``dtype``.
+
+  Args:
+    config: of the run.
+    platform: "cpu", "gpu", "tpu": on a CPU ``matmul_precision`` changes nothing.
+  """
+  p, v = config.precision, config.vision
+  inactive = set(inactive_precision_keys(config.model))
+  sixteen = _dtypes(config) != {"float32"}
+  if not v.use_multimodal or not sixteen:
+    inactive.add("float32_vision_pool")
+  if not sixteen:
+    inactive |= {"cast_logits_to_fp32"}
+    if platform == "cpu":
+      inactive.add("logits_dot_in_fp32")
+  if platform == "cpu":
+    inactive.add("matmul_precision")
+  found = []
+  for key, value in _SAFER.items():
+    if key in inactive:
+      continue
+    if key == LOSS_SCALE:
+      differs = p.dtype == "float16"
+    elif key == "residual_dtype":
+      differs = residual(config) != "float32"
+    elif key in LAYER_KEYS:
+      differs = bool(layers_of(config, Remedy(key, value)))
+    else:
+      differs = getattr(p, key) != value
+    if differs:
+      found.append(Remedy(key, value))
+  return tuple(found)
+
+
+def last_resorts(config: Config) -> tuple[Remedy, ...]:
+  """Other dtypes of the whole model, the cheaper one first."""
+  dtype = config.precision.dtype
+  found = [Remedy("dtype", "bfloat16")] if dtype == "float16" else []
+  # The fused kernels take 16 bits only.
+  if _dtypes(config) != {"float32"} and config.training.attention not in ("cudnn_flash", "splash"):
+    found.append(Remedy("dtype", "float32"))
+  return tuple(found)
+
+
+def layers_of(config: Config, remedy: Remedy) -> tuple[int, ...]:
+  """The layers that a remedy changes, for keys that can differ between layers."""
+  p = vars(config.precision)
+  found = []
+  for i, own in enumerate(layer_values(config.precision.layer_precision, config.model.num_decoder_layers)):
+    now = p | own
+    if remedy.key == "dtype":
+      changes = now["dtype"] != remedy.value
+    else:
+      changes = idle_reason(remedy.key, remedy.value, i, config.model, now) is None
+    if changes:
+      found.append(i)
+  return tuple(found)
+
+
+def residual(config: Config) -> str:
+  """The dtype of the residual stream."""
+  p = config.precision
+  return p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
+
+
+def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None = None) -> Config:
+  """The configuration with some remedies.
+
+  A key for the whole model takes the place of what ``layer_precision`` says of it; what then does nothing there is dropped.
+
+  Args:
+    config: as it was.
+    remedies: any of ``candidates`` and ``last_resorts``, or those for single layers.
+    loss_scale: the value of ``loss_scale_init``, where that is one of them.
+  """
+  whole = dict(vars(config.precision))
+  layers = layer_values(config.precision.layer_precision, config.model.num_decoder_layers)
+  training = config.training
+  remedies = tuple(remedies)
+  for remedy in remedies:
+    if remedy.key == LOSS_SCALE:
+      if loss_scale is not None:
+        training = dataclasses.replace(training, loss_scale_init=loss_scale)
+    elif remedy.layer is not None:
+      layers[remedy.layer][remedy.key] = remedy.value
+    else:
+      whole[remedy.key] = remedy.value
+      for own in layers:
+        own.pop(remedy.key, None)
+  for i, own in enumerate(layers):
+    if own.get("dtype") == whole["dtype"]:
+      del own["dtype"]
+    now = whole | {"dtype": own.get("dtype", whole["dtype"])}
+    idle = [key for key in own if key != "dtype" and idle_reason(key, own[key], i, config.model, now)]
+    layers[i] = {key: own[key] for key in LAYER_KEYS if key in own and key not in idle}
+  whole["layer_precision"] = written(layers)
+  if whole["weight_dtype"] == "float32" != config.precision.weight_dtype:
+    training = dataclasses.replace(training, stochastic_rounding=False)  # there is nothing left to round
+  precision = dataclasses.replace(config.precision, **whole)
+  return dataclasses.replace(config, precision=precision, training=training)
+
+
+def reference(config: Config) -> Config:
+  """The step in float32: every dtype, every flag, products without TF32, kernels that take it."""
+  safer = {key: value for key, value in _SAFER.items() if key != LOSS_SCALE}
+  whole = safer | {"dtype": "float32", "layer_precision": ()}
+  fused = config.training.attention in ("cudnn_flash", "splash")
+  training = dataclasses.replace(config.training, attention="dot_product") if fused else config.training
+  return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
+
+
+def yaml(before: Config, after: Config) -> str:
+  """What to paste over ``before`` to get ``after``."""
+  lines = []
+  for section in ("precision", "training"):
+    old, new = vars(getattr(before, section)), vars(getattr(after, section))
+    changed = [f"  {key}: {to_text(value)}" for key, value in new.items() if old[key] != value]
+    lines += [f"{section}:", *changed] if changed else []
+  return "\n".join(lines)
+
+
+def words(before: Config, after: Config) -> list[str]:
+  """The same as ``key=value`` words of the command line."""
+  out: list[str] = []
+  for section in ("precision", "training"):
+    old, new = vars(getattr(before, section)), vars(getattr(after, section))
+    out += [f"{key}={to_text(value)}" for key, value in new.items() if old[key] != value]
+  return out
+
+
+def _dtypes(config: Config) -> set[str]:
+  own = layer_values(config.precision.layer_precision, config.model.num_decoder_layers)
+  return {config.precision.dtype, *(values.get("dtype", config.precision.dtype) for values in own)}
+
+
+def groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
+  """Layers in at most ``most`` groups of neighbours, of nearly equal size."""
+  count = min(most, len(layers))
+  edges = [len(layers) * i // count for i in range(count + 1)]
+  return [tuple(layers[a:b]) for a, b in itertools.pairwise(edges)]
