@@ -1,11 +1,14 @@
-"""What x-ray costs: processor time of a small transformer step, looked through and plain, in one run.
+"""What x-ray costs: processor time of a training step, looked through and plain, in one run; and of compiling both.
 
-python benchmarks/xray.py [--layers 4] [--width 64]
+python benchmarks/xray.py [--layers 4] [--width 64]     the library on a small transformer step, every tensor measured
+python benchmarks/xray.py gemma4-tiny [key=value ...] [--all]   `maxtext-like xray`: the train step of a model
 """
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,11 +37,49 @@ def cpu_seconds(f: Callable[..., Any], *args: Any) -> float:
   return best
 
 
+def of_a_model(model: str, *words: str, with_all: bool) -> None:
+  """Prints the ratios for the train step of a configuration on its first batch."""
+  import numpy as np
+
+  from maxtext_like.config.load import load_config
+  from maxtext_like.training import tokenizer
+  from maxtext_like.training.program import make_program
+  from maxtext_like.training.run import open_data
+  from maxtext_like.training.xray import step_xray
+
+  config = load_config(model, words).config
+  program = make_program(config)
+  state = program.lower_init().compile()(np.uint32(0))
+  with contextlib.closing(open_data(program, "train", tokenizer.resolve(config.data, config.checkpoint, Path("none")))) as data:
+    batch = program.place(next(data))
+  with jax.set_mesh(program.mesh):
+    start = time.process_time()
+    plain = jax.jit(program.step).lower(state, batch, np.bool_(False)).compile()
+    plain_compile = time.process_time() - start
+    plain_run = cpu_seconds(plain, state, batch, np.bool_(False))
+    print(f"{model}: plain step {plain_run * 1e3:.0f} ms, compiled in {plain_compile:.1f} s of processor time", flush=True)
+    for name, everything in (("x-ray", False), ("x-ray --all", True))[: 2 if with_all else 1]:
+      start = time.process_time()
+      seen = step_xray(program, everything=everything).lower(state, batch).compile()
+      compiled = time.process_time() - start
+      run = cpu_seconds(seen, jax.tree.leaves((state, batch)))
+      print(
+        f"{name} {run * 1e3:.0f} ms, {run / plain_run:.2f} times; compiled in {compiled:.1f} s, "
+        f"{compiled / plain_compile:.1f} times",
+        flush=True,
+      )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("config", nargs="*", help="a model and its key=value")
+  parser.add_argument("--all", action="store_true", help="of a model: with every tensor measured too; compiles for minutes")
   parser.add_argument("--layers", type=int, default=4)
   parser.add_argument("--width", type=int, default=64)
   options = parser.parse_args()
+  if options.config:
+    of_a_model(*options.config, with_all=options.all)
+    return
   keys = jax.random.split(jax.random.key(0), 4)
   shape = (options.layers, options.width, options.width)
   ws = {name: jax.random.normal(key, shape) / options.width**0.5 for name, key in zip("abcd", keys, strict=True)}

@@ -20,12 +20,16 @@ VERBS = {
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
   "risk": "tell from the weights alone what overflows in a dtype",
   "audit": "read the train step's program: dtypes of every part, and which precision keys it honours",
+  "xray": "look through one training step: ranges of every tensor, and the first cause of a NaN",
+  "replay": "look again through the step that ended a run, in this or another precision",
   "config": "print a resolved configuration and where each value comes from",
   "models": "list the model configurations with their parameter counts",
 }
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
-USES_JAX = ("train", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "models")
+USES_JAX = (
+  "train", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "xray", "replay", "models",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

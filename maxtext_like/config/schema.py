@@ -87,6 +87,7 @@ class TrainingConfig(_Checked):
   trainable_parameters_mask: tuple[str, ...]
   finite_check_steps: int
   max_skipped_steps: int
+  replay_failed_step: bool
   loss_scale_init: float
 
   def problems(self) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from maxtext_like.numerics import jaxprs, statistics
 from maxtext_like.numerics.plan import SUBSET, Block, Frame, Node, Plan, Site
+from maxtext_like.numerics.thin import hands_on
 
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
@@ -79,6 +80,7 @@ class Value:
   full: bool = False
   slices: list["Value"] | None = None
   carried: frozenset[int] = frozenset()
+  sure: frozenset[int] = frozenset()  # those of `carried` whose way here was measured all along; all of them in a full plan
 
   @property
   def tainted(self) -> bool:
@@ -94,6 +96,8 @@ class Findings:
 
   faults: list[Fault]
   reached: list[tuple[int, frozenset[int]]]  # (output index, orders of the faults it carries)
+  unsure: tuple[int, ...] = ()  # thin plans: orders of sites that may have masked a fault, first met first
+  sure: frozenset[int] = frozenset()  # orders of the faults that reached an output for certain
 
 
 def search(plan: Plan, data, n_outputs: int) -> Findings:
@@ -106,7 +110,8 @@ def search(plan: Plan, data, n_outputs: int) -> Findings:
   consts = [replay.input(site, data["rows"], constant=True) for site in plan.consts]
   outs = replay.frame(plan.frame, data, args, (), consts)
   assert len(outs) == n_outputs
-  return Findings(replay.faults, [(i, v.carried) for i, v in enumerate(outs) if v.carried])
+  reached = [(i, v.carried) for i, v in enumerate(outs) if v.carried]
+  return Findings(replay.faults, reached, tuple(replay.unsure), frozenset().union(*(v.sure for v in outs)))
 
 
 def _any_bad(data) -> bool:
@@ -118,6 +123,7 @@ def _any_bad(data) -> bool:
 class _Replay:
   def __init__(self):
     self.faults: list[Fault] = []
+    self.unsure: dict[int, None] = {}
 
   def new_fault(self, site: Site, loops, row, operands=(), params=None) -> Fault:
     fault = Fault(len(self.faults), site, loops, np.array(row), tuple(operands), params or {})
@@ -135,7 +141,8 @@ class _Replay:
     if constant and "nan" not in signs:
       return Value(signs=signs, row=row, full=site.full)
     fault = self.new_fault(site, (), row)
-    return Value(fault=fault, row=row, full=site.full, carried=frozenset((fault.order,)))
+    itself = frozenset((fault.order,))
+    return Value(fault=fault, row=row, full=site.full, carried=itself, sure=itself)
 
   def frame(self, frame: Frame, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
     assert frame.block is not None
@@ -161,15 +168,16 @@ class _Replay:
       if len(floats) == 1:
         v = floats[0]
         signs = _signs_out(node.eqn.primitive.name, operands) if node.eqn.primitive.name in ("neg", "abs") else v.signs
-        return [Value(v.fault, signs, v.row, v.full, carried=v.carried)] * len(node.eqn.outvars)
+        return [dataclasses.replace(v, signs=signs, slices=None)] * len(node.eqn.outvars)
       return [_union(floats)] * len(node.eqn.outvars)
     outs = []
     for site in node.sites:
       if site is None:
         outs.append(_CLEAN)
-        continue
-      row = data["rows"][site.row]
-      outs.append(self.judge(node, site, row, operands, loops))
+      elif not site.measured:
+        outs.append(self.guess(node, site, operands))
+      else:
+        outs.append(self.judge(node, site, data["rows"][site.row], operands, loops))
     return outs
 
   def judge(self, node: Node, site: Site, row, operands: Sequence[Value], loops) -> Value:
@@ -180,14 +188,23 @@ class _Replay:
       return value
     if any(v.fault is not None for v in operands):
       derived = _union(operands)
-      value.fault, value.carried = derived.fault, derived.carried
-    elif signs <= _signs_out(node.eqn.primitive.name, operands):
+      value.fault, value.carried, value.sure = derived.fault, derived.carried, derived.sure
+    elif not site.flag and signs <= _signs_out(node.eqn.primitive.name, operands):
       value.signs = signs
     else:
       ranges = [_operand(a, v) for a, v in zip(node.eqn.invars, operands, strict=True)]
       value.fault = self.new_fault(site, loops, row, ranges, dict(node.eqn.params))
-      value.carried = frozenset((value.fault.order,))
+      value.carried = value.sure = frozenset((value.fault.order,))
     return value
+
+  def guess(self, node: Node, site: Site, operands: Sequence[Value]) -> Value:
+    """An output that a thin plan left out: what its operands carry, for certain only where the equation hands it on."""
+    derived = _union([v for v in operands if v.fault is not None])
+    handed = [v.sure for i, v in enumerate(operands) if hands_on(node.eqn, i)]
+    sure = frozenset().union(*handed)
+    if derived.fault is not None and derived.fault.order not in sure:
+      self.unsure.setdefault(site.order)
+    return Value(derived.fault, carried=derived.carried, sure=sure)
 
   def replay_call(self, node: Node, data, operands, loops) -> list[Value]:
     assert node.block is not None
@@ -348,11 +365,12 @@ def _union(values: Sequence[Value]) -> Value:
   carried = frozenset().union(*(v.carried for v in values))
   if len(carried) > _CARRIED:
     carried = frozenset(sorted(carried)[:_CARRIED])
-  return Value(earliest, signs, row, any(v.full for v in values), carried=carried)
+  sure = frozenset().union(*(v.sure for v in values)) & carried
+  return Value(earliest, signs, row, any(v.full for v in values), carried=carried, sure=sure)
 
 
 def _stacked(values: list[Value]) -> Value:
   whole = _union(values) if values else _CLEAN
   rows = [v.row for v in values if v.row is not None]
   row = statistics.merge_axis(np.stack(rows)) if rows else None
-  return Value(whole.fault, whole.signs, row, whole.full, values, whole.carried)
+  return Value(whole.fault, whole.signs, row, whole.full, values, whole.carried, whole.sure)

@@ -15,7 +15,7 @@ from maxtext_like.numerics.statistics import FORMATS
 # Nine points of matplotlib's cividis (Nuñez, Anderton, Renslow 2018), dark to light.
 _CIVIDIS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "fee838")
 _MOST_BITS = 16.0  # headroom at which a cell has the darkest colour
-_ROWS = 80
+_ROWS = 120
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -79,6 +79,8 @@ def _groups(report: Report) -> dict[tuple[str, int], list[Tensor]]:
   """Tensors by their outermost loop (kind, length); ("", 1) is what lies outside loops. Longest stack first."""
   found: dict[tuple[str, int], list[Tensor]] = {}
   for t in report.tensors:
+    if t.minor:
+      continue
     key = (t.loops[0], t.stats.max.shape[0]) if t.loops else ("", 1)
     found.setdefault(key, []).append(t)
   return dict(sorted(found.items(), key=lambda item: -item[0][1]))
@@ -87,7 +89,7 @@ def _groups(report: Report) -> dict[tuple[str, int], list[Tensor]]:
 def _heat_map(tensors: list[Tensor], kind: str, length: int, fmt: str) -> str:
   worst = sorted(tensors, key=lambda t: severity(t, fmt))[:_ROWS]
   chosen = sorted(worst, key=lambda t: t.order)
-  label = {"scan": "layer", "while": "iteration"}.get(kind, "")
+  label = {"scan": "layer", "layer": "layer", "while": "iteration", "rows": "row"}.get(kind, "")
   heads = "".join(f"<th>{i}</th>" for i in range(length)) if kind else "<th></th>"
   left_out = f", the {_ROWS} with least headroom of {len(tensors)}" if len(tensors) > _ROWS else ""
   title = f"{label} 0 to {length - 1}{left_out}" if kind else f"outside loops{left_out}"
@@ -134,7 +136,7 @@ def _list(report: Report) -> str:
   heads = ["tensor", "source", "direction", "dtype", "shape", "max|x|", "rms", "min &gt; 0", "NaN", "inf", "zero", "at"]
   heads += [f"flushed in {f}" for f in FORMATS]
   rows = []
-  for t in sorted(report.tensors, key=lambda t: severity(t, "float16"))[:400]:
+  for t in sorted((t for t in report.tensors if not t.minor), key=lambda t: severity(t, "float16"))[:400]:
     s = t.stats
     at = worst_index(t)
     value = lambda x, at=at: "" if math.isnan(float(x[at])) else f"{float(x[at]):.3g}"

@@ -36,7 +36,7 @@ class Interpreter:
     inputs = [*zip(self.plan.inputs, args, strict=True), *zip(self.plan.consts, frame.block.consts, strict=True)]
     for site, value in inputs:
       if site is not None:
-        rows[site.row] = statistics.row(jnp.asarray(value), full=site.full)
+        rows[site.row] = statistics.row(jnp.asarray(value), full=site.full, flag=site.flag)
     return self.frame(frame, args, (), rows)
 
   def frame(self, frame: Frame, args: Sequence[Any], axes: tuple[str, ...], rows: list[Any] | None = None):
@@ -68,9 +68,12 @@ class Interpreter:
   def run_leaf(self, node: Node, operands, axes, rows, children):
     outs = jaxprs.bind(node.eqn, operands)
     for site, out in zip(node.sites, outs, strict=False):
-      if site is not None:
+      if site is not None and site.measured:
         wide = _widened(node, operands) if site.wide else None
-        rows[site.row] = statistics.row(out, full=site.full, wide=wide)
+        rows[site.row] = statistics.row(out, full=site.full, wide=wide, flag=site.flag)
+    if node.tag is not None:
+      by_row = node.tag.rows > 0
+      rows[node.tag.row] = statistics.rows_of(outs[0]) if by_row else statistics.row(outs[0])
     return outs
 
   def run_call(self, node: Node, operands, axes, rows, children):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.numerics import jaxprs, statistics
 
@@ -26,6 +27,7 @@ SUBSET = frozenset("slice dynamic_slice split dynamic_update_slice pad select_an
 # all operands but one are scalars (x * 0.5, x + eps).
 _BOUNDED = frozenset("tanh logistic erf sin cos sign floor ceil round clamp select_n integer_pow square".split())
 _SCALED = frozenset("mul add sub div max min add_any".split())
+TAG = "xray:"  # a `checkpoint_name` that begins so asks for full statistics, see `tag`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +45,13 @@ class Site:
   wide: bool = False
   order: int = 0
   derived: bool = False
+  rows: int = 0  # of a tag: the leading axis is kept apart, in so many consecutive rows
+  flag: bool = False  # only the maximum, and whether it is finite
+
+  @property
+  def measured(self) -> bool:
+    """Whether it has a row; thin plans leave most out."""
+    return self.row >= 0
 
   @property
   def source(self) -> str:
@@ -70,6 +79,7 @@ class Node:
   block: Block | None = None  # call
   frames: list["Frame"] = dataclasses.field(default_factory=list)  # scan, while, shard_map: one; cond: one a branch
   child: int = -1  # position in the enclosing frame's children
+  tag: Site | None = None  # leaf
 
 
 @dataclasses.dataclass(eq=False)
@@ -167,7 +177,15 @@ class _Builder:
         return node
     if jaxprs.hides_jaxpr(eqn):
       self.opaque[eqn.primitive.name] = self.opaque.get(eqn.primitive.name, 0) + 1
-    if not is_exact(eqn):
+    if (tag := _tag_of(eqn)) is not None:
+      aval = eqn.outvars[0].aval
+      kind, name, by_row = tag
+      node.tag = Site(len(frame.sites), "tag", name, (), kind, aval.dtype, tuple(aval.shape), True, order=self.order)
+      if by_row:
+        node.tag = dataclasses.replace(node.tag, rows=aval.shape[0], shape=tuple(aval.shape[1:]))
+      self.order += 1
+      frame.sites += [node.tag] * max(node.tag.rows, 1)
+    elif not is_exact(eqn):
       sources = jaxprs.frames(eqn)
       op, derived = eqn.primitive.name, node.direction == "recomputed" or _says_little(eqn)
       node.sites = [
@@ -175,6 +193,19 @@ class _Builder:
         for v in eqn.outvars
       ]
     return node
+
+
+def tag(x, kind: str, name: str, *, by_row: bool = False):
+  """x unchanged; x-ray gives its statistics as the tensor `name` of direction `kind`, by row of the leading axis if asked."""
+  return checkpoint_name(x, f"{TAG}{kind}:{int(by_row)}:{name}")
+
+
+def _tag_of(eqn) -> tuple[str, str, bool] | None:
+  name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+  if not name.startswith(TAG) or not jaxprs.is_float(eqn.outvars[0].aval):
+    return None
+  kind, by_row, name = name.removeprefix(TAG).split(":", 2)
+  return kind, name, by_row == "1"
 
 
 def _says_little(eqn) -> bool:

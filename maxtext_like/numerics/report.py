@@ -22,7 +22,10 @@ class Tensor:
     path: argument path of an input; name stack and the calls and loops around the equation otherwise.
     op, source, direction, dtype, shape: as in Cause; shape is that of one iteration (and of one shard in a shard_map).
     loops: kinds of the loops around, outermost first; they are the axes of every array in stats.
-    stats: Stats.      level: "full", or "light" (maximum and non-finite counts only).
+    frames: as in Cause.      label: a name for people that somebody else gave it; see name.
+    minor: left out of the table and the heat maps.
+    stats: Stats.      level: "full", "light" (maximum and non-finite counts only), or "flag"
+      (maximum; 1 for "some" as the count).
   """
 
   path: str
@@ -35,11 +38,16 @@ class Tensor:
   stats: Stats
   level: str
   order: int
+  frames: tuple[str, ...] = ()
+  label: str = ""
+  minor: bool = False
 
   @property
   def name(self) -> str:
-    """Short: the last named scope, the file and line, and the operation."""
-    if self.op == "input":
+    """The label, if somebody gave one. Else the last named scope, the file and line, and the operation."""
+    if self.label:
+      return self.label
+    if self.op in ("input", "tag"):
       return self.path
     scopes = [p for p in self.path.split("/") if p and p not in ("scan", "while", "shard_map") and "(" not in p]
     place = self.source.rsplit("/", 1)[-1]
@@ -73,7 +81,7 @@ class Report:
   def table(self, n: int = 20, fmt: str = "float16") -> str:
     """The n tensors nearest to (or beyond) the limit of `fmt`, worst first, below the cause."""
     rows = [["tensor", "dtype", "shape", "direction", "max|x|", "rms", "min>0", "bad", "zero", f"bits to {fmt}", "at"]]
-    for t in sorted(self.tensors, key=lambda t: severity(t, fmt))[:n]:
+    for t in sorted((t for t in self.tensors if not t.minor), key=lambda t: severity(t, fmt))[:n]:
       s = t.stats
       at = worst_index(t)
       rows.append(
@@ -143,9 +151,8 @@ def worst_index(t: Tensor) -> tuple[int, ...]:
   return tuple(int(i) for i in np.unravel_index(int(np.argmax(score)), score.shape))
 
 
-def build(plan: Plan, data, outputs: Any, output_names: Sequence[str]) -> Report:
-  """A report from a program's data (host arrays)."""
-  findings = cause_search.search(plan, data, len(output_names))
+def build(plan: Plan, data, findings: cause_search.Findings, outputs: Any, output_names: Sequence[str]) -> Report:
+  """A report from a program's data (host arrays) and what the cause search found in them."""
   reached: dict[int, list[str]] = {}
   for index, orders in findings.reached:
     for order in orders:
@@ -158,7 +165,10 @@ def build(plan: Plan, data, outputs: Any, output_names: Sequence[str]) -> Report
 
 
 def _tensors(frame: Frame, data, loops: tuple[str, ...]) -> list[Tensor]:
-  found = [_tensor(site, data["rows"][..., site.row, :], loops) for site in frame.sites]
+  found = []
+  for site in dict.fromkeys(frame.sites):
+    rows = data["rows"][..., site.row : site.row + site.rows, :] if site.rows else data["rows"][..., site.row, :]
+    found.append(_tensor(site, rows, (*loops, "rows") if site.rows else loops))
   for node, child in zip(frame.children, data["children"], strict=True):
     if node.kind == "scan":
       found += _tensors(node.frames[0], child, (*loops, "scan"))
@@ -175,9 +185,10 @@ def _tensors(frame: Frame, data, loops: tuple[str, ...]) -> list[Tensor]:
 
 def _tensor(site: Site, rows: np.ndarray, loops: tuple[str, ...]) -> Tensor:
   stats = decode(rows, full=site.full, dtype=site.dtype)
-  level = "full" if site.full else "light"
+  level = "flag" if site.flag else "full" if site.full else "light"
   dtype = str(np.dtype(site.dtype))
-  return Tensor(site.path, site.op, site.source, site.direction, dtype, site.shape, loops, stats, level, site.order)
+  place = (site.path, site.op, site.source, site.direction)
+  return Tensor(*place, dtype, site.shape, loops, stats, level, site.order, site.frames)
 
 
 def _first(data, n: int, axis: int):

@@ -82,27 +82,56 @@ class Scalar:
   wide: Any
 
 
-def row(x, *, full: bool = True, wide=None) -> "Scalar | list[Any]":
-  """Statistics of one array, for `stack`: int32 scalars, one for each of COLUMNS (SQUARES: float32), or a Scalar.
+@dataclasses.dataclass
+class Flag:
+  """The largest |x| of a tensor, NaN or infinite when any element is; and the tensor's size."""
 
-  full=False leaves out all but max, NaN and infinities. `wide` is the same result computed in float32.
+  largest: Any
+  size: int
+
+
+@dataclasses.dataclass
+class Rows:
+  """Several finished rows, int32 [n, COLUMNS]."""
+
+  rows: Any
+
+
+def row(x, *, full: bool = True, wide=None, flag: bool = False) -> "Scalar | Flag | list[Any]":
+  """Statistics of one array, for `stack`: int32 scalars, one for each of COLUMNS (SQUARES: float32), or what stands for them.
+
+  full=False leaves out all but max, NaN and infinities; flag=True counts and signs too: an eighth of the code to compile.
+  `wide` is the same result computed in float32.
   """
-  return Scalar(x, full, wide) if x.size == 1 else _reduced(x, full, wide)
+  if x.size == 1:
+    return Scalar(x, full, wide)
+  if flag and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return Flag(jnp.max(jnp.abs(_float32(x))), x.size)
+  return _reduced(x, full, wide)
 
 
-def _reduced(x, full: bool, wide) -> list[Any]:
+def rows_of(x) -> Rows:
+  """Full statistics of every slice of the leading axis."""
+  columns = _reduced(x, True, None, axes=tuple(range(1, x.ndim)))
+  columns[SQUARES] = _bits(jnp.asarray(columns[SQUARES], jnp.float32))
+  return Rows(jnp.stack([jnp.broadcast_to(jnp.asarray(c, jnp.int32), x.shape[:1]) for c in columns], axis=-1))
+
+
+def _reduced(x, full: bool, wide, axes: tuple[int, ...] | None = None) -> list[Any]:
+  axes = tuple(range(x.ndim)) if axes is None else axes
+  size = math.prod(x.shape[a] for a in axes)
   parts, squares = _elements(x, full, wide, float(jnp.finfo(x.dtype).tiny))
-  inside = full and x.size <= _SMALL
+  inside = full and size <= _SMALL
   if inside:
     parts[SQUARES] = squares
   columns = sorted(parts)
   start = [jnp.float32(0) if c == SQUARES else jnp.int32(_INF_BITS if c == MIN else 0) for c in columns]
   join = lambda a, b: tuple(_merge_column(c, p, q) for c, p, q in zip(columns, a, b, strict=True))
-  values = lax.reduce(tuple(parts[c] for c in columns), tuple(start), join, tuple(range(x.ndim)))
+  values = lax.reduce(tuple(parts[c] for c in columns), tuple(start), join, axes)
   done = dict(zip(columns, values, strict=True))
   if full:  # not masked by finiteness: a plain sum of squares is a library call
-    done[SQUARES] = done[SQUARES] if inside else jnp.sum(squares)
-  done[COUNT] = jnp.int32(np.uint32(x.size).view(np.int32))  # read back as unsigned
+    done[SQUARES] = done[SQUARES] if inside else jnp.sum(squares, axes)
+  done[COUNT] = jnp.int32(np.uint32(size).view(np.int32))  # read back as unsigned
   blank = neutral()
   return [done.get(c, jnp.int32(blank[c])) for c in range(COLUMNS)]
 
@@ -257,16 +286,33 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
   )
 
 
+def _flags(found: list[Flag]) -> Any:
+  """Rows of flags, int32 [len(found), COLUMNS]. The sign of an infinity is not known; it is entered as +."""
+  bits = _magnitude(jnp.stack([f.largest for f in found]))
+  infinite = (bits == _INF_BITS).astype(jnp.int32)
+  count = np.asarray([f.size for f in found], np.uint32).view(np.int32)
+  columns = {MAX: jnp.where(bits < _INF_BITS, bits, 0), NAN: (bits > _INF_BITS).astype(jnp.int32), INF: infinite}
+  columns |= {POS_INF: infinite, COUNT: jnp.asarray(count)}
+  blank = neutral()
+  return jnp.stack([columns.get(c, jnp.full(len(found), blank[c], jnp.int32)) for c in range(COLUMNS)], axis=-1)
+
+
 def stack(rows: Sequence[Any]) -> jax.Array:
-  """Results of `row` as int32 [len(rows), COLUMNS]."""
-  tensors = [i for i, r in enumerate(rows) if not isinstance(r, Scalar)]
-  scalars = [i for i, r in enumerate(rows) if isinstance(r, Scalar)]
+  """Results of `row` as int32 [len(rows), COLUMNS]. The n - 1 entries after a `Rows` of n are None."""
+  kinds = {kind: [i for i, r in enumerate(rows) if isinstance(r, kind)] for kind in (list, Scalar, Flag, Rows)}
   parts = [jnp.zeros((0, COLUMNS), jnp.int32)]
-  if tensors:
+  order = [i for kind in (list, Scalar, Flag) for i in kinds[kind]]
+  if tensors := kinds[list]:
     whole = jnp.stack([x for i in tensors for c, x in enumerate(rows[i]) if c != SQUARES]).reshape(-1, COLUMNS - 1)
     squares = jnp.stack([jnp.asarray(rows[i][SQUARES], jnp.float32) for i in tensors])  # one bit cast for all of them
     parts.append(jnp.insert(whole, SQUARES, _bits(squares), axis=1))
-  if scalars:
-    parts.append(_scalars([rows[i] for i in scalars]))
-  order = np.argsort(np.asarray(tensors + scalars, np.int32))
-  return jnp.concatenate(parts)[order] if scalars and tensors else jnp.concatenate(parts)
+  if kinds[Scalar]:
+    parts.append(_scalars([rows[i] for i in kinds[Scalar]]))
+  if kinds[Flag]:
+    parts.append(_flags([rows[i] for i in kinds[Flag]]))
+  for i in kinds[Rows]:
+    parts.append(rows[i].rows)
+    order += range(i, i + rows[i].rows.shape[0])
+  joined = jnp.concatenate(parts)
+  assert joined.shape[0] == len(rows)
+  return joined if order == sorted(order) else joined[np.argsort(np.asarray(order, np.int32))]

@@ -7,13 +7,27 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext_like.numerics import cause
 from maxtext_like.numerics import plan as planning
 from maxtext_like.numerics import report as reporting
 from maxtext_like.numerics.interpreter import Interpreter
 from maxtext_like.numerics.report import Report
+from maxtext_like.numerics.thin import Thin
+
+_ROUNDS = 5  # programs that one look at a thin plan may take: the fault's region, what may mask it, ...
+_FAULTS, _UNSURE = 8, 64  # the first ones that are looked at in detail
 
 
-def xray(fn: Callable, *, light: bool = False, only: str | None = None, while_history: int = 256) -> "XRay":
+def xray(
+  fn: Callable,
+  *,
+  light: bool = False,
+  only: str | None = None,
+  while_history: int = 256,
+  thin: bool = False,
+  key: str | None = None,
+  before_run: Callable[[Any], None] | None = None,
+) -> "XRay":
   """Wrap a function so that calling it returns a Report instead of its outputs (they are in report.outputs).
 
   The function is traced, its jaxpr rebuilt with statistics as extra outputs, and compiled as one program; no host callback
@@ -26,52 +40,70 @@ def xray(fn: Callable, *, light: bool = False, only: str | None = None, while_hi
     only: regular expression, searched in "path file:line op": tensors that it misses are measured lightly. The first cause
       is found whatever `only` says.
     while_history: iterations of each while loop (and within 4 MiB) that are told apart; later ones are merged.
+    thin: measure key tensors only, compiled in a fraction of the time, and the origin of a fault in a second program when
+      there is one (see thin.py). The first cause is the same.
+    key: with thin, a regular expression as `only`: what it finds is measured fully too.
+    before_run: called with each program (jax.stages.Compiled) before it runs, to look at the memory it needs.
 
   Raises:
     ValueError: while_history is below 2.
   """
   if while_history < 2:
     raise ValueError(f"xray: while_history={while_history} must be at least 2 (one iteration and the rest)")
-  return XRay(fn, light, only, while_history)
+  return XRay(fn, light, only, while_history, thin, key, before_run)
 
 
 class XRay:
   """The callable that xray() returns."""
 
-  def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int):
+  def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, thin: bool, key, before_run):
     self.fn, self.light, self.only, self.while_history = fn, light, only, while_history
+    self.thin, self.key, self.before_run = thin, key, before_run
     self._programs: dict[Any, tuple] = {}
 
   def __call__(self, *args, **kwargs) -> Report:
-    arrays, program = self._prepare(args, kwargs)
-    plan, run, out_tree, output_names = program
-    outs, data = run(arrays)
-    return reporting.build(plan, jax.device_get(data), jax.tree.unflatten(out_tree, outs), output_names)
+    detail: frozenset[int] = frozenset()
+    seen = None
+    for _ in range(_ROUNDS if self.thin else 1):
+      arrays, (plan, run, out_tree, output_names, thin) = self._prepare(args, kwargs, detail)
+      if self.before_run is not None:
+        run = run.lower(arrays).compile()
+        self.before_run(run)
+      outs, data = run(arrays)
+      data = jax.device_get(data)
+      findings = cause.search(plan, data, len(output_names))
+      seen = seen or (plan, data)  # later programs measure the origin of the fault, and little else
+      wanted = _wanted(thin, findings, first=not detail) - detail if thin is not None else frozenset()
+      if not wanted:
+        break
+      detail |= wanted
+    assert seen is not None
+    return reporting.build(*seen, findings, jax.tree.unflatten(out_tree, outs), output_names)
 
   def lower(self, *args, **kwargs):
     """The instrumented program, lowered for these arguments (jax.stages.Lowered)."""
-    arrays, (_, run, _, _) = self._prepare(args, kwargs)
+    arrays, (_, run, *_) = self._prepare(args, kwargs)
     return run.lower(arrays)
 
   def run(self, *args, **kwargs):
     """The instrumented program's raw results (outputs, data on the device): for timing; no report is built."""
-    arrays, (_, run, _, _) = self._prepare(args, kwargs)
+    arrays, (_, run, *_) = self._prepare(args, kwargs)
     return run(arrays)
 
-  def _prepare(self, args, kwargs):
+  def _prepare(self, args, kwargs, detail: frozenset[int] = frozenset()):
     with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in with_paths]
     dynamic = [_is_array(leaf) for leaf in leaves]
     arrays = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d]
     fixed = [None if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
-    key = (tree, tuple(map(_signature, arrays)), tuple(id(f) for f in fixed))
+    key = (tree, tuple(map(_signature, arrays)), tuple(id(f) for f in fixed), detail)
     if key not in self._programs:
       names = [n for n, d in zip(_names(self.fn, with_paths), dynamic, strict=True) if d]
       # `fixed` is kept beside the program: an id is only a name while its object lives.
-      self._programs[key] = (self._build(tree, fixed, dynamic, arrays, names), fixed)
+      self._programs[key] = (self._build(tree, fixed, dynamic, arrays, names, detail), fixed)
     return arrays, self._programs[key][0]
 
-  def _build(self, tree, fixed, dynamic, arrays, names):
+  def _build(self, tree, fixed, dynamic, arrays, names, detail):
     def flat(arrays):
       rest = iter(arrays)
       args, kwargs = jax.tree.unflatten(tree, [next(rest) if d else f for d, f in zip(dynamic, fixed, strict=True)])
@@ -81,8 +113,21 @@ class XRay:
     with_paths, out_tree = jax.tree_util.tree_flatten_with_path(shapes)
     output_names = ["output" + jax.tree_util.keystr(path) for path, _ in with_paths]
     plan = planning.build(closed, names, light=self.light, only=self.only)
+    thin = Thin(plan, detail, self.key) if self.thin else None
     run = jax.jit(Interpreter(plan, self.while_history).program)
-    return plan, run, out_tree, output_names
+    return plan, run, out_tree, output_names, thin
+
+
+def _wanted(thin: Thin, findings: cause.Findings, *, first: bool) -> frozenset[int]:
+  """Orders of the sites to measure in detail next: where the first faults come from, what they read, what may mask them."""
+  reached = {order for _, orders in findings.reached for order in orders}
+  unmasked = [f for f in findings.faults if f.order in reached][:1]
+  sites = dict.fromkeys(f.site.order for f in [*unmasked, *findings.faults[: _FAULTS if first else 1]])
+  wanted = set().union(*(thin.region(order) for order in sites))
+  wanted |= set().union(*(thin.operands(order) for order in wanted))
+  if unmasked and unmasked[0].order not in findings.sure:
+    wanted |= set(findings.unsure[:_UNSURE])
+  return frozenset(wanted)
 
 
 def _is_array(leaf) -> bool:

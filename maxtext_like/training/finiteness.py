@@ -68,6 +68,15 @@ class FinitenessGuard:
     """Whether the next step looks at the parameters after its update too."""
     return self._steps == -1 or self._applied < self._steps
 
+  @property
+  def may_end_the_run(self) -> bool:
+    """Whether non-finite numbers in the next step would end the run, not only cost that step."""
+    return self.checking or self._skipped_in_row > 0 or self._limit == 1
+
+  @property
+  def _limit(self) -> int:
+    return max(self._config.training.max_skipped_steps, 1)
+
   def observe(self, result: StepResult) -> tuple[list[str], NonFiniteError | None]:
     """Takes note of a finished step.
 
@@ -95,7 +104,7 @@ class FinitenessGuard:
         self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the step before it failed"}
         lines.append(self._line("loss1"))
       return lines, NonFiniteError(self._message(result, failed))
-    limit = max(self._config.training.max_skipped_steps, 1)
+    limit = self._limit
     if self._skipped_in_row >= limit:
       return lines, NonFiniteError(
         f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import UserError
+from maxtext_like.training import loss_scale
 from maxtext_like.training.program import Program
+from maxtext_like.training.step import State
 
 
 def read_weights(directory: Path, program: Program) -> Any:
@@ -35,6 +38,45 @@ def read_weights(directory: Path, program: Program) -> Any:
     )
   allow = program.config.checkpoint.allow_dtype_change
   return restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
+
+
+def read_state(directory: Path, program: Program) -> State:
+  """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
+  like = dict(program.abstract_state)
+  fresh = like.pop("loss_scale", None)
+  stored = manifest.read(directory).leaves
+  if fresh is not None and any(name.startswith("loss_scale.") for name in stored):
+    like["loss_scale"] = fresh
+  state = restore.load(directory, like, config=program.config, allow_dtype_change=True).state
+  if fresh is not None and "loss_scale" not in state:
+    start = loss_scale.initial(program.config.training.loss_scale_init)
+    state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)
+  return state
+
+
+def whole_state(program: Program, checkpoint: Path | None) -> State:
+  """The state that a run would start its next step from.
+
+  Args:
+    program: of the run.
+    checkpoint: a run or a step of it: its whole state, optimizer and all; a Hugging Face checkpoint: its weights; None: the
+      weights of ``init_from``, or fresh ones.
+
+  Raises:
+    UserError: as ``read_weights``.
+  """
+  if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
+    step = find_step(checkpoint.expanduser())
+    if step is None:
+      raise UserError(
+        f"--checkpoint {checkpoint} is no checkpoint\n"
+        "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
+      )
+    return read_state(step, program)
+  source = checkpoint or program.config.checkpoint.init_from
+  if source is not None:
+    return program.lower_around().compile()(read_weights(Path(source), program))
+  return program.lower_init().compile()(np.uint32(program.config.training.seed % 2**32))
 
 
 def find_step(directory: Path) -> Path | None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.metrics import MetricsWriter
 from maxtext_like.training.program import Program
@@ -37,6 +38,7 @@ class Loop:
     directory, manager, writer, progress, stop, guard: the run's own.
     flops: of one step on all devices.
     peak_tflops: of one device; None: no mfu.
+    failed: keeps and explains the step that ends the run; None: nobody does.
     finite: the newest metrics show a finite state.
   """
 
@@ -54,8 +56,9 @@ class Loop:
   guard: FinitenessGuard
   flops: float
   peak_tflops: float | None
+  failed: FailedStep | None = None
   finite: bool = True
-  _pending: tuple[int, Metrics] | None = field(default=None, init=False)
+  _pending: tuple[int, Metrics, Any] | None = field(default=None, init=False)
   _last_end: float = field(default=0.0, init=False)
 
   def run(self, start: int) -> None:
@@ -71,16 +74,20 @@ class Loop:
     step = start
     self._stop_if_asked(step)
     for batch in self._batches(t.steps - start):
+      if self.failed is not None:
+        self.failed.remember(self.state)
       self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
       step += 1
       self._settle()
-      self._pending = (step, metrics)
+      self._pending = (step, metrics, batch)
       jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
       evaluating = self.evaluate is not None and step % d.eval_interval == 0
       saving = self.manager is not None and self.manager.due(step)
       sampling = self.sample is not None and step % log.sample_every == 0
+      # A step that may end the run is waited for, so that the state is still the one after it.
+      last = self.failed is not None and self.guard.may_end_the_run
       # After the first step too: whoever started the run waits for this line.
-      if evaluating or sampling or saving or step in (start + 1, t.steps) or self.stop.should_stop(step):
+      if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
         self._settle(self.evaluate if evaluating else None)
       if sampling and self.finite and self.sample is not None:
         self.sample(step, self.state["params"])
@@ -116,7 +123,7 @@ class Loop:
     """Waits for the step under way, and writes and shows what it gave."""
     if self._pending is None:
       return
-    (step, metrics), self._pending = self._pending, None
+    (step, metrics, batch), self._pending = self._pending, None
     jax.block_until_ready(metrics["loss"])
     end = time.perf_counter()
     seconds, self._last_end = end - self._last_end, end
@@ -145,4 +152,6 @@ class Loop:
       self.progress.say(line)
     self.progress.step(row)
     if error is not None:
+      if self.failed is not None:
+        error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
       raise error

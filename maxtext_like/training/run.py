@@ -23,6 +23,7 @@ from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, UserError
 from maxtext_like.layers.param import count
 from maxtext_like.training import environment, memory, report, tokenizer
+from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.initial_weights import read_weights
@@ -90,6 +91,7 @@ def train(loaded: Loaded) -> int:
         loop = Loop(
           program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
           directory, manager, writer, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
+          FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
         )  # fmt: skip
         del state
         begin, outcome = time.monotonic(), "interrupted by an error of the program"

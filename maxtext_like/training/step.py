@@ -42,6 +42,8 @@ class TrainStep:
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
     probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
+    watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
+      it holds, so that nothing hides behind the finiteness check. None in every training run.
   """
 
   apply: Callable[[Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
@@ -54,6 +56,7 @@ class TrainStep:
   router_bias: RouterBias | None = None
   probed_stacks: dict[str, tuple[int, int]] | None = None
   rounding: StochasticRounding | None = None
+  watch: Callable[[str, Any], Any] | None = None
 
   def __call__(self, state: State, batch: Batch, check: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
@@ -79,6 +82,8 @@ class TrainStep:
     if self.probed_stacks:
       by_layer = probes.by_layer(grads, self.probed_stacks)
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
+    if self.watch:
+      grads = self.watch("gradient", grads)
     squares = row_squares(grads)
     norm = jnp.sqrt(jnp.sum(squares))
     clipped = norm > self.clip if self.clip else jnp.zeros((), bool)
@@ -90,7 +95,10 @@ class TrainStep:
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
-      moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
+      change = jax.tree.map(lambda d: rate * d, direction)
+      if self.watch:
+        change = self.watch("update", change)
+      moved = jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
       if self.rounding:
         return self.rounding(moved, params, state["step"]), opt_state
       return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params), opt_state
@@ -98,12 +106,15 @@ class TrainStep:
     # Under cond the look at the new parameters costs nothing in the steps that do without, and stores no copy of them.
     finite = {"loss": jnp.isfinite(loss), "gradients": jnp.isfinite(squares)}
     applied = finite["loss"] & jnp.all(finite["gradients"])
-    finite["parameters"] = jax.lax.cond(
-      check & applied, lambda: jnp.isfinite(row_squares(update()[0])), lambda: jnp.ones(squares.shape, bool)
-    )
-    applied = applied & jnp.all(finite["parameters"])
-    before = (params, state["opt_state"])
-    params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
+    if self.watch:
+      params, opt_state = update()
+    else:
+      finite["parameters"] = jax.lax.cond(
+        check & applied, lambda: jnp.isfinite(row_squares(update()[0])), lambda: jnp.ones(squares.shape, bool)
+      )
+      applied = applied & jnp.all(finite["parameters"])
+      before = (params, state["opt_state"])
+      params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 

@@ -3,6 +3,7 @@
 B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -353,15 +354,17 @@ class Decoder:
       sizes = [rows for rows, _ in parts]
       # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
-      for (_, layers), part in zip(parts, xs, strict=True):
+      for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
         # A scan of one row is no loop once it is compiled.
         body = functools.partial(block, layers, period == 1 and len(part[0]) > 1)
-        carry, aux = jax.lax.scan(body, carry, jax.tree.unflatten(tree, part))
+        with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
+          carry, aux = jax.lax.scan(body, carry, jax.tree.unflatten(tree, part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
     blocks = [layers for rows, layers in parts for _ in range(rows)]
-    for layers, row in zip(blocks, zip(*map(jnp.unstack, leaves), strict=True), strict=True):
-      carry, aux = block(layers, False, carry, jax.tree.unflatten(tree, row))
+    for i, (layers, row) in enumerate(zip(blocks, zip(*map(jnp.unstack, leaves), strict=True), strict=True)):
+      with jax.named_scope(f"row_{i}"):
+        carry, aux = block(layers, False, carry, jax.tree.unflatten(tree, row))
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 

@@ -45,6 +45,18 @@ def test_a_healthy_run_has_four_lines_and_then_none():
   assert {name: entry["finite"] for name, entry in g.report.items()} == dict.fromkeys(g.report, True)
 
 
+def test_steps_that_may_end_the_run_are_known_before():
+  g = guard("finite_check_steps=1", "max_skipped_steps=2")
+  assert g.may_end_the_run
+  g.observe(result(1))
+  assert not g.may_end_the_run
+  g.observe(result(2, gradients=LABELS))
+  assert g.may_end_the_run
+  g.observe(result(3))
+  assert not g.may_end_the_run
+  assert guard("finite_check_steps=0", "max_skipped_steps=1").may_end_the_run
+
+
 def test_a_run_of_one_step_says_that_loss1_was_not_run():
   g = guard(last_step=1)
   lines, _ = g.observe(result(1))

@@ -67,9 +67,10 @@ def toy_config(*overrides: str) -> Config:
   return load_config("gemma4-tiny", [*plain, f"max_target_length={T}", f"per_device_batch_size={B}", *overrides]).config
 
 
-def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
-  """(jitted train step, initial state) of a toy decoder."""
-  decoder = toy_decoder(config.precision.dtype)
+def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any, Any]:
+  """(jitted train step, initial state) of a toy decoder; of a given one the step as it is, not jitted."""
+  jit = jax.jit if decoder is None else lambda step: step
+  decoder = decoder or toy_decoder(config.precision.dtype)
   spec = decoder.params()
   t = config.training
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
@@ -88,7 +89,7 @@ def toy_step(config: Config, pieces: int = 1) -> tuple[Any, Any]:
   state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(selection.split(params)[0])}
   if config.precision.dtype == "float16":
     state["loss_scale"] = loss_scale.initial(t.loss_scale_init)
-  return jax.jit(step), state
+  return jit(step), state
 
 
 def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:

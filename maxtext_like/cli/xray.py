@@ -1,0 +1,89 @@
+"""``maxtext-like xray``: one training step, looked through."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxtext_like.cli.arguments import parse_words, split_configuration
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import NonFiniteError
+
+if TYPE_CHECKING:
+  from maxtext_like.config.schema import Config
+  from maxtext_like.numerics.report import Report
+
+DESCRIPTION = """Runs one training step on the first batch of the configured data and looks through it: for the tensors of every
+layer, forward and backward, for gradients and updates, the largest, the smallest and the mean magnitude, and the bits of
+headroom to float16, bfloat16 and float8. When a number is not finite: the operation, line and layer it comes from.
+
+Writes xray.json and xray.html. Nothing is trained; without --checkpoint the weights are those that a run would start with."""
+EXAMPLES = """examples:
+  maxtext-like xray gemma4-tiny
+  maxtext-like xray gemma4-tiny dtype=float16 --checkpoint runs/gemma4-tiny
+  maxtext-like xray gemma3-4b --checkpoint /models/gemma-3-4b-pt dtype=float16 per_device_batch_size=1
+
+exit codes: 0 finite; 2 wrong usage, configuration or input; 3 not finite; 4 does not fit the machine"""
+SHOWN = 20
+
+
+def run(argv: list[str]) -> int:
+  """Runs the verb; see ``DESCRIPTION``."""
+  parser = argparse.ArgumentParser(
+    prog="maxtext-like xray",
+    usage="maxtext-like xray CONFIG [--checkpoint DIR] [--out DIR] [--all] [key=value ...]",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+  parser.add_argument("--checkpoint", metavar="DIR", help="a run, one of its checkpoints (whole state), or a Hugging Face one")
+  parser.add_argument("--out", metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray")
+  parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
+  options, words = parse_words(parser, argv, {})
+  model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
+  loaded = load_config(model, overrides)
+  for note in loaded.notes:
+    print(f"note: {note}")
+  import contextlib
+
+  from maxtext_like.training import memory, tokenizer
+  from maxtext_like.training.initial_weights import whole_state
+  from maxtext_like.training.program import make_program
+  from maxtext_like.training.run import open_data, use_compilation_cache
+  from maxtext_like.training.xray import xray_step
+
+  config = loaded.config
+  use_compilation_cache(config.logging.compilation_cache_dir)
+  program = make_program(config)
+  memory.require_fit(program)
+  name = config.logging.run_name or config.model.model_name
+  runs = Path(config.logging.output_dir).expanduser()
+  settings = tokenizer.resolve(config.data, config.checkpoint, Path(options.checkpoint or runs / name) / "checkpoints")
+  with contextlib.closing(open_data(program, "train", settings)) as data:
+    batch = program.place(next(data))
+  state = whole_state(program, Path(options.checkpoint) if options.checkpoint else None)
+  out = Path(options.out) if options.out else runs / f"{name}-xray"
+  report = xray_step(program, state, batch, everything=options.all)
+  return show(report, config, out, f"x-ray of {name}, step {int(state['step']) + 1}")
+
+
+def show(report: "Report", config: "Config", out: Path, title: str) -> int:
+  """Prints the table, writes the files, and returns 0.
+
+  Raises:
+    NonFiniteError: a number of the step's results is not finite; the message is the cause.
+    UserError: the directory cannot be written.
+  """
+  from maxtext_like.errors import UserError
+  from maxtext_like.training.failed_step import write
+  from maxtext_like.training.xray import cause_lines
+
+  try:
+    write(report, out, title)
+  except OSError as error:
+    raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another with --out DIR") from error
+  print(f"{title}\n{report.table(SHOWN)}\n{out / 'xray.html'}")
+  if not report.finite:
+    raise NonFiniteError(cause_lines(config, report))
+  return 0

@@ -1,0 +1,167 @@
+"""Thin plans: few tensors are measured, and yet no non-finite number is missed.
+
+An equation such as a sum or a product hands on every NaN and infinity of its operand. What such an equation reads need not
+be looked at, the look at its result does for both. So a thin plan measures
+
+- key tensors, fully: operands and results of matrix products, exponentials and what is tagged;
+- of the others, by a flag, those that nobody hands on: read only by selects, quotients, maxima, ... or leaving a loop.
+
+When something is found, its *region*, the unmeasured equations that it was computed from, is measured in a second program
+(`detail`), and the cause is exact. Compiling is what this saves: some 400 reductions for a block of three layers with their
+gradients in place of 1500.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.numerics import jaxprs
+from maxtext_like.numerics.plan import Block, Frame, Node, Plan, Site
+
+# What hands on every non-finite number of every operand.
+_TRANSPARENT = frozenset(
+  """add sub mul add_any neg dot_general reduce_sum cumsum sqrt log log1p square abs sin cos sinh cosh
+  reduce_precision psum""".split()
+)
+_KEY = frozenset("dot_general ragged_dot_general conv_general_dilated exp".split())
+
+Sites = frozenset[Site]
+_NONE: Sites = frozenset()
+
+
+def hands_on(eqn, operand: int) -> bool:
+  """Whether each NaN and infinity of an operand makes some element of the (only) result non-finite too."""
+  name = eqn.primitive.name
+  if len(eqn.outvars) != 1 or not jaxprs.is_float(eqn.outvars[0].aval):
+    return False
+  if name == "div":
+    return operand == 0
+  if name == "integer_pow":
+    return eqn.params["y"] > 0
+  return name in _TRANSPARENT or name == "convert_element_type"
+
+
+class Thin:
+  """Which sites of a full plan a thin one measures.
+
+  Args:
+    plan: a full plan. It is changed into the thin one.
+    detail: orders of sites that are measured fully whatever they are; where there are any, key tensors are not.
+    key: regular expression, searched in "path file:line op", of more key tensors.
+  """
+
+  def __init__(self, plan: Plan, detail: frozenset[int], key: str | None = None):
+    self.plan, self._wanted = plan, re.compile(key) if key else None
+    self._parents: dict[int, Sites] = {}
+    self._handed_on: set[Site] = set()
+    self._key: set[Site] = set()
+    assert plan.frame.block is not None
+    self._block(plan.frame.block, [_NONE if s is None else frozenset([s]) for s in plan.inputs])
+    self._keep(detail)
+
+  def region(self, order: int) -> set[int]:
+    """Orders of the unmeasured sites that a site was computed from without a measured one between, itself included."""
+    found, todo = {order}, [order]
+    while todo:
+      for parent in self._parents.get(todo.pop(), _NONE):
+        if parent.order in self._left_out and parent.order not in found:
+          found.add(parent.order)
+          todo.append(parent.order)
+    return found
+
+  def operands(self, order: int) -> set[int]:
+    """Orders of the sites that the equation of a site reads."""
+    return {parent.order for parent in self._parents.get(order, _NONE)}
+
+  def _frame(self, frame: Frame) -> None:
+    assert frame.block is not None
+    self._block(frame.block, [_NONE] * len(frame.block.jaxpr.invars))
+
+  def _block(self, block: Block, args: list[Sites]) -> list[Sites]:
+    env: dict[Any, Sites] = dict(zip(block.jaxpr.invars, args, strict=True))
+    read = lambda atom: _NONE if jaxprs.is_literal(atom) else env.get(atom, _NONE)
+    for node in block.nodes:
+      operands = [read(v) for v in node.eqn.invars]
+      env.update(zip(node.eqn.outvars, self._node(node, operands), strict=True))
+    return [read(v) for v in block.jaxpr.outvars]
+
+  def _node(self, node: Node, operands: list[Sites]) -> list[Sites]:
+    """The sites that each output's non-finite numbers were last seen at."""
+    eqn = node.eqn
+    if node.kind == "call":
+      assert node.block is not None
+      return self._block(node.block, operands)
+    if node.kind != "leaf":
+      for frame in node.frames:
+        self._frame(frame)
+      return [_NONE] * len(eqn.outvars)
+    if not node.sites:
+      if eqn.primitive.name in ("real", "imag"):  # hold a part only
+        return [_NONE] * len(eqn.outvars)
+      one_to_one = len(eqn.outvars) == len(operands)
+      return operands if one_to_one else [_NONE.union(*operands)] * len(eqn.outvars)
+    for i, sites in enumerate(operands):
+      # Rematerialised copies are not looked at themselves.
+      if node.direction != "recomputed" and hands_on(eqn, i):
+        self._handed_on |= sites
+    parents = _NONE.union(*operands)
+    for site in node.sites:
+      if site is not None:
+        self._parents[site.order] = parents
+        if self._wanted and self._wanted.search(f"{site.path} {site.source} {site.op}"):
+          self._key.add(site)
+    if eqn.primitive.name in _KEY:
+      self._key |= parents if "exp" not in eqn.primitive.name else _NONE
+      self._key |= {s for s in node.sites if s is not None}
+    return [frozenset([s]) if s is not None else _NONE for s in node.sites]
+
+  def _keep(self, detail: frozenset[int]) -> None:
+    """Gives the measured sites their rows, and every other one the row -1."""
+    self._left_out: set[int] = set()
+    inputs = {s.order for s in (*self.plan.inputs, *self.plan.consts) if s is not None}
+    for frame in _frames(self.plan.frame):
+      new: dict[int, Site] = {}
+      rows: list[Site] = []
+      for site in dict.fromkeys(frame.sites):
+        scalar = np.prod(site.shape) == 1 and not site.rows
+        # What a rematerialised copy holds was seen in the forward pass.
+        seen = site in self._handed_on or site.direction == "recomputed"
+        if site.order in detail:
+          kept = dataclasses.replace(site, row=len(rows), full=True)
+        elif site.op == "tag" or (not detail and site in self._key and site.direction != "recomputed"):
+          kept = dataclasses.replace(site, row=len(rows), full=site.full or site.op == "tag")
+        elif site.order in inputs or scalar or not seen:
+          kept = dataclasses.replace(site, row=len(rows), flag=not scalar, full=scalar, wide=site.wide and scalar)
+        else:
+          self._left_out.add(site.order)
+          new[site.order] = dataclasses.replace(site, row=-1)
+          continue
+        new[site.order] = kept
+        rows += [kept] * max(kept.rows, 1)
+      frame.sites[:] = rows
+      for node in _leaves(frame.block):
+        node.sites = [None if s is None else new[s.order] for s in node.sites]
+        node.tag = None if node.tag is None else new[node.tag.order]
+      if frame is self.plan.frame:
+        for sites in (self.plan.inputs, self.plan.consts):
+          sites[:] = [None if s is None else new[s.order] for s in sites]
+
+
+def _frames(frame: Frame) -> Iterator[Frame]:
+  yield frame
+  for node in frame.children:
+    for inner in node.frames:
+      yield from _frames(inner)
+
+
+def _leaves(block: Block | None) -> Iterator[Node]:
+  """The leaf equations of a frame, those of inlined calls included."""
+  assert block is not None
+  for node in block.nodes:
+    if node.kind == "call":
+      yield from _leaves(node.block)
+    elif node.kind == "leaf":
+      yield node

@@ -1,0 +1,181 @@
+"""A step that failed its finiteness check, kept in the run's directory and looked through by x-ray, now or later.
+
+``failed_step/`` holds ``N/`` (the state after N finished steps, in the form of a checkpoint that says it is not one),
+``batch.npz`` and ``failure.json``. A failing update is never applied, so the state after the step is the one before it but
+for the step counter and the loss scale, which are put back.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint import atomic, compatibility, manifest, tree
+from maxtext_like.checkpoint.manager import megabytes
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import ExitError, NonFiniteError, UserError
+from maxtext_like.numerics.report import Report
+from maxtext_like.training import xray
+from maxtext_like.training.program import Program
+from maxtext_like.training.step import Batch, State
+
+DIRECTORY = "failed_step"
+FAILURE, BATCH = "failure.json", "batch.npz"
+
+
+@dataclass
+class FailedStep:
+  """Watches a run for the step that ends it.
+
+  Attributes:
+    program: of the run.
+    directory: of the run.
+    say: tells whoever waits what is going on.
+    before: what a step changes even when its update is left out, beside the step counter, as it was before the newest step.
+  """
+
+  program: Program
+  directory: Path
+  say: Callable[[str], None] = print
+  before: State = dataclasses.field(default_factory=dict)
+
+  def remember(self, state: State) -> None:
+    """Call with the state before each step, which takes the state's memory."""
+    if "loss_scale" in state:
+      self.before = {"loss_scale": jax.tree.map(lambda x: x.copy(), state["loss_scale"])}
+
+  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
+    """The error with its first cause, after everything was kept. Whatever goes wrong here becomes one line of it.
+
+    Args:
+      error: that ends the run.
+      step: finished steps, the failed one included.
+      state: after the step.
+      batch: of the step.
+      applied: the update was taken over, so the state before it is gone.
+    """
+    if applied:
+      return NonFiniteError(
+        f"{error}\nno replay: the update was taken over before it was found; finite_check_steps=-1 keeps it"
+      )
+    self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
+    state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
+    place = self.directory / DIRECTORY
+    lines = []
+    try:
+      keep(self.program, place, step, state, batch, str(error))
+      lines.append(f"kept in {place}: maxtext-like replay {self.directory}")
+    except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
+      shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
+      lines.append(f"not kept for maxtext-like replay: {_one_line(problem)}")
+    try:
+      report = xray.xray_step(self.program, state, batch)
+    except Exception as problem:  # out of memory above all
+      return NonFiniteError("\n".join([str(error), f"no replay: {_one_line(problem)}", *lines]))
+    found = xray.cause_lines(self.program.config, report)
+    if report.finite:
+      found = f"replayed by x-ray, which computes in another order, the step is finite\n{found}"
+    try:
+      write(report, place, f"step {step} of {self.directory.name}")
+    except OSError as problem:
+      lines.append(f"no xray.html: {_one_line(problem)}")
+    return NonFiniteError("\n".join([str(error), found, *lines]))
+
+
+def _one_line(error: Exception) -> str:
+  name = "" if isinstance(error, ExitError | OSError) else f"{type(error).__name__}: "
+  return f"{name}{' '.join(str(error).split())[:300]}"
+
+
+def keep(program: Program, directory: Path, step: int, state: State, batch: Batch, message: str) -> None:
+  """Writes state and batch of a failed step, in place of an earlier one.
+
+  Raises:
+    OSError: no room.
+    UserError: several processes, each of which holds a part.
+  """
+  import orbax.checkpoint as ocp
+
+  if jax.process_count() > 1:
+    raise UserError("only runs of one process keep their failed step")
+  flat = tree.flatten(state)
+  shutil.rmtree(directory, ignore_errors=True)
+  directory.mkdir(parents=True)
+  needed, usage = tree.total_bytes(flat), shutil.disk_usage(directory)
+  if usage.total and usage.free < needed:
+    raise OSError(f"{directory}: the state needs {megabytes(needed)}, {megabytes(usage.free)} are free")
+  here = directory / str(step - 1)
+  here.mkdir()
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    checkpointer.save((here / manifest.STATE_NAME).absolute(), args=ocp.args.PyTreeSave(flat))
+  record = manifest.Manifest(
+    step=step - 1,
+    finite=False,  # nobody looked
+    config=compatibility.record(program.config),
+    extra={},
+    leaves=tree.describe(flat),
+    files=manifest.hash_files(here),
+    versions=manifest.versions(),
+  )
+  manifest.write(here, record)
+  np.savez(directory / BATCH, **jax.device_get(batch))  # type: ignore[arg-type]
+  atomic.write_text(directory / FAILURE, json.dumps({"step": step, "error": message}, indent=1) + "\n")
+
+
+def write(report: Report, directory: Path, title: str) -> None:
+  """``xray.json`` and ``xray.html``."""
+  directory.mkdir(parents=True, exist_ok=True)
+  atomic.write_text(directory / "xray.json", report.to_json() + "\n")
+  atomic.write_text(directory / "xray.html", report.html(title))
+
+
+@dataclass(frozen=True)
+class Kept:
+  """A failed step as it was kept: the number of the step, the error, the batch of all devices and the state's directory."""
+
+  step: int
+  error: str
+  batch: dict[str, np.ndarray]
+  state: Path
+
+
+def find(run: Path) -> Kept:
+  """The failed step of a run directory.
+
+  Raises:
+    UserError: the run kept none.
+  """
+  directory = run / DIRECTORY
+  try:
+    failure = json.loads((directory / FAILURE).read_text(encoding="utf-8"))
+    with np.load(directory / BATCH) as arrays:
+      batch = dict(arrays)
+    return Kept(failure["step"], failure["error"], batch, directory / str(failure["step"] - 1))
+  except (OSError, ValueError, KeyError) as error:
+    raise UserError(
+      f"{run}: holds no failed step ({error})\n"
+      "  fix: name the directory of a run that ended with exit code 3, or look at any step with maxtext-like xray"
+    ) from error
+
+
+def fitted(config: Config, kept: Kept, devices: int) -> Config:
+  """The configuration with as many rows on each device as the kept batch takes.
+
+  Raises:
+    UserError: the rows cannot be shared out evenly.
+  """
+  rows, parts = kept.batch["tokens"].shape[0], config.training.gradient_accumulation_steps
+  each, left = divmod(rows, devices * parts)
+  if left or not each:
+    raise UserError(
+      f"replay: a batch of {rows} rows cannot be shared out over {devices} devices in {parts} parts\n"
+      "  fix: use a number of devices that divides the rows, or gradient_accumulation_steps=1"
+    )
+  if each == config.training.per_device_batch_size:
+    return config
+  return dataclasses.replace(config, training=dataclasses.replace(config.training, per_device_batch_size=each))

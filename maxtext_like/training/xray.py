@@ -1,0 +1,349 @@
+"""X-ray of a training step: the step that the trainer runs, looked through, and its tensors named as the model names them.
+
+The library (``numerics.xray``) knows files, lines and rows of scans. This module turns a row of a scan and a layer of its
+block into the model's layer, gathers the same tensor of all layers into one, and names the precision keys against a cause.
+"""
+
+import dataclasses
+import functools
+import linecache
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import DoesNotFitError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.numerics import plan
+from maxtext_like.numerics.cause import Loop
+from maxtext_like.numerics.explain import Cause
+from maxtext_like.numerics.report import Report, Tensor
+from maxtext_like.numerics.statistics import Stats
+from maxtext_like.numerics.xray import XRay, xray
+from maxtext_like.training import memory
+from maxtext_like.training.program import Program
+from maxtext_like.training.step import Batch, State
+
+_LOOPS = ("scan", "while")
+_HELPERS = ("layers/precision.py",)  # where every product is computed; whoever asked for it is the line to name
+_RESIDUAL = r"layers/blocks\.py:\d+ (add|add_any|mul)$"  # the residual stream and its cotangent
+_INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\])+)")
+
+
+def xray_step(program: Program, state: State, batch: Batch, *, everything: bool = False) -> Report:
+  """Looks through one training step: loss, gradients, optimizer update. Neither state nor batch is changed.
+
+  Args:
+    program: of the run, on its mesh, in its face, dtypes and remat policy.
+    state: before the step.
+    batch: global arrays (``Program.place``).
+    everything: measure every tensor, not only the key ones: compiles ten times as long.
+
+  Returns:
+    The report in the model's names: layers are those of the model, parameters ``layers.7.mlp.down``.
+
+  Raises:
+    DoesNotFitError: the program needs more memory than there is.
+  """
+  with jax.set_mesh(program.mesh):
+    try:
+      report = step_xray(program, everything=everything)(state, batch)
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+        raise
+      raise DoesNotFitError(f"x-ray: out of memory: {str(error).strip().splitlines()[0]}") from error
+  return translate(report, program.decoder, state)
+
+
+def step_xray(program: Program, *, everything: bool = False) -> XRay:
+  """The library's x-ray of (state, batch) -> the step's float metrics, to be called under the program's mesh."""
+  step = dataclasses.replace(program.step, watch=_tagged, probed_stacks=None)
+
+  def looked_at(state, batch):
+    _, metrics = step(state, batch, jnp.ones((), bool))
+    return {name: x for name, x in metrics.items() if name != "finite" and jnp.issubdtype(x.dtype, jnp.floating)}
+
+  fit = functools.partial(_require_fit, program)
+  return xray(looked_at, thin=not everything, key=_RESIDUAL, before_run=fit)
+
+
+def _tagged(kind: str, tree: Any) -> Any:
+  """Asks x-ray for every array of a tree shaped like the parameters, stacked ones row by row."""
+
+  def leaf(path, x):
+    keys = path_keys(path)
+    return plan.tag(x, kind, ".".join(keys), by_row=keys[0].startswith("stack_"))
+
+  return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _require_fit(program: Program, compiled: Any) -> None:
+  needed = compiled.memory_analysis()
+  here = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
+  limit = memory.device_limit(here[0], len(here))
+  if needed is None or limit is None:
+    return
+  # What a CPU has left is counted without the arguments, which are there already; a GPU's limit is that of the whole.
+  more = needed.temp_size_in_bytes + (0 if here[0].platform == "cpu" else needed.argument_size_in_bytes)
+  if more > limit.bytes:
+    raise DoesNotFitError(
+      f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are there ({limit.source})"
+    )
+
+
+# Names.
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where in the model a tensor of one equation is.
+
+  Attributes:
+    scopes: names of the model's parts, as ("mlp",).
+    layers: the model's layer for each row of the stack's scan; a single one where the stack is unrolled.
+    axis: which of the loops around is the stack's scan; None: none is.
+  """
+
+  scopes: tuple[str, ...]
+  layers: tuple[int, ...] = ()
+  axis: int | None = None
+
+
+def place_of(decoder: Decoder, path: str) -> Place:
+  """Reads the scopes that ``Decoder`` leaves in a path: ``scan/stack_0/layer_2/mlp``, or ``row_1/stack_0/layer_2/mlp``."""
+  parts = path.split("/")
+  stacks = {s.name: s for s in decoder.stacks}
+  where = next((i for i, part in enumerate(parts) if part in stacks), None)
+  inner = next((i for i, part in enumerate(parts) if re.fullmatch(r"layer_\d+", part)), None)
+  after = parts if inner is None else parts[inner + 1 :]
+  known = lambda p: re.fullmatch(r"[A-Za-z_]\w*", p) and p not in (*_LOOPS, *stacks) and not p.startswith(("remat", "custom_"))
+  scopes = tuple(p for p in after if known(p) and p not in ("checkpoint", "closed_call", "shard_map"))
+  if where is None or inner is None:
+    return Place(scopes)
+  s, j = stacks[parts[where]], int(parts[inner].removeprefix("layer_"))
+  rows = [(i, int(p.removeprefix("row_"))) for i, p in enumerate(parts[:where]) if re.fullmatch(r"row_\d+", p)]
+  layer = lambda row: s.first + row * len(s.block) + j
+  first, length = 0, s.repeats
+  if rows:
+    at, first = rows[-1]
+    if not any(p in _LOOPS for p in parts[at:where]):
+      return Place(scopes, (layer(first),))
+    # Rows of one precision have a scan of their own.
+    length, starts = 0, 0
+    for length, _ in s.split(decoder.layers):
+      if starts == first:
+        break
+      starts += length
+  axis = sum(p in _LOOPS for p in parts[:where]) - 1
+  if axis < 0:  # what is the same in every layer, jax computes once, before the scan
+    return Place(scopes)
+  return Place(scopes, tuple(layer(first + row) for row in range(length)), axis)
+
+
+def line_of(frames: Sequence[str]) -> str:
+  """The frame to name: the innermost one that is no helper of all layers."""
+  return next((f for f in frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)), frames[0] if frames else "")
+
+
+@functools.cache
+def _text_of(line: str) -> str:
+  """The text of a line of source, named as frames are: relative to the working directory, or to the project."""
+  file, _, number = line.rpartition(":")
+  path = Path(file)
+  if not path.is_file():
+    path = Path(__file__).parents[2] / file
+  return linecache.getline(str(path), int(number)) if number.isdecimal() else ""
+
+
+def _norm_at(line: str) -> str:
+  names = re.findall(r'\["(\w*norm)"\]', _text_of(line))
+  return names[0] if len(names) == 1 else ""
+
+
+def variable_at(line: str) -> str:
+  """What a line of Python computes: "q" of ``q_BTNH = ...``, else the parameter that it uses, ``p["down"]``; or ""."""
+  text = _text_of(line)
+  found = re.match(r"\s*([A-Za-z_]\w*)\s*=[^=]", text)
+  if found:
+    return re.sub(r"_[A-Z][A-Za-z]*$", "", found[1])
+  used = re.findall(r'\bp\["(\w+)"\]', text)
+  return used[-1] if used else ""
+
+
+def _label(tensor: Tensor, scopes: tuple[str, ...]) -> str:
+  line = line_of(tensor.frames)
+  variable = variable_at(line)
+  if scopes and scopes[-1] == "norm":  # which one, the line says that called it
+    caller = next((f for f in tensor.frames if not f.rsplit(":", 1)[0].endswith(("norms.py", *_HELPERS))), "")
+    scopes, variable = (*scopes[:-1], _norm_at(caller) or "norm"), ""
+  name = ".".join(filter(None, [*scopes[-2:], variable]))
+  return " ".join(filter(None, [name or Path(line).name, "" if tensor.op == "dot_general" else tensor.op]))
+
+
+def translate(report: Report, decoder: Decoder, state: State) -> Report:
+  """A report of the training step in the names of the model."""
+  groups: dict[tuple, list[tuple[tuple[int, ...], int | None, Tensor]]] = {}
+  rest: list[Tensor] = []
+  seen: dict[tuple, int] = {}
+  for t in report.tensors:
+    if t.op in ("input", "tag"):
+      keys = tuple(t.path.split(".")) if t.op == "tag" else _input_keys(t.path)
+      stack = next((s for s in decoder.stacks if keys and s.name == keys[0]), None)
+      if t.op == "tag" and stack is not None:
+        j, label = int(keys[1].removeprefix("layer_")), ".".join(keys[2:])
+        layers = tuple(stack.first + row * len(stack.block) + j for row in range(stack.repeats))
+        groups.setdefault((label, t.direction, t.dtype, t.loops), []).append((layers, 0, t))
+      else:
+        rest.append(dataclasses.replace(t, label=".".join(keys) or t.path))
+      continue
+    place = place_of(decoder, t.path)
+    label, source = _label(t, place.scopes), line_of(t.frames)
+    same = (label, t.direction, place.layers)
+    seen[same] = seen.get(same, 0) + 1
+    label += f" #{seen[same]}" if seen[same] > 1 else ""
+    t = dataclasses.replace(t, label=label, source=source)
+    # What jax has moved out of the layers' scan may still be in that of the microbatches, of another length.
+    inside = place.axis is None or t.stats.max.shape[place.axis : place.axis + 1] == (len(place.layers),)
+    if place.layers and inside:
+      loops = tuple(k for i, k in enumerate(t.loops) if i != place.axis)
+      groups.setdefault((label, t.direction, t.dtype, loops), []).append((place.layers, place.axis, t))
+    else:
+      rest.append(t)
+  tensors = [*rest, *(_gathered(parts, label, len(decoder.layers)) for (label, *_), parts in groups.items())]
+  faults = tuple(_translated(f, decoder, state) for f in report.faults)
+  first = None if report.first_cause is None else _translated(report.first_cause, decoder, state)
+  ordered = tuple(sorted((_ranked(t) for t in tensors), key=lambda t: t.order))
+  return dataclasses.replace(report, tensors=ordered, faults=faults, first_cause=first)
+
+
+def _ranked(t: Tensor) -> Tensor:
+  """What was looked at only so that nothing is missed, and single numbers, are for xray.json, not for the table."""
+  spoilt_input = t.op == "input" and t.nonfinite > 0
+  return dataclasses.replace(t, minor=not spoilt_input and (t.level != "full" or int(np.max(t.stats.count)) <= 1))
+
+
+def _gathered(parts: list[tuple[tuple[int, ...], int | None, Tensor]], label: str, layers: int) -> Tensor:
+  """The same tensor of several layers as one, whose first axis is the model's layers."""
+  first = parts[0][2]
+
+  def whole(read) -> np.ndarray:
+    out = None
+    for numbers, axis, t in parts:
+      values = np.asarray(read(t.stats))
+      values = values[None] if axis is None else np.moveaxis(values, axis, 0)
+      if out is None:
+        blank = 0 if np.issubdtype(values.dtype, np.integer) else np.nan
+        out = np.full((layers, *values.shape[1:]), blank, values.dtype)
+      out[list(numbers)] = values
+    assert out is not None
+    return out
+
+  simple = [f.name for f in dataclasses.fields(Stats) if f.name not in ("flushed", "headroom")]
+  fields: dict[str, Any] = {name: whole(lambda s, n=name: getattr(s, n)) for name in simple}
+  for name in ("flushed", "headroom"):
+    formats = getattr(first.stats, name)
+    fields[name] = {fmt: whole(lambda s, n=name, f=fmt: getattr(s, n)[f]) for fmt in formats}
+  axis = parts[0][1]
+  loops = ("layer", *(k for i, k in enumerate(first.loops) if i != axis))
+  return dataclasses.replace(first, stats=Stats(**fields), loops=loops, label=label)
+
+
+def _input_keys(path: str) -> tuple[str, ...]:
+  """``state['params']['stack_0']['layer_1']['mlp']['down']`` as the keys into the parameters."""
+  found = _INPUT.fullmatch(path)
+  keys = tuple(k.strip("'\"") for k in re.findall(r"\[([^\]]+)\]", found[2])) if found else ()
+  return keys[1:] if keys[:1] == ("params",) else keys
+
+
+def _translated(cause: Cause, decoder: Decoder, state: State) -> Cause:
+  if cause.op == "input":
+    return _translated_input(cause, decoder, state)
+  place, source = place_of(decoder, cause.path), line_of(cause.frames)
+  inside = place.axis is None or [loop.length for loop in cause.loops[place.axis : place.axis + 1]] == [len(place.layers)]
+  if not place.layers or not inside:
+    return dataclasses.replace(cause, source=source, layer=None)
+  if place.axis is None:
+    loops, layer = cause.loops, place.layers[0]
+  else:
+    row = cause.loops[place.axis].index
+    loops, layer = tuple(loop for i, loop in enumerate(cause.loops) if i != place.axis), place.layers[row]
+  loops = (Loop("scan", layer, len(decoder.layers)), *loops)
+  return dataclasses.replace(cause, source=source, loops=loops, layer=layer)
+
+
+def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
+  """A parameter that is not finite already is named with its layers."""
+  keys = _input_keys(cause.path)
+  name = ".".join(keys)
+  if cause.path.startswith("state['params']"):
+    x = state["params"]
+    for key in keys:
+      x = x[key]
+    names = row_names(decoder, keys)
+    if len(names) > 1:
+      good = np.asarray(jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))))
+      names = [n for n, g in zip(names, good, strict=True) if not g]
+    name = f"parameter {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+  return dataclasses.replace(cause, path=name)
+
+
+# Remedies.
+
+
+def mending_keys(config: Config, cause: Cause) -> list[str]:
+  """Precision keys, each with its value, that keep this cause from happening; [] where none is known."""
+  p, inactive = config.precision, inactive_precision_keys(config.model)
+  if cause.op == "input":
+    return []
+  found: list[str] = []
+  scopes = f"{cause.path} {' '.join(cause.frames)}"
+  narrow = cause.dtype not in ("float32", "float64")
+
+  def suggest(key: str, value: str) -> None:
+    if key not in inactive and str(getattr(p, key)).lower() != value:
+      found.append(f"{key}={value}")
+
+  if narrow and "indexer" in scopes:
+    suggest("indexer_float32_logits", "true")
+  elif narrow and ("attention" in cause.path or "mla" in cause.path):
+    suggest("float32_qk_product", "true")
+    suggest("float32_logits", "true")
+  elif narrow and "moe.py" in scopes:
+    suggest("float32_gate_logits", "true")
+    suggest("float32_weight_sum", "true")
+  elif narrow and "vision" in scopes:
+    suggest("float32_vision_pool", "true")
+  elif narrow and ("embedding.py" in scopes or "loss.py" in scopes):
+    suggest("cast_logits_to_fp32", "true")
+  if narrow and ("mlp.py" in scopes or "moe.py" in scopes) and p.float32_gate_product is False:
+    found.append("float32_gate_product=" + ("auto" if p.dtype == "float16" else "true"))
+  if p.dtype == "float16" and ("mlp.py" in scopes or "moe.py" in scopes):
+    suggest("float16_rescue", "true")
+  residual = p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
+  if narrow and residual != "float32" and ("blocks.py" in cause.source or cause.direction == "backward"):
+    found.append("residual_dtype=float32")
+  if narrow and cause.direction in ("backward", "recomputed", "update"):
+    suggest("grad_dtype", "float32")
+  if cause.dtype == "float16" and cause.direction in ("backward", "recomputed"):
+    found.append(f"a lower loss_scale_init (now {config.training.loss_scale_init:g})")
+  if narrow and not found and p.dtype == "float16":
+    found.append("dtype=bfloat16")
+  return found
+
+
+def cause_lines(config: Config, report: Report) -> str:
+  """The first cause and what mends it, one line each."""
+  cause = report.first_cause
+  if cause is None:
+    return "every number is finite"
+  lines = [f"first cause: {cause}"]
+  if keys := mending_keys(config, cause):
+    lines.append(f"what mends it: {'; '.join(keys)}")
+  return "\n".join(lines)

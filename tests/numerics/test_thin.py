@@ -1,0 +1,92 @@
+"""Thin x-rays: fewer tensors are measured, the first cause is the same, exactly."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from maxtext_like.numerics import plan
+from maxtext_like.numerics.xray import xray
+
+
+def gated(ws, x):
+  def block(x, w):
+    gate, up = x @ w["gate"] + 0.5, x @ w["up"]
+    product = (gate * 2 - 1) * up * 1.5
+    return x + product @ w["down"], None
+
+  return lax.scan(jax.checkpoint(block), x, ws)[0].astype(jnp.float32).sum()
+
+
+def stack():
+  keys = jax.random.split(jax.random.key(0), 3)
+  make = lambda key: (0.1 * jax.random.normal(key, (7, 5, 5))).astype(jnp.float16)
+  ws = {name: make(key) for name, key in zip(("gate", "up", "down"), keys, strict=True)}
+  return ws | {name: ws[name].at[4].mul(6e3) for name in ("gate", "up")}
+
+
+def masked(x):
+  hidden = jnp.where(x > 0, jnp.log(x), 0.0) * 2 + 1
+  return jnp.nan_to_num(hidden) + jnp.exp(x * 1e3) * 3 - 1
+
+
+def sure_and_unsure(x):
+  first = jnp.log(x) + 1  # masked by the clip, whose result only a sum reads
+  clipped = jnp.clip(first, -1, 1) + 0.5
+  return (clipped * 2 + x / (x - x)) * 3
+
+
+@pytest.mark.parametrize(
+  ("fn", "args"),
+  [
+    (jax.value_and_grad(gated), (stack(), jnp.ones((3, 5), jnp.float16))),
+    (masked, (jnp.asarray([0.0, 1.0]),)),
+    (sure_and_unsure, (jnp.asarray([0.0, 2.0]),)),
+  ],
+)
+def test_the_cause_is_that_of_the_full_x_ray(fn, args):
+  full, thin = xray(fn)(*args), xray(fn, thin=True)(*args)
+  assert str(thin.first_cause) == str(full.first_cause)
+  assert thin.first_cause is not None
+  assert full.first_cause is not None
+  assert (thin.finite, thin.first_cause.path) == (full.finite, full.first_cause.path)
+  count = lambda report: sum(t.op not in ("input", "tag") for t in report.tensors)
+  assert count(thin) < count(full)
+
+
+def test_intentional_infinities_are_clean_and_finite_programs_take_one_look():
+  mask = jnp.tril(jnp.ones((4, 4), bool))
+
+  def attention(scores):
+    weights = jnp.exp((scores := jnp.where(mask, scores, -jnp.inf)) - scores.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)) @ jnp.ones((4, 2))
+
+  assert xray(attention, thin=True)(jnp.ones((4, 4))).faults == ()
+  looks = []
+  report = xray(lambda x: jnp.tanh(x @ x) + 1, thin=True, before_run=looks.append)(jnp.ones((3, 3)))
+  assert report.finite
+  assert len(looks) == 1
+
+
+def test_a_recurrent_network_of_flax_at_one_time_step():
+  model = nn.RNN(nn.SimpleCell(features=3, activation_fn=lambda x: jnp.sqrt(x * x) * 0.1))
+  x = jnp.ones((2, 6, 4)).at[1, 4].set(3e38)
+  variables = model.init(jax.random.key(0), x)
+  cause = xray(lambda v, x: model.apply(v, x), thin=True)(variables, x).first_cause
+  assert cause is not None
+  assert (cause.layer, cause.direction) == (4, "forward")
+  assert cause.op in ("dot_general", "add", "mul")
+
+
+def test_tags_by_row_give_what_numpy_gives():
+  x = jnp.arange(-6.0, 18.0).reshape(4, 3, 2)
+  report = xray(lambda x: plan.tag(x * 2, "gradient", "stack.w", by_row=True).sum(), thin=True)(x)
+  (tag,) = (t for t in report.tensors if t.op == "tag")
+  assert (tag.name, tag.direction, tag.shape, tag.loops) == ("stack.w", "gradient", (3, 2), ("rows",))
+  doubled = 2 * np.asarray(x)
+  np.testing.assert_allclose(tag.stats.max, np.abs(doubled).max((1, 2)))
+  np.testing.assert_allclose(tag.stats.rms, np.sqrt((doubled**2).mean((1, 2))), rtol=1e-6)
+  assert tag.stats.count.tolist() == [6] * 4
+  assert tag.stats.zero.tolist() == [0, 1 / 6, 0, 0]

@@ -1,0 +1,173 @@
+"""The step that ends a run: kept exactly as it was before it ran, explained, and read back in another precision."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.cli.main import main
+from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
+from maxtext_like.training import failed_step
+from maxtext_like.training.failed_step import FailedStep
+from maxtext_like.training.finiteness import FinitenessGuard
+from maxtext_like.training.initial_weights import read_state
+from maxtext_like.training.loop import Loop
+from maxtext_like.training.norms import row_labels
+from maxtext_like.training.trainable import select
+from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
+
+OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "steps=9"]
+
+
+class Data:
+  """A batch of its own for each step."""
+
+  def __init__(self):
+    self.count = 0
+
+  def __next__(self):
+    self.count += 1
+    return toy_batch(self.count)
+
+
+STEPS: dict[tuple, Any] = {}  # compiled once: checks and limits are the loop's, the first loss scale is the state's
+
+
+def toy_loop(config, place: Path) -> Any:
+  """A loop around the toy step that keeps its failed step in ``place``."""
+  step, state = toy_step(config)
+  step = STEPS.setdefault((config.precision.dtype, config.training.learning_rate), step)
+  decoder = toy_decoder()
+  selection = select(decoder, decoder.params(), config.model, ())
+  labels = row_labels(decoder, selection.split(decoder.params())[0])
+  program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1))
+  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, write=lambda _: None, should_stop=lambda _: False)
+  directory: Any = SimpleNamespace(path=place, write_text=lambda *_: None)
+  guard = FinitenessGuard(config, labels, config.training.steps)
+  watch = FailedStep(program, place)
+  return Loop(program, step, state, Data(), None, None, directory, None, quiet, quiet, quiet, guard, 1.0, None, watch)
+
+
+@pytest.fixture
+def caught(monkeypatch):
+  """What would be kept and looked through; the look itself finds no room."""
+  found = {}
+
+  def keep(program, directory, step, state, batch, message):
+    found.update(step=step, state=jax.device_get(state), batch=batch)
+
+  def look(program, state, batch):
+    raise DoesNotFitError("x-ray: needs 9 GB")
+
+  monkeypatch.setattr(failed_step, "keep", keep)
+  monkeypatch.setattr(failed_step.xray, "xray_step", look)
+  return found
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_skips_in_a_row_end_with_the_state_before_the_last_of_them(tmp_path, caught, limit):
+  loop = toy_loop(toy_config(*OVERFLOWING, "finite_check_steps=0", f"max_skipped_steps={limit}"), tmp_path)
+  before = jax.device_get(loop.state)
+  with pytest.raises(NonFiniteError, match="no replay: x-ray: needs 9 GB\nkept in ") as error:
+    loop.run(0)
+  assert error.value.exit_code == 3
+  assert caught["step"] == limit
+  assert int(caught["state"]["step"]) == limit - 1
+  assert float(caught["state"]["loss_scale"]["scale"]) == 2.0**24 / 2 ** (limit - 1)
+  assert int(caught["state"]["loss_scale"]["good_steps"]) == 0
+  for name in ("params", "opt_state"):
+    jax.tree.map(np.testing.assert_array_equal, caught["state"][name], before[name])
+  np.testing.assert_array_equal(caught["batch"]["tokens"], toy_batch(limit)["tokens"])
+
+
+def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, caught):
+  loop = toy_loop(toy_config("dtype=float16", "opt_type=sgd", "finite_check_steps=-1", "steps=9"), tmp_path)
+  step = loop.train_step
+
+  def poisoned(state, batch, check):
+    if loop.data.count == 4:  # the loss of this step alone
+      state = state | {"params": jax.tree.map(lambda x: x * jnp.inf, state["params"])}
+    return step(state, batch, check)
+
+  loop.train_step = poisoned
+  with pytest.raises(NonFiniteError, match="step 4: non-finite loss"):
+    loop.run(0)
+  assert int(caught["state"]["step"]) == 3
+  assert int(caught["state"]["loss_scale"]["good_steps"]) == 3
+
+
+def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
+  words = ["opt_type=sgd", "learning_rate=1e38", "finite_check_steps=0", "steps=9"]
+  with pytest.raises(NonFiniteError, match="no replay: the update was taken over before it was found"):
+    toy_loop(toy_config(*words), tmp_path).run(0)
+  assert not caught
+
+
+def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, caught):
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(failed_step, "keep", full)
+  with pytest.raises(NonFiniteError) as error:
+    toy_loop(toy_config(*OVERFLOWING, "finite_check_steps=0", "max_skipped_steps=2"), tmp_path).run(0)
+  assert str(error.value).splitlines()[-1] == "not kept for maxtext-like replay: [Errno 28] No space left on device"
+
+
+def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
+  config = toy_config(*OVERFLOWING)
+  _, state = toy_step(config)
+  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state))
+  failed_step.keep(program, tmp_path / "failed_step", 1, state, toy_batch(), "why\nand what to do")
+  kept = failed_step.find(tmp_path)
+  assert (kept.step, kept.error) == (1, "why\nand what to do")
+  np.testing.assert_array_equal(kept.batch["tokens"], toy_batch()["tokens"])
+  assert not json.loads((kept.state / "COMPLETE.json").read_text())["finite"]
+  jax.tree.map(np.testing.assert_array_equal, read_state(kept.state, program), state)
+  wide = {name: x for name, x in state.items() if name != "loss_scale"}
+  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide))
+  assert "loss_scale" not in read_state(kept.state, as_float32)
+  failed_step.keep(as_float32, tmp_path / "failed_step", 1, wide, toy_batch(), "why")
+  assert float(read_state(failed_step.find(tmp_path).state, program)["loss_scale"]["scale"]) == 2.0**24
+  rows = kept.batch["tokens"].shape[0]
+  assert failed_step.fitted(config, kept, 2).training.per_device_batch_size == rows // 2
+  with pytest.raises(UserError, match=f"a batch of {rows} rows cannot be shared out over 3 devices"):
+    failed_step.fitted(config, kept, 3)
+
+
+def shapes(state):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def test_runs_that_kept_nothing(tmp_path, capsys):
+  assert main(["replay", str(tmp_path)]) == 2
+  assert "holds no config.yml" in capsys.readouterr().err
+  with pytest.raises(UserError, match="holds no failed step"):
+    failed_step.find(tmp_path)
+
+
+WORDS = ["gemma3-tiny", "max_target_length=16", "per_device_batch_size=4", "emb_dim=16", "mlp_dim=24", "num_decoder_layers=5"]
+WORDS += ["head_dim=8", "inhomogeneous_layer_cycle_interval=2", "dataset_documents_max=40", "opt_type=sgd", "run_name=a"]
+WORDS += ["gradient_clipping_threshold=0", "lr_schedule_type=constant", "warmup_steps_fraction=0", "finite_check_steps=-1"]
+
+
+@pytest.mark.slow
+def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
+  """The second step overflows float16 after a first one that was far too long; float32 stands it."""
+  words = [*WORDS, f"output_dir={tmp_path}", "learning_rate=3e4", "steps=4"]
+  narrow = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "residual_dtype=float16"]
+  assert main(["train", *words, *narrow]) == 3
+  error = capsys.readouterr().err
+  assert "first cause: src/layers/" in error
+  assert f"maxtext-like replay {tmp_path}/a" in error
+  cause = next(x for x in error.splitlines() if x.startswith("first cause"))
+  assert main(["replay", str(tmp_path / "a"), "module_api=linen", "scan_layers=false"]) == 3
+  assert cause in capsys.readouterr().err
+  wide = ["dtype=float32", "residual_dtype=null", "float32_gate_product=auto", "float16_rescue=true"]
+  assert main(["replay", str(tmp_path / "a"), *wide]) == 0
+  assert "is finite" in capsys.readouterr().out
+  assert (tmp_path / "a/failed_step/replay/xray.html").exists()

@@ -1,0 +1,206 @@
+"""X-ray of the training step: planted faults are named by the model's layer, line, direction and key; tensors by layer.
+
+The quick tests look through a scanned toy; the slow ones through real models, in both faces, scanned, unrolled and
+rematerialised.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.training import xray as training_xray
+from maxtext_like.training.program import make_program
+from maxtext_like.training.xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
+from tests.training.small import batches, small_config
+from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
+
+HERE = Path(__file__).resolve()
+
+
+@dataclass(frozen=True)
+class Scanned(ToyDecoder):
+  """The toy with its layers in a scan and in the scopes of the real decoder; ``masked`` hides infinities."""
+
+  masked: bool = False
+
+  @property
+  def layers(self):
+    return (None,) * LAYERS
+
+  def hidden(self, p, batch):
+    x = p["embedding"]["table"][batch["tokens"]].astype(self.dtype)
+
+    def block(x, row):
+      with jax.named_scope("stack_0/layer_0"), jax.named_scope("mlp"):
+        layer = {k: v.astype(self.dtype) for k, v in row.items()}
+        hidden = x @ layer["kernel"]
+        product = hidden * layer["scale"]
+        if self.masked:
+          product = product / (product < 1e4)
+          product = jnp.nan_to_num(product, posinf=0.0)
+        return x + product + layer["bias"], None
+
+    x, _ = jax.lax.scan(jax.checkpoint(block), x, p["stack_0"]["layer_0"])
+    return x, {"rescued": jnp.zeros((), jnp.int32)}
+
+
+def line(text: str) -> str:
+  """'test_xray.py:N' of the one line of this file with the text."""
+  (number,) = (i for i, x in enumerate(HERE.read_text().splitlines(), 1) if text in x and "line(" not in x)
+  return f"{HERE.name}:{number}"
+
+
+def toy_program(config, decoder) -> Any:
+  """What x-ray needs of a program, around a toy."""
+  step, state = toy_step(config, decoder=decoder)
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  return SimpleNamespace(config=config, step=step, decoder=decoder, mesh=mesh), state
+
+
+def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
+  config = toy_config("dtype=float16", "opt_type=sgd")
+  program, state = toy_program(config, Scanned("float16"))
+  before = state["params"]["stack_0"]["layer_0"]["kernel"]
+  report = xray_step(program, state, toy_batch())
+  assert report.finite
+  assert report.first_cause is None
+  named = {(t.name, t.direction): t for t in report.tensors}
+  hidden = named["mlp.hidden", "forward"]
+  assert hidden.loops == ("layer",)
+  assert hidden.stats.max.shape == (LAYERS,)
+  # Gradients and updates by layer equal the step's own.
+  after, _ = jax.jit(program.step)(state, toy_batch(), np.bool_(True))
+  moved = np.abs(before - after["params"]["stack_0"]["layer_0"]["kernel"]).max((1, 2))
+  np.testing.assert_allclose(named["kernel", "update"].stats.max, moved, rtol=1e-3)
+  assert (named["kernel", "gradient"].stats.max > 0).all()
+  assert named["embedding.table", "gradient"].stats.max.shape == ()
+  assert "layer 0 to 2" in report.html("toy")
+
+  layer = state["params"]["stack_0"]["layer_0"]
+  layer |= {"scale": layer["scale"].at[1].set(6e4), "kernel": layer["kernel"].at[1].mul(100)}
+  report = xray_step(program, state, toy_batch())
+  cause = report.first_cause
+  assert cause is not None
+  assert (cause.layer, cause.op, cause.direction, cause.source.rsplit("/", 1)[-1]) == (
+    1, "mul", "forward", line('product = hidden * layer["scale"]'),
+  )  # fmt: skip
+  assert ", layer 1, forward: " in str(cause)
+  assert str(cause).endswith("> 65504")
+  assert cause_lines(config, report).splitlines()[1] == "what mends it: dtype=bfloat16"
+
+
+def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
+  config = toy_config("opt_type=sgd")
+  program, state = toy_program(config, Scanned(masked=True))
+  kernel, scale = state["params"]["stack_0"]["layer_0"]["kernel"], state["params"]["stack_0"]["layer_0"]["scale"]
+  state["params"]["stack_0"]["layer_0"]["scale"] = scale.at[2].set(1e7)
+  report = xray_step(program, state, toy_batch())
+  hidden, seen = report.faults[0], report.first_cause
+  assert (hidden.op, hidden.layer, hidden.direction, hidden.masked) == ("div", 2, "forward", True), report.summary()
+  assert seen is not None
+  assert (seen.op, seen.layer, seen.direction, seen.masked) == ("div", 2, "backward", False), report.summary()
+  assert {f.source.rsplit("/", 1)[-1] for f in (hidden, seen)} == {line("product = product / (product")}
+  assert np.isfinite(report.outputs["loss"])
+  assert np.isnan(report.outputs["grad_norm"])
+  state["params"]["stack_0"]["layer_0"] |= {"scale": scale, "kernel": kernel.at[1, 0, 0].set(jnp.nan)}
+  report = xray_step(program, state, toy_batch())
+  assert str(report.first_cause).startswith("parameter layers.1.kernel (an input) holds 1 NaN of ")
+  assert mending_keys(config, report.first_cause) == []  # type: ignore[arg-type]
+
+
+def test_places_in_the_model_and_names_of_lines():
+  block = SimpleNamespace(name="stack_0", first=0, block=(None, None, None), repeats=2)
+  decoder: Any = SimpleNamespace(stacks=(block, SimpleNamespace(name="stack_1", first=6, block=(None,), repeats=2)))
+  place = place_of(decoder, "jit(f)/while/scan/stack_0/layer_2/checkpoint/mlp/jit(_einsum)")
+  assert (place.scopes, place.layers, place.axis) == (("mlp",), (2, 5), 1)
+  place = place_of(decoder, "row_1/stack_1/layer_0/attention")
+  assert (place.layers, place.axis) == ((7,), None)
+  assert place_of(decoder, "head").layers == ()
+  assert line_of(("src/layers/precision.py:88", "src/layers/mlp.py:7")) == "src/layers/mlp.py:7"
+  assert variable_at(f"{HERE}:{line('after, _ = jax.jit').split(':')[1]}") == ""
+  assert variable_at(f"{HERE}:{line('hidden = x @').split(':')[1]}") == "hidden"
+
+
+def test_no_room_is_said_in_one_line(monkeypatch):
+  monkeypatch.setattr(training_xray.memory, "device_limit", lambda *_: training_xray.memory.Limit(100, "this test"))
+  program, state = toy_program(toy_config("opt_type=sgd"), Scanned())
+  with pytest.raises(training_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are there \(this test\)$"):
+    xray_step(program, state, toy_batch())
+
+
+# Real models.
+
+TINY = ["max_target_length=16", "per_device_batch_size=2", "emb_dim=16", "mlp_dim=24", "num_decoder_layers=5", "head_dim=8"]
+TINY += ["inhomogeneous_layer_cycle_interval=2"]
+
+
+def planted(fault: str, *words: str):
+  """(config, report) of a tiny Gemma 3 with 5 layers in blocks of 2 and a fault in layer 3."""
+  config = small_config("gemma3-tiny", *TINY, *words)
+  program = make_program(config)
+  state = program.lower_init().compile()(np.uint32(0))
+  layer = state["params"]["stack_0"]["layer_1"]
+  if fault == "product":
+    layer["mlp"] |= {name: layer["mlp"][name].at[1].mul(3e3) for name in ("gate", "up")}
+  if fault == "nan":
+    layer["attention"]["q"] = layer["attention"]["q"].at[1, 0, 0, 0].set(jnp.nan)
+  return config, xray_step(program, state, program.place(batches(program.global_batch)[0]))
+
+
+FORMS = {
+  "scanned": ["module_api=nnx"],
+  "remat": ["module_api=linen", "remat_policy=full"],
+  "unrolled": ["module_api=linen", "scan_layers=false"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_float16_product_without_rescue(form):
+  config, report = planted("product", "dtype=float16", "float32_gate_product=false", "float16_rescue=false", *FORMS[form])
+  cause = report.first_cause
+  assert cause is not None
+  assert (cause.layer, cause.direction, cause.op) == (3, "forward", "mul"), str(cause)
+  assert "layers/mlp.py:" in cause.source
+  assert ", layer 3, forward: " in str(cause)
+  assert str(cause).endswith("> 65504")
+  assert mending_keys(config, cause) == ["float32_gate_product=auto", "float16_rescue=true"]
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_nan():
+  _, report = planted("nan", "module_api=nnx")
+  assert str(report.first_cause).startswith("parameter layers.3.attention.q (an input) holds 1 NaN")
+
+
+EIGHT = """
+import json, sys
+sys.path.insert(0, {root!r})
+import jax
+from tests.training.test_xray import planted
+words = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "per_device_batch_size=1"]
+config, report = planted("product", *words)
+print(json.dumps([jax.device_count(), str(report.first_cause), report.first_cause.layer]))
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices():
+  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+  program = EIGHT.format(root=str(HERE.parents[2]))
+  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False, timeout=500)
+  assert done.returncode == 0, done.stderr[-3000:]
+  devices, text, layer = json.loads(done.stdout.splitlines()[-1])
+  assert (devices, layer) == (8, 3)
+  assert "layers/mlp.py:" in text
+  assert "> 65504" in text
