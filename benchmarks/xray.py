@@ -42,6 +42,7 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   import numpy as np
 
   from maxtext_like.config.load import load_config
+  from maxtext_like.sharding.mesh import use_mesh
   from maxtext_like.training import tokenizer
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data
@@ -52,7 +53,7 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   state = program.lower_init().compile()(np.uint32(0))
   with contextlib.closing(open_data(program, "train", tokenizer.resolve(config.data, config.checkpoint, Path("none")))) as data:
     batch = program.place(next(data))
-  with jax.set_mesh(program.mesh):
+  with use_mesh(program.mesh):
     start = time.process_time()
     plain = jax.jit(program.step).lower(state, batch, np.bool_(False)).compile()
     plain_compile = time.process_time() - start

@@ -17,6 +17,7 @@ import numpy as np
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.numerics import remedies
+from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.norms import row_squares
 from maxtext_like.training.program import Program, make_program
@@ -115,11 +116,11 @@ class Steps:
       grads, out = program.step.gradients(*program.selection.split(params), batch, scale)
       return sum(out["loss"].values()), grads
 
-    with jax.set_mesh(program.mesh):
+    with use_mesh(program.mesh):
       scale = jax.ShapeDtypeStruct((), jnp.float32) if config.precision.dtype == "float16" else None
       batch = program.abstract_batch
       lowered = jax.jit(run).lower(program.abstract_state["params"], batch, scale)
-      on_cpu = program.mesh.devices.flat[0].platform == "cpu"
+      on_cpu = program.devices[0].platform == "cpu"
       return lowered.compile(compiler_options=AS_WRITTEN if on_cpu else None)
 
   def _train_step(self, config: Config) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from maxtext_like.numerics.explain import Cause
 from maxtext_like.numerics.report import Report, Tensor
 from maxtext_like.numerics.statistics import Stats
 from maxtext_like.numerics.xray import XRay, xray
+from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import Program
 from maxtext_like.training.step import Batch, State
@@ -52,7 +53,7 @@ def xray_step(program: Program, state: State, batch: Batch, *, everything: bool 
   Raises:
     DoesNotFitError: the program needs more memory than there is.
   """
-  with jax.set_mesh(program.mesh):
+  with use_mesh(program.mesh):
     try:
       report = step_xray(program, everything=everything)(state, batch)
     except jax.errors.JaxRuntimeError as error:
@@ -86,7 +87,7 @@ def _tagged(kind: str, tree: Any) -> Any:
 
 def _require_fit(program: Program, compiled: Any) -> None:
   needed = compiled.memory_analysis()
-  here = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
+  here = [d for d in program.devices if d.process_index == jax.process_index()]
   limit = memory.device_limit(here[0], len(here))
   if needed is None or limit is None:
     return

@@ -38,6 +38,7 @@ def words(checkpoint: Path, *more: str) -> list[str]:
   return ["generate", "--checkpoint", str(checkpoint), *greedy, "dtype=float32", cache, *more]
 
 
+@pytest.mark.slow
 def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys: pytest.CaptureFixture):
   assert main(words(checkpoint, "--batch", str(checkpoint / "prompts.jsonl"))) == 0
   out, err = capsys.readouterr()

@@ -110,6 +110,7 @@ def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroke
   assert train.losses("a") == unbroken.losses("u")
 
 
+@pytest.mark.slow
 def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train, unbroken):
   """F13 F14 F15 F70."""
   shutil.copytree(unbroken.output_dir / "u", train.output_dir / "u")

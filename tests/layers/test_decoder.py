@@ -64,7 +64,7 @@ def slow(*names):
   return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", *slow("gemma3", "gemma4", "deepseek3", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-moe", *slow("gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2")])
 def test_scan_is_the_loop(family, compiled, batch):
   decoder, p, scanned = compiled(family)
   _, _, looped = compiled(family, scan_layers=False)

@@ -31,7 +31,10 @@ def packed(T):
 
 
 # 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped.
-@pytest.mark.parametrize(("T", "window", "with_segments"), [(100, None, True), (384, 100, True), (384, None, False)])
+@pytest.mark.parametrize(
+  ("T", "window", "with_segments"),
+  [pytest.param(100, None, True, marks=pytest.mark.slow), (384, 100, True), (384, None, False)],
+)
 def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments):
   q, k, v, g = arrays(2, T, 2, 1, 128)
   tokens = Tokens(packed(T) if with_segments else None)

@@ -60,7 +60,10 @@ class Case:
     return {run: evaluate(params, make_batch(self.arrays(run), run, vocab_size=vocab).batch) for run in runs}
 
 
-LOOPED = ("gemma3_text", "gemma4_moe", "deepseek32")  # of the unrolled ones; the others are slow
+QUICK_CASES = {  # the others are slow
+  "scan, linen": tuple(name for name in CASES if name != "gemma4_e4b"),
+  "loop, nnx": ("deepseek32", "stress_fp16_mlp"),
+}
 
 
 def variants() -> list[Any]:
@@ -68,7 +71,7 @@ def variants() -> list[Any]:
   found = []
   for name in CASES:
     for variant in VARIANTS:
-      marks = [pytest.mark.slow] if variant.startswith("loop") and name not in LOOPED else []
+      marks = [] if name in QUICK_CASES[variant] else [pytest.mark.slow]
       found.append(pytest.param((name, variant), marks=marks, id=f"{name}, {variant}"))
   return found
 

@@ -153,6 +153,7 @@ def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
       np.testing.assert_allclose(outputs["logits"], case.expected["fp32.base.logits"], rtol=0, atol=0.15)
 
 
+@pytest.mark.slow
 def test_in_float32_both_values_of_the_key_are_one_program():
   """float32 needs no folding: the programs are the same, gradients included, so no bit can differ. In float16 they do."""
   case = VisionCase("stress_fp16_vision")

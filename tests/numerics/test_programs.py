@@ -12,7 +12,7 @@ from jax import lax
 from maxtext_like.numerics.xray import xray
 
 
-def same(report, fn, *args, rtol=2e-6):
+def same(report, fn, *args, rtol=4e-6):
   """The report's outputs are the plain program's, up to what another fusion may round."""
   plain = jax.jit(fn)(*args)
   assert jax.tree.structure(plain) == jax.tree.structure(report.outputs)
@@ -75,6 +75,7 @@ class Mixer(nn.Module):
     return nn.Dense(7)(nn.relu(nn.Dense(11)(x)))
 
 
+@pytest.mark.slow
 def test_a_linen_module_with_an_optax_step():
   model, opt = Mixer(), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9))
   x = jax.random.normal(jax.random.key(0), (2, 5, 6))

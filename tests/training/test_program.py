@@ -43,7 +43,7 @@ def run_small(model: str, *words: str) -> dict:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "gemma4-moe-tiny" else pytest.mark.slow) for m in TINY])
+@pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) for m in TINY])
 def test_eight_devices_give_the_losses_of_one(model):
   found = run_small(model)
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3

@@ -56,7 +56,9 @@ def golden_batch(case: str, config: Config) -> dict[str, np.ndarray]:
   return batch
 
 
-@pytest.mark.parametrize("case", [pytest.param("gemma3_vision", marks=pytest.mark.slow), "gemma4_vision_large"])
+@pytest.mark.parametrize(
+  "case", [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_vision", "gemma4_vision_large")]
+)
 def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(case: str, tmp_path: Path):
   """Two microbatches of one row each, recomputed layer by layer; afterwards the statistics are the file's, bit for bit."""
   words = ["per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=full", "weight_dtype=float32"]

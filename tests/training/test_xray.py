@@ -99,6 +99,7 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   assert cause_lines(config, report).splitlines()[1] == "what mends it: dtype=bfloat16"
 
 
+@pytest.mark.slow
 def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   config = toy_config("opt_type=sgd")
   program, state = toy_program(config, Scanned(masked=True))
