@@ -1,4 +1,4 @@
-"""For all tests, before anything imports JAX: programs are compiled without LLVM's optimisation, whose time is most of a test's.
+"""For all tests, before anything imports JAX: compiled without the optimisation of LLVM, which takes most of a test's time.
 
 XLA's own passes (fusion, layouts, what is rounded where) are those of every run. The first command of the README, the
 benchmarks and the device tables run optimised.
