@@ -45,10 +45,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_line_and_reason(case):
   data, line, reason = REFUSED[case]
-  start = time.perf_counter()
+  start = time.process_time()
   with pytest.raises(UserError) as refused:
     parse_yaml(data, "x.yml")
-  assert time.perf_counter() - start < 1
+  assert time.process_time() - start < 1
   assert str(refused.value).startswith(f"x.yml:{line}: ")
   assert reason in str(refused.value)
   assert "\n" not in str(refused.value)

@@ -101,10 +101,10 @@ def test_malformed_file_is_refused_at_once_with_file_and_reason(tmp_path: Path, 
   content, reason = MALFORMED[what]
   path = tmp_path / "model.safetensors"
   path.write_bytes(content)
-  start = time.perf_counter()
+  start = time.process_time()
   with pytest.raises(UserError) as error:
     SafetensorsFile(path)
-  assert time.perf_counter() - start < 1
+  assert time.process_time() - start < 1
   assert str(path) in str(error.value)
   assert reason in str(error.value)
 
