@@ -1,6 +1,7 @@
 """``maxtext-like xray``: one training step, looked through."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,10 @@ def run(argv: list[str]) -> int:
   memory.require_fit(program)
   name = config.logging.run_name or config.model.model_name
   runs = Path(config.logging.output_dir).expanduser()
-  settings = tokenizer.resolve(config.data, config.checkpoint, Path(options.checkpoint or runs / name) / "checkpoints")
+  source, steps = config.checkpoint, runs / name / "checkpoints"
+  if options.checkpoint:  # its tokenizer too, not that of a run that happens to have this name
+    source = dataclasses.replace(source, init_from=options.checkpoint, resume=False)
+  settings = tokenizer.resolve(config.data, source, steps)
   with contextlib.closing(open_data(program, "train", settings)) as data:
     batch = program.place(next(data))
   state = whole_state(program, Path(options.checkpoint) if options.checkpoint else None)

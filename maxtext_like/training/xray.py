@@ -321,14 +321,15 @@ def mending_keys(config: Config, cause: Cause) -> list[str]:
     suggest("float32_weight_sum", "true")
   elif narrow and "vision" in scopes:
     suggest("float32_vision_pool", "true")
-  elif narrow and ("embedding.py" in scopes or "loss.py" in scopes):
+  elif narrow and ("logits" in cause.path or "loss.py" in scopes):
     suggest("cast_logits_to_fp32", "true")
   if narrow and ("mlp.py" in scopes or "moe.py" in scopes) and p.float32_gate_product is False:
     found.append("float32_gate_product=" + ("auto" if p.dtype == "float16" else "true"))
   if p.dtype == "float16" and ("mlp.py" in scopes or "moe.py" in scopes):
     suggest("float16_rescue", "true")
   residual = p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
-  if narrow and residual != "float32" and ("blocks.py" in cause.source or cause.direction == "backward"):
+  in_residual = any(place in cause.source for place in ("layers/blocks.py", "layers/embedding.py"))
+  if narrow and residual != "float32" and (in_residual or cause.direction == "backward"):
     found.append("residual_dtype=float32")
   if narrow and cause.direction in ("backward", "recomputed", "update"):
     suggest("grad_dtype", "float32")

@@ -4,6 +4,7 @@ The quick tests look through a scanned toy; the slow ones through real models, i
 rematerialised.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.decoder import Stack
 from maxtext_like.training import xray as training_xray
 from maxtext_like.training.program import make_program
 from maxtext_like.training.xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
@@ -29,13 +31,21 @@ HERE = Path(__file__).resolve()
 
 @dataclass(frozen=True)
 class Scanned(ToyDecoder):
-  """The toy with its layers in a scan and in the scopes of the real decoder; ``masked`` hides infinities."""
+  """The toy with its layers in a scan and in the scopes of the real decoder.
+
+  ``masked`` hides infinities; the layers from ``cut`` on have another precision, and so a scan of their own.
+  """
 
   masked: bool = False
+  cut: int = 0
 
   @property
   def layers(self):
-    return (None,) * LAYERS
+    return tuple(i >= self.cut for i in range(LAYERS))
+
+  @property
+  def stacks(self) -> Any:
+    return (Stack("stack_0", 0, (True,), LAYERS),)  # type: ignore[arg-type]
 
   def hidden(self, p, batch):
     x = p["embedding"]["table"][batch["tokens"]].astype(self.dtype)
@@ -50,7 +60,10 @@ class Scanned(ToyDecoder):
           product = jnp.nan_to_num(product, posinf=0.0)
         return x + product + layer["bias"], None
 
-    x, _ = jax.lax.scan(jax.checkpoint(block), x, p["stack_0"]["layer_0"])
+    for first, end in ((0, self.cut), (self.cut, LAYERS)) if self.cut else ((0, LAYERS),):
+      rows = jax.tree.map(lambda w, first=first, end=end: w[first:end], p["stack_0"]["layer_0"])
+      with jax.named_scope(f"row_{first}") if self.cut else contextlib.nullcontext():
+        x, _ = jax.lax.scan(jax.checkpoint(block), x, rows)
     return x, {"rescued": jnp.zeros((), jnp.int32)}
 
 
@@ -99,6 +112,25 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   assert cause_lines(config, report).splitlines()[1] == "what mends it: dtype=bfloat16"
 
 
+def test_layers_of_a_stack_that_is_scanned_in_parts():
+  """The same tensors in the same layers as in one scan, forward and backward."""
+  config = toy_config("opt_type=sgd")
+  found = []
+  for cut in (0, 1):
+    program, state = toy_program(config, Scanned(cut=cut))
+    layer = state["params"]["stack_0"]["layer_0"]
+    layer["kernel"] *= jnp.asarray([1, 30, 4])[:, None, None]  # so that no layer can be taken for another
+    report = xray_step(program, state, toy_batch())
+    found.append({(t.name, t.direction): t.stats.max for t in report.tensors if t.loops == ("layer",) and t.level == "full"})
+  whole, parts = found
+  assert {("mlp.hidden", "forward"), ("kernel", "gradient")} < parts.keys()
+  assert any(direction == "backward" for _, direction in parts)
+  assert parts.keys() == whole.keys()
+  for name, largest in whole.items():
+    assert len(set(largest)) == LAYERS, name
+    np.testing.assert_allclose(parts[name], largest, rtol=1e-5, err_msg=str(name))
+
+
 @pytest.mark.slow
 def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   config = toy_config("opt_type=sgd")
@@ -145,16 +177,16 @@ TINY = ["max_target_length=16", "per_device_batch_size=2", "emb_dim=16", "mlp_di
 TINY += ["inhomogeneous_layer_cycle_interval=2"]
 
 
-def planted(fault: str, *words: str):
-  """(config, report) of a tiny Gemma 3 with 5 layers in blocks of 2 and a fault in layer 3."""
+def planted(fault: str, *words: str, row: int = 1):
+  """(config, report) of a tiny Gemma 3 with 5 layers in blocks of 2 and a fault in the second layer of a block."""
   config = small_config("gemma3-tiny", *TINY, *words)
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
   layer = state["params"]["stack_0"]["layer_1"]
   if fault == "product":
-    layer["mlp"] |= {name: layer["mlp"][name].at[1].mul(3e3) for name in ("gate", "up")}
+    layer["mlp"] |= {name: layer["mlp"][name].at[row].mul(3e3) for name in ("gate", "up")}
   if fault == "nan":
-    layer["attention"]["q"] = layer["attention"]["q"].at[1, 0, 0, 0].set(jnp.nan)
+    layer["attention"]["q"] = layer["attention"]["q"].at[row, 0, 0, 0].set(jnp.nan)
   return config, xray_step(program, state, program.place(batches(program.global_batch)[0]))
 
 
@@ -176,6 +208,18 @@ def test_a_float16_product_without_rescue(form):
   assert ", layer 3, forward: " in str(cause)
   assert str(cause).endswith("> 65504")
   assert mending_keys(config, cause) == ["float32_gate_product=auto", "float16_rescue=true"]
+
+
+@pytest.mark.slow
+def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
+  words = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "num_decoder_layers=6"]
+  _, report = planted("product", *words, "layer_precision=[0-1 float32_logits=false]", row=2)
+  cause = report.first_cause
+  assert cause is not None
+  assert (cause.layer, cause.direction, cause.op) == (5, "forward", "mul"), str(cause)
+  bad = {t.name: t.stats.nonfinite > 0 for t in report.tensors if t.direction == "forward" and t.loops == ("layer",)}
+  assert bad["mlp.gate"].tolist() == [False] * 6
+  assert bad["mlp.down_product.down"].tolist() == [False] * 5 + [True]
 
 
 @pytest.mark.slow
