@@ -328,7 +328,7 @@ def mending_keys(config: Config, cause: Cause) -> list[str]:
   if p.dtype == "float16" and ("mlp.py" in scopes or "moe.py" in scopes):
     suggest("float16_rescue", "true")
   residual = p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
-  in_residual = any(place in cause.source for place in ("layers/blocks.py", "layers/embedding.py"))
+  in_residual = "blocks.py" in cause.source or "embedding" in cause.path.split("/")
   if narrow and residual != "float32" and (in_residual or cause.direction == "backward"):
     found.append("residual_dtype=float32")
   if narrow and cause.direction in ("backward", "recomputed", "update"):

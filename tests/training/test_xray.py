@@ -164,6 +164,17 @@ def test_places_in_the_model_and_names_of_lines():
   assert variable_at(f"{HERE}:{line('hidden = x @').split(':')[1]}") == "hidden"
 
 
+def test_keys_against_overflows_outside_the_layers():
+  config = toy_config("dtype=float16", "residual_dtype=float16", "cast_logits_to_fp32=false")
+  fault: Any = SimpleNamespace(op="mul", direction="forward", dtype="float16", frames=())
+  place = "src/layers/embedding.py:43"
+  fault.path, fault.source, fault.frames = "embedding", place, (place,)
+  assert mending_keys(config, fault) == ["residual_dtype=float32"]
+  fault.path, fault.op, place = "head/logits", "dot_general", "src/layers/embedding.py:77"
+  fault.source, fault.frames = place, (place,)
+  assert mending_keys(config, fault) == ["cast_logits_to_fp32=true"]
+
+
 def test_no_room_is_said_in_one_line(monkeypatch):
   monkeypatch.setattr(training_xray.memory, "device_limit", lambda *_: training_xray.memory.Limit(100, "this test"))
   program, state = toy_program(toy_config("opt_type=sgd"), Scanned())
