@@ -185,4 +185,4 @@ def _distance(d: "Distance") -> str:
 
   parts = [("loss", d.loss), ("gradients", d.gradient), ("worst array", d.array), ("update", d.update)]
   text = ", ".join(f"{name} {error_text(error)}" for name, error in parts)
-  return f"errors against float32: {text}"
+  return f"errors against float32: {text}" + ("" if d.loss_scale is None else f" (loss scale {d.loss_scale:g})")

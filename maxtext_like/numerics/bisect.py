@@ -25,6 +25,9 @@ USUAL = 2.0
 """They allow so many times the error that the dtype makes with every other key at its safer value."""
 CAP = 3.0
 """And no more than this: two unrelated gradients of one size are 1.4 apart, and single arrays of a normal step up to 1.6."""
+FREE_HALVINGS = 2
+"""A float16 run halves the loss scale by itself: so many skipped steps at its beginning are no fault."""
+MANY_HALVINGS = 1000
 TIMING_SECONDS = 20.0
 TIMING_TURNS = 3  # at least, however long they take
 
@@ -104,8 +107,8 @@ class Bisection:
     key = frozenset(remedies)
     if key not in self._measured:
       begin = time.monotonic()
-      settle = any(r.key == LOSS_SCALE for r in remedies)
-      found = self._measured[key] = self._ruler.measure(applied(self.config, remedies), settle=settle)
+      halvings = MANY_HALVINGS if any(r.key == LOSS_SCALE for r in remedies) else FREE_HALVINGS
+      found = self._measured[key] = self._ruler.measure(applied(self.config, remedies), halvings=halvings)
       good = ("mended" if remedies else "fine") if self.fine(found) else "?" if self._undecided else "no"
       names = summary(remedies) or "as it is"
       self._say(f"{len(self._measured):3}  {error_text(found.worst):>10}  {good:6}  {time.monotonic() - begin:5.1f} s  {names}")

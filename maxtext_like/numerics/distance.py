@@ -27,7 +27,7 @@ from maxtext_like.training.program import Program, make_program
 SMALLEST_SHARE = 1e-4
 
 AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-QUICKER: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}  # a quarter of the time to compile; JAX 0.12 has no such option
+QUICKER: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}  # a quarter of the compile time; JAX 0.12 has not got it
 
 
 @functools.cache
@@ -188,7 +188,7 @@ class Ruler:
     program = steps.program(exact)
     self.labels = program.labels
     self._sizes = _row_sizes(program)
-    self._known: dict[tuple[Config, bool], Distance] = {}
+    self._known: dict[tuple[Config, int], Distance] = {}
     loss, self._gradient = steps.gradients(exact)(params, batch, None)
     self.loss = float(loss)
     _, squares = map(np.asarray, _errors(self._gradient, self._gradient))
@@ -200,24 +200,24 @@ class Ruler:
         "  fix: look at the weights and the data; x-ray names the operation (docs/xray.md)"
       )
 
-  def measure(self, config: Config, *, settle: bool = False) -> Distance:
+  def measure(self, config: Config, *, halvings: int = 0) -> Distance:
     """The distance of a configuration's step.
 
     Args:
       config: of the run, in another precision.
-      settle: float16: halve the loss scale until the gradients are finite, as far as a run would.
+      halvings: float16: halve the loss scale until the gradients are finite, so often at most, and as far as a run would.
     """
-    known = self._known.get((config, settle))
+    known = self._known.get((config, halvings))
     if known is None:
-      known = self._known[config, settle] = self._measure(config, settle)
+      known = self._known[config, halvings] = self._measure(config, halvings)
     return known
 
-  def _measure(self, config: Config, settle: bool) -> Distance:
+  def _measure(self, config: Config, halvings: int) -> Distance:
     spec = self._steps.program(config).spec
     params = jax.tree.map(lambda x, p: x.astype(p.dtype), self._params, spec)
     run = self._steps.gradients(config)
     scale = config.training.loss_scale_init if config.precision.dtype == "float16" else None
-    for attempt in range(self._max_halvings if settle and scale else 1):
+    for attempt in range(min(self._max_halvings, 1 + halvings) if scale else 1):
       scale = max(scale / 2, loss_scale.SMALLEST) if attempt and scale else scale
       loss, grads = run(params, self._batch, None if scale is None else np.float32(scale))
       off, size = (np.asarray(x, np.float64) for x in _errors(grads, self._gradient))
