@@ -96,7 +96,8 @@ class Bisection:
     self.config, self.steps = config, steps
     self.chosen = tolerance is None
     self._undecided = self.chosen
-    self.limits = dict.fromkeys(("loss", "gradients", "update"), TOLERANCE if tolerance is None else tolerance)
+    limit = TOLERANCE if tolerance is None else tolerance
+    self.limits: dict[str, float] = dict.fromkeys(("loss", "gradients", "update"), limit)
     self._params, self._batch, self._say = params, batch, say
     self._ruler = Ruler(config, params, batch, steps)
     self._measured: dict[frozenset[Remedy], Distance] = {}
