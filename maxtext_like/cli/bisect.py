@@ -1,6 +1,7 @@
 """``maxtext-like bisect``: the smallest set of precision keys that mends a step, with what each of them does and costs."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
   from maxtext_like.numerics.bisect import Bisection, Result
   from maxtext_like.numerics.distance import Distance
 
-TOLERANCE = 0.5
 COST_REPEATS = 10
+ROWS, LENGTH = 2, 128  # of the batch, where a Hugging Face checkpoint is all that is named
 SHOWN = 3  # arrays that are named for a key
 
 DESCRIPTION = """One training step of a configuration is compared with the same step in float32: same weights, same batch. If it
@@ -21,6 +22,7 @@ is not finite, or further away than the tolerance, the smallest set of precision
 in the whole model, then layer by layer, and printed as YAML."""
 EPILOG = """examples:
   maxtext-like bisect gemma4-tiny dtype=float16 float32_gate_product=false
+  maxtext-like bisect --checkpoint gemma-3-4b-pt dtype=float16
   maxtext-like bisect gemma4-31b --checkpoint runs/mine gpu/h200.yml max_target_length=512 --tolerance 0.05
 
 exit codes: 0 fine as it is, or mended; 2 wrong usage; 3 nothing mends it, or float32 is not finite either; 4 does not fit"""
@@ -29,17 +31,17 @@ exit codes: 0 fine as it is, or mended; 2 wrong usage; 3 nothing mends it, or fl
 def run(argv: list[str]) -> int:
   """Searches and prints; see ``DESCRIPTION``."""
   options, words = _parse(argv)
-  from maxtext_like.config.load import load_config
-
-  loaded = load_config(options.config, words)
-  if options.checkpoint is not None and not Path(options.checkpoint).expanduser().is_dir():
+  checkpoint = options.checkpoint and Path(options.checkpoint).expanduser()
+  if checkpoint and not checkpoint.is_dir():
     raise UserError(f"--checkpoint {options.checkpoint}: no such directory")
+  load = _loader(options.config, checkpoint)
+  loaded = load(words)
   for note in loaded.notes:
     print(f"note: {note}")
-  search = prepare(loaded, options.checkpoint and Path(options.checkpoint), options.tolerance)
+  search = prepare(loaded, checkpoint, options.tolerance)
   result = search.run(cost_repeats=COST_REPEATS)
   if result.outcome == "mended":
-    _check(options.config, words, loaded, result)
+    _check(load, words, loaded, result)
   print(report(loaded, search, result))
   return NonFiniteError.exit_code if result.outcome == "hopeless" else 0
 
@@ -47,26 +49,46 @@ def run(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   parser = argparse.ArgumentParser(
     prog="maxtext-like bisect",
-    usage="maxtext-like bisect CONFIG [--checkpoint DIR] [--tolerance X] [hardware.yml ...] [key=value ...]",
+    usage="maxtext-like bisect [CONFIG] [--checkpoint DIR] [--tolerance X] [hardware.yml ...] [key=value ...]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("config", metavar="CONFIG", nargs="?", help="a model's name, as gemma4-tiny, or the path of a .yml file")
+  model = "a model's name, as gemma4-tiny, or the path of a .yml file; not needed with a Hugging Face checkpoint"
+  parser.add_argument("config", metavar="CONFIG", nargs="?", help=model)
   parser.add_argument(
     "--checkpoint", metavar="DIR", help="weights to look at: a run, one of its checkpoints, or Hugging Face's"
   )
-  what = "largest relative error of loss, gradients (of each array too) and update"
-  parser.add_argument("--tolerance", metavar="X", type=float, default=TOLERANCE, help=f"{what} ({TOLERANCE})")
-  options, words = parse_words(parser, argv, {"config": "CONFIG"})
-  if not 0 < options.tolerance < float("inf"):
-    raise UserError(f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: as in --tolerance {TOLERANCE}")
+  what = "largest relative error of loss, gradients (of each array too) and update (from 0.5 to 2, chosen for model and dtype)"
+  parser.add_argument("--tolerance", metavar="X", type=float, help=what)
+  options, words = parse_words(parser, argv, {})
+  if options.config is not None and "=" in options.config:
+    options.config, words = None, [options.config, *words]
+  elif options.config is None and words and "=" not in words[0] and not words[0].startswith("-"):
+    options.config, words = words[0], words[1:]  # behind an option, where Python 3.11's argparse overlooks it
+  if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
+    raise UserError(f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: as in --tolerance 0.5")
   return options, words
 
 
-def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float) -> "Bisection":
+def _loader(name: str | None, checkpoint: Path | None) -> Callable[[list[str]], "Loaded"]:
+  """The configuration for some words: of a name, or of a Hugging Face checkpoint on random tokens (words may say else)."""
+  from maxtext_like.config.load import load_config
+
+  if name is not None:
+    return lambda words: load_config(name, words)
+  if checkpoint is None or not (checkpoint / "config.json").is_file():
+    besides = f": {checkpoint} has no config.json" if checkpoint else ""
+    raise UserError(f"maxtext-like bisect needs CONFIG{besides}\n  fix: see maxtext-like bisect --help")
+  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+
+  own = [f"per_device_batch_size={ROWS}", "dataset=synthetic"]
+  return lambda words: load_checkpoint_config(checkpoint, [*own, *words], length=LENGTH)[1]
+
+
+def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) -> "Bisection":
   """The search over a configuration's first batch, on fresh weights or those of a checkpoint.
 
   Raises:
@@ -109,12 +131,11 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float) -> "Bis
   return Bisection(config, params, batch, tolerance, steps, lambda line: print(line, flush=True))
 
 
-def _check(name: str, words: list[str], loaded: "Loaded", result: "Result") -> None:
+def _check(load: Callable[[list[str]], "Loaded"], words: list[str], loaded: "Loaded", result: "Result") -> None:
   """What is printed has to load, as the very configuration that was measured."""
-  from maxtext_like.config.load import load_config
   from maxtext_like.numerics import remedies
 
-  again = load_config(name, [*words, *remedies.words(loaded.config, result.config)]).config
+  again = load([*words, *remedies.words(loaded.config, result.config)]).config
   if (again.precision, again.training) != (result.config.precision, result.config.training):
     raise RuntimeError("the keys that were found do not load as the configuration that was measured")
 
@@ -126,7 +147,7 @@ def report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
 
   model, precision = loaded.config.model.model_name, loaded.config.precision
   lines = [f"{model} in {precision.dtype}: {_distance(result.before)}"]
-  within = f"within the tolerance of {search.tolerance:g}"
+  within = f"within the tolerance of {_tolerance(search)}"
   if result.outcome == "fine":
     return "\n".join([*lines, f"nothing to mend: {within}"])
   if result.outcome == "hopeless":
@@ -135,6 +156,14 @@ def report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
   lines += [f"mended: {_distance(result.after)}; {result.steps} configurations were measured", ""]
   lines += [remedies.yaml(loaded.config, result.config), "", _table(result)]
   return "\n".join(lines)
+
+
+def _tolerance(search: "Bisection") -> str:
+  """One number where all parts have the same; else by part, and where those come from."""
+  if len(set(search.limits.values())) == 1:
+    return f"{search.limits['loss']:g}"
+  text = ", ".join(f"{part} {limit:.2g}" for part, limit in search.limits.items())
+  return f"{text} (what {search.config.precision.dtype} makes of this model with every other key at its safer value, doubled)"
 
 
 def _table(result: "Result") -> str:
@@ -156,4 +185,4 @@ def _distance(d: "Distance") -> str:
 
   parts = [("loss", d.loss), ("gradients", d.gradient), ("worst array", d.array), ("update", d.update)]
   text = ", ".join(f"{name} {error_text(error)}" for name, error in parts)
-  return f"errors against float32: {text}"
+  return f"errors against float32: {text}" + ("" if d.loss_scale is None else f" (loss scale {d.loss_scale:g})")

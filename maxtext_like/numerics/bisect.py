@@ -19,6 +19,17 @@ from maxtext_like.training.finiteness import model_order
 
 GROUPS = 8
 """Layers are looked at in so many groups at a time."""
+TOLERANCE = 0.5
+"""The least of the tolerances that are chosen for a configuration: half of the gradient, or of the update."""
+USUAL = 2.0
+"""They allow so many times the error that the dtype makes with every other key at its safer value."""
+CAP = 3.0
+"""And no more than this: two unrelated gradients of one size are 1.4 apart, and single arrays of a normal step up to 1.6."""
+FREE_HALVINGS = 2
+"""A float16 run halves the loss scale by itself: so many skipped steps at its beginning are no fault."""
+MANY_HALVINGS = 1000
+TIMING_SECONDS = 20.0
+TIMING_TURNS = 3  # at least, however long they take
 
 Say = Callable[[str], None]
 
@@ -75,13 +86,18 @@ class Bisection:
   Args:
     config: of the run.
     params, batch: see ``Ruler``.
-    tolerance: largest relative error of loss, gradients (together and of each array) and update; see ``Distance``.
+    tolerance: largest relative error of loss, gradients (together and of each array) and update; see ``Distance``. None:
+      chosen by ``run``: ``TOLERANCE``, or for each part ``USUAL`` times what the dtype makes of this model at best.
     steps: compiled programs, to be shared among searches.
     say: gets a line for each measurement.
   """
 
-  def __init__(self, config: Config, params: Any, batch: Any, tolerance: float, steps: Steps, say: Say = lambda _: None):
-    self.config, self.tolerance, self.steps = config, tolerance, steps
+  def __init__(self, config: Config, params: Any, batch: Any, tolerance: float | None, steps: Steps, say: Say = lambda _: None):
+    self.config, self.steps = config, steps
+    self.chosen = tolerance is None
+    self._undecided = self.chosen
+    limit = TOLERANCE if tolerance is None else tolerance
+    self.limits: dict[str, float] = dict.fromkeys(("loss", "gradients", "update"), limit)
     self._params, self._batch, self._say = params, batch, say
     self._ruler = Ruler(config, params, batch, steps)
     self._measured: dict[frozenset[Remedy], Distance] = {}
@@ -92,16 +108,16 @@ class Bisection:
     key = frozenset(remedies)
     if key not in self._measured:
       begin = time.monotonic()
-      settle = any(r.key == LOSS_SCALE for r in remedies)
-      found = self._measured[key] = self._ruler.measure(applied(self.config, remedies), settle=settle)
-      good = "mended" if self.fine(found) else "no"
+      halvings = MANY_HALVINGS if any(r.key == LOSS_SCALE for r in remedies) else FREE_HALVINGS
+      found = self._measured[key] = self._ruler.measure(applied(self.config, remedies), halvings=halvings)
+      good = ("mended" if remedies else "fine") if self.fine(found) else "?" if self._undecided else "no"
       names = summary(remedies) or "as it is"
       self._say(f"{len(self._measured):3}  {error_text(found.worst):>10}  {good:6}  {time.monotonic() - begin:5.1f} s  {names}")
     return self._measured[key]
 
   def fine(self, d: Distance) -> bool:
-    """Whether a distance is within the tolerance."""
-    return d.worst <= self.tolerance
+    """Whether a distance is within the limits."""
+    return all(error <= self.limits[part] for part, error in d.parts().items())
 
   def mends(self, remedies: Sequence[Remedy]) -> bool:
     """Whether the configuration with some remedies is within the tolerance."""
@@ -117,6 +133,11 @@ class Bisection:
     if self.fine(before):
       return Result(outcome="fine", before=before, after=before, remedies=(), config=self.config, steps=1)
     units = candidates(self.config, self._platform)
+    if self._undecided:
+      self._choose(self.distance(units))
+      if self.fine(before):
+        steps = len(self._measured)
+        return Result(outcome="fine", before=before, after=before, remedies=(), config=self.config, steps=steps)
     found = self._search(units)
     if found is None:
       nearest = min(self._measured, key=lambda r: (self._measured[r].worst, len(r)))
@@ -125,6 +146,15 @@ class Bisection:
     found = self._verified(self._narrowed(found))
     result = self._result("mended", before, found)
     return dataclasses.replace(result, findings=tuple(self._findings(found, cost_repeats)), steps=len(self._measured))
+
+  def _choose(self, best: Distance) -> None:
+    """Sets the limits, from the error that is left with every key but ``dtype`` at its safer value: the dtype's own.
+
+    Rounding grows through the layers of a model of random weights until a normal bfloat16 gradient is off by half.
+    """
+    if best.finite:
+      self.limits = {part: min(max(TOLERANCE, USUAL * error), CAP) for part, error in best.parts().items()}
+      self._undecided = False
 
   def _result(self, outcome: Literal["mended", "hopeless"], before: Distance, remedies: tuple[Remedy, ...]) -> Result:
     after = self.distance(remedies)
@@ -138,6 +168,8 @@ class Bisection:
     if units and self.mends(units):
       return ddmin(units, self.mends)
     for resort in last_resorts(self.config):
+      if self._undecided:
+        self._choose(self.distance((*units, resort)))
       if self.mends((*units, resort)):
         return ddmin((*units, resort), self.mends)
     return None
@@ -206,22 +238,27 @@ class Bisection:
       before = self.distance(rest)
       layers = tuple(r.layer for r in found if r.key == key and r.layer is not None) or None
       old, new = before.parts(), after.parts()
-      broken = (before.arrays > self.tolerance) & (after.arrays <= self.tolerance)
-      if before.update > self.tolerance >= after.update:
-        broken |= (before.updates > self.tolerance) & (after.updates <= self.tolerance)
+      limit = self.limits["gradients"]
+      broken = (before.arrays > limit) & (after.arrays <= limit)
+      limit = self.limits["update"]
+      if before.update > limit >= after.update:
+        broken |= (before.updates > limit) & (after.updates <= limit)
       cost = self._cost(found, rest, cost_repeats) if cost_repeats else None
       yield Finding(
         key=key,
         layers=layers,
         before=before,
         after=after,
-        mends=tuple(part for part in old if old[part] > self.tolerance >= new[part]),
+        mends=tuple(part for part in old if old[part] > self.limits[part] >= new[part]),
         arrays=tuple(sorted((self._ruler.labels[i] for i in np.flatnonzero(broken)), key=model_order)),
         cost=cost,
       )
 
   def _cost(self, found: tuple[Remedy, ...], rest: tuple[Remedy, ...], repeats: int) -> float:
-    """Median step time with ``found`` / with ``rest``: whole train steps of both, one after the other in turn."""
+    """Step time with ``found`` / with ``rest``: the median over pairs of whole train steps, one of each in turn.
+
+    It ends after ``repeats`` pairs, or after ``TIMING_SECONDS``.
+    """
     if {r.key for r in found} - {r.key for r in rest} == {LOSS_SCALE}:
       return 1.0  # an argument of the same program
     self._say(f"     timing {summary(found)} against {summary(rest) or 'none'}")
@@ -232,15 +269,17 @@ class Bisection:
       step = self.steps.train_step(config)
       params = jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params, program.spec)  # a copy: it is given away
       runs.append([step, program.lower_around().compile()(params), []])
+    start = time.perf_counter()
     for turn in range(repeats + 1):
+      if turn > TIMING_TURNS and time.perf_counter() - start > TIMING_SECONDS:
+        break
       for run in runs:
         begin = time.perf_counter()
         run[1], metrics = run[0](run[1], self._batch, np.bool_(False))
         jax.block_until_ready((run[1], metrics))
         if turn:  # the first warms up
           run[2].append(time.perf_counter() - begin)
-    on, off = (float(np.median(run[2])) for run in runs)
-    return on / off
+    return float(np.median(np.asarray(runs[0][2]) / np.asarray(runs[1][2])))
 
 
 def summary(remedies: Sequence[Remedy]) -> str:

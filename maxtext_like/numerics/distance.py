@@ -27,6 +27,19 @@ from maxtext_like.training.program import Program, make_program
 SMALLEST_SHARE = 1e-4
 
 AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+QUICKER: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}  # a quarter of the compile time; JAX 0.12 has not got it
+
+
+@functools.cache
+def cpu_options() -> dict[str, Any]:
+  """Compiler options that keep a CPU program's roundings, and compile it as quickly as this JAX can."""
+  try:
+    jax.jit(lambda: 0).lower().compile(compiler_options=AS_WRITTEN | QUICKER)
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    return AS_WRITTEN
+  return AS_WRITTEN | QUICKER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +51,9 @@ class Distance:
     gradient: |g - g32| / |g32| over all arrays together (Euclidean norms).
     arrays: the same of each array [R], against at least ``SMALLEST_SHARE`` of the mean size of a gradient.
     update: |applied - intended| / |intended| over all arrays together. Intended is the optimizer's first update, at the
-      peak learning rate, in float32, from the step's own gradient; applied is what the stored parameters change by. (Two
-      first updates of Adam differ wherever rounding turns the sign of a gradient near zero; that tells nothing.)
+      peak learning rate, in float32, from the step's own gradient; applied is what the stored parameters change by, with
+      ``stochastic_rounding`` on average. (Two first updates of Adam differ wherever rounding turns the sign of a gradient
+      near zero; that tells nothing.)
     updates: the same of each array [R].
     value: the loss itself.
     loss_scale: that the gradients were taken at; None: not float16.
@@ -121,7 +135,7 @@ class Steps:
       batch = program.abstract_batch
       lowered = jax.jit(run).lower(program.abstract_state["params"], batch, scale)
       on_cpu = program.devices[0].platform == "cpu"
-      return lowered.compile(compiler_options=AS_WRITTEN if on_cpu else None)
+      return lowered.compile(compiler_options=cpu_options() if on_cpu else None)
 
   def _train_step(self, config: Config) -> Callable[..., Any]:
     """The step of a run; it takes its state's memory."""
@@ -132,6 +146,15 @@ class Steps:
     program = self.program(config)
     step, selection = program.step, program.selection
     rate = config.training.learning_rate
+    stochastic = config.training.stochastic_rounding
+
+    def stored(p, d):
+      exact = p.astype(jnp.float32) + d
+      rounded = exact.astype(p.dtype)
+      if not stochastic:
+        return rounded
+      # The mean of stochastic rounding is exact wherever the dtype reaches.
+      return jnp.where(jnp.abs(exact) <= jnp.finfo(p.dtype).max.astype(jnp.float32), exact, rounded.astype(jnp.float32))
 
     def run(params, grads):
       trained, _ = selection.split(params)
@@ -140,7 +163,7 @@ class Steps:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
       direction, _ = step.optimizer.update(grads, step.optimizer.init(trained), trained)
       change = jax.tree.map(lambda d: -rate * d.astype(jnp.float32), selection.mask_rows(direction))
-      return jax.tree.map(lambda p, d: (p.astype(jnp.float32) + d).astype(p.dtype), trained, change), change
+      return jax.tree.map(stored, trained, change), change
 
     return jax.jit(run)
 
@@ -165,7 +188,7 @@ class Ruler:
     program = steps.program(exact)
     self.labels = program.labels
     self._sizes = _row_sizes(program)
-    self._known: dict[tuple[Config, bool], Distance] = {}
+    self._known: dict[tuple[Config, int], Distance] = {}
     loss, self._gradient = steps.gradients(exact)(params, batch, None)
     self.loss = float(loss)
     _, squares = map(np.asarray, _errors(self._gradient, self._gradient))
@@ -177,24 +200,24 @@ class Ruler:
         "  fix: look at the weights and the data; x-ray names the operation (docs/xray.md)"
       )
 
-  def measure(self, config: Config, *, settle: bool = False) -> Distance:
+  def measure(self, config: Config, *, halvings: int = 0) -> Distance:
     """The distance of a configuration's step.
 
     Args:
       config: of the run, in another precision.
-      settle: float16: halve the loss scale until the gradients are finite, as far as a run would.
+      halvings: float16: halve the loss scale until the gradients are finite, so often at most, and as far as a run would.
     """
-    known = self._known.get((config, settle))
+    known = self._known.get((config, halvings))
     if known is None:
-      known = self._known[config, settle] = self._measure(config, settle)
+      known = self._known[config, halvings] = self._measure(config, halvings)
     return known
 
-  def _measure(self, config: Config, settle: bool) -> Distance:
+  def _measure(self, config: Config, halvings: int) -> Distance:
     spec = self._steps.program(config).spec
     params = jax.tree.map(lambda x, p: x.astype(p.dtype), self._params, spec)
     run = self._steps.gradients(config)
     scale = config.training.loss_scale_init if config.precision.dtype == "float16" else None
-    for attempt in range(self._max_halvings if settle and scale else 1):
+    for attempt in range(min(self._max_halvings, 1 + halvings) if scale else 1):
       scale = max(scale / 2, loss_scale.SMALLEST) if attempt and scale else scale
       loss, grads = run(params, self._batch, None if scale is None else np.float32(scale))
       off, size = (np.asarray(x, np.float64) for x in _errors(grads, self._gradient))

@@ -25,6 +25,7 @@ SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_inter
     (["--platform", "tpu"], "no configuration named"),
     (["gemma4-tiny", "--platform", "tpu", "stepz=3"], "did you mean 'steps'"),
     (["gemma4-tiny", "--platform", "cpu", "attention=splash", "dtype=bfloat16"], "it runs on TPUs, not on cpu"),
+    ([*SMALL, "--platform", "cpu", "layer_precision=[0 dtype=float32]"], "layer_precision gives layers dtypes of their own"),
   ],
 )
 def test_wrong_words(words, message, capsys):

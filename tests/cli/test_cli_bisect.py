@@ -5,6 +5,7 @@ import pytest
 
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
+from tests.models.test_golden import GOLDEN
 
 SMALL = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "emb_dim=16", "mlp_dim=24", "max_target_length=16"]
 SMALL += ["per_device_batch_size=2", "dataset=synthetic", "learning_rate=1e-4", "compilation_cache_dir=null"]
@@ -33,6 +34,8 @@ def bisect(capsys):
     (["gemma4-tiny", "--tolerance", "much"], "invalid float value: 'much'"),
     (["gemma4-tiny", "--checkpoint"], "expected one argument"),
     (["gemma4-tiny", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: no such directory"),
+    (["--checkpoint", "tests", "dtype=float16"], "needs CONFIG: tests has no config.json"),
+    (["--checkpoint", "tests", "gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),
     (["gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),
   ],
 )
@@ -48,6 +51,18 @@ def test_a_step_that_is_fine(bisect):
   assert code == 0
   assert "gemma4-tiny in bfloat16: errors against float32: loss " in said
   assert "nothing to mend: within the tolerance of 0.5" in said
+
+
+@pytest.mark.slow
+def test_a_hugging_face_checkpoint_needs_no_configuration(bisect):
+  """The first of the stress cases: the gated product overflows float16; a halved loss scale is a run's own affair."""
+  checkpoint = GOLDEN / "stress_fp16_mlp" / "checkpoint"
+  words = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "max_target_length=12"]
+  code, said, _ = bisect("--checkpoint", str(checkpoint), *words, "compilation_cache_dir=null")
+  assert code == 0
+  lines = said.splitlines()
+  at = lines.index("precision:")
+  assert lines[at + 1 : at + 3] == ["  float32_gate_product: true", ""]
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def weights(config: Config) -> Params:
   return jax.jit(lambda: init(spec, jax.random.key(3)))()
 
 
-def search(config: Config, plant: Callable[[Params], Params], tolerance: float) -> Bisection:
+def search(config: Config, plant: Callable[[Params], Params], tolerance: float | None) -> Bisection:
   base = dataclasses.replace(config, precision=reference(config).precision)
   params = plant(jax.tree.map(lambda x: x, weights(base)))
   program = STEPS.program(reference(config))
@@ -272,6 +272,28 @@ def test_a_step_that_is_fine_is_left_alone():
   assert result.outcome == "fine"
   assert not result.remedies
   assert result.steps == 1
+
+
+def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():
+  bisection = search(config_of("gemma4", "dtype=bfloat16"), fresh, None)
+  usual = bisection.distance(())
+  assert bisection.limits == dict.fromkeys(("loss", "gradients", "update"), 0.5)
+  bisection._choose(dataclasses.replace(usual, gradient=0.4, arrays=np.asarray([0.1, 0.7]), update=np.inf))
+  assert bisection.limits["gradients"] == 0.5  # not of a step that is not finite
+  bisection._choose(dataclasses.replace(usual, gradient=0.4, arrays=np.asarray([0.1, 0.7])))
+  assert bisection.limits == {"loss": 0.5, "gradients": 1.4, "update": 0.5}
+  assert bisection.fine(dataclasses.replace(usual, arrays=np.asarray([1.3])))
+  assert not bisection.fine(dataclasses.replace(usual, update=0.6))
+  bisection._choose(dataclasses.replace(usual, gradient=40.0))
+  assert bisection.limits["gradients"] == 3
+
+
+@pytest.mark.parametrize(("stochastic", "swallowed"), [("false", True), ("true", False)])
+def test_stochastic_rounding_keeps_the_update_on_average(stochastic, swallowed):
+  words = ["dtype=bfloat16", "weight_dtype=bfloat16", "learning_rate=1e-4", f"stochastic_rounding={stochastic}"]
+  update = search(config_of("gemma4", *words), fresh, None).distance(()).update
+  assert (update > 0.5) == swallowed
+  assert swallowed or update < 0.1
 
 
 @pytest.mark.slow
