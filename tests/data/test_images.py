@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import io
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,18 @@ def image_of(name: str, folder: Path) -> Path:
   return folder / "a.png"
 
 
+DECODED = 1387178543  # CRC-32 of the photo as libjpeg-turbo 3.2.0 decodes it, which it is not bound to do to the last bit
+
+
 def assert_within_one_grey_level(pixels: np.ndarray, key: str) -> None:
+  """One level off the recorded pixels; two for a JPEG that this machine's library decodes one level off already."""
+  levels = 1
+  if ".photo." in key:
+    with Image.open(GOLDEN / "photo.jpg") as photo:
+      levels = 1 if zlib.crc32(np.asarray(photo.convert("RGB")).tobytes()) == DECODED else 2
   got, want = pixels.reshape(-1)[:: record.STEP] * 255.0, EXPECTED[key].astype(float)
   assert got.shape == want.shape
-  assert np.abs(got - want).max() <= 1.001
+  assert np.abs(got - want).max() <= levels + 0.001
 
 
 @pytest.mark.parametrize("name", NAMES)
