@@ -127,3 +127,16 @@ def test_highest_rounds_less_and_a_gradient_is_the_same(spec, x_shape, y_shape):
     assert str(jax.make_jaxpr(highest.einsum, static_argnums=0)("TD,DF->TF", *wide)).count("dot_general") == 1
   grads = [jax.grad(lambda x, p=p: jnp.sum(jnp.sin(p.einsum(spec, x, y))))(x) for p in (plain, highest)]
   np.testing.assert_allclose(grads[0], grads[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", *LOW])
+def test_float8_operands_are_multiplied_exactly(stored, dtype):
+  """Every float8 number is one of bfloat16 and of float16, and a product of two is exact in float32."""
+  x, y = X.astype(stored), Y.astype(stored)
+  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)
+  exact = np.einsum("BTD,DF->BTF", np.asarray(x, np.float64), np.asarray(y, np.float64))
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
+  gradient = jax.grad(lambda x: jnp.sum(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)))(x.astype(dtype))
+  np.testing.assert_allclose(np.float32(gradient), np.broadcast_to(np.float32(y).sum(1), x.shape), rtol=1e-2)
