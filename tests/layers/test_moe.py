@@ -311,6 +311,7 @@ print("equal on 8 devices")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_compute_what_one_does():
   environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
   here = Path(__file__).parent

@@ -116,6 +116,7 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
   assert differs == sum(layer.precision != decoder.precision for layer in decoder.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but("gemma4-e2b"))
 def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_params):
   """Two calls with caches: 4 tokens, then 3, as one row of 7. A cache holds all that its float32 layers store."""

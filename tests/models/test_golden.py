@@ -62,7 +62,7 @@ class Case:
 
 QUICK_CASES = {  # the others are slow
   "scan, linen": tuple(name for name in CASES if name != "gemma4_e4b"),
-  "loop, nnx": ("deepseek32", "stress_fp16_mlp"),
+  "loop, nnx": ("stress_fp16_mlp",),
 }
 
 
@@ -145,7 +145,9 @@ def test_gradients(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
   np.testing.assert_allclose(outputs["base"]["grad_global_norm"], norm, rtol=GRADIENT_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_moe", "deepseek32"])
+@pytest.mark.parametrize(
+  "name", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_moe", "deepseek32"))]
+)
 def test_both_faces_give_bitwise_the_same(name: str):
   case = Case(name)
   linen, nnx = (case.compute(["base"], f"module_api={face}")["base"] for face in ("linen", "nnx"))

@@ -62,7 +62,12 @@ def base(name: str, *overrides: str, gradients: bool = False) -> Outputs:
   return outputs(params, "base")
 
 
-@pytest.fixture(params=CASES.items(), ids=lambda item: ", ".join(item))
+SLOW = ("gemma4_vision_small", "stress_fp16_vision")
+
+
+@pytest.fixture(
+  params=[pytest.param(item, marks=[pytest.mark.slow] * (item[0] in SLOW), id=", ".join(item)) for item in CASES.items()]
+)
 def computed(request: pytest.FixtureRequest) -> tuple[VisionCase, Outputs]:
   name, variant = request.param
   return VisionCase(name), base(name, "dtype=float32", *VARIANTS[variant], gradients=True)
@@ -193,6 +198,7 @@ def test_rotary_table_of_the_tower(name: str):
   np.testing.assert_array_max_ulp(got, VisionCase(name).expected["fp32.base.rope.vision_inv_freq"], maxulp=1)
 
 
+@pytest.mark.slow
 def test_forward_reads_the_tower_where_there_are_images_for_it(tmp_path):
   case = VisionCase("stress_fp16_vision")
   path = tmp_path / "in.npz"

@@ -201,7 +201,10 @@ PLANTS = [
 
 @pytest.mark.parametrize(
   ("plant", "model", "settings", "tolerance", "expected", "mends"),
-  [pytest.param(*p, marks=() if p[0] is large_scores else pytest.mark.slow, id=f"{p[0].__name__}: {p[4]}") for p in PLANTS],
+  [
+    pytest.param(*p, marks=() if p[0] is large_scores and p[4] != BOTH else pytest.mark.slow, id=f"{p[0].__name__}: {p[4]}")
+    for p in PLANTS
+  ],
 )
 def test_a_planted_fault_is_mended_by_exactly_its_keys(plant, model, settings, tolerance, expected, mends):
   bisection = search(config_of(model, *settings.split()), plant, tolerance)

@@ -210,6 +210,7 @@ def splash_everywhere(monkeypatch):
   jax.config.update("jax_enable_compilation_cache", before)
 
 
+@pytest.mark.slow
 def test_a_run_says_at_its_start_and_in_env_json_what_it_fell_back_to(splash_everywhere, tmp_path, capsys):
   assert main(["train", *RUN, f"output_dir={tmp_path}", "run_name=r"]) == 0
   out = capsys.readouterr().out

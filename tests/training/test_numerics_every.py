@@ -60,6 +60,7 @@ def test_the_numbers_of_the_step_are_those_without(gemma):
     np.testing.assert_allclose(metrics[name], plain[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_give_what_the_whole_gives(gemma):
   metrics = gemma[3]
   _, _, _, parts = run("gemma3-tiny", "per_device_batch_size=2", "gradient_accumulation_steps=2")

@@ -121,7 +121,7 @@ def metrics_of(run: Path) -> list[dict]:
   return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("model", [pytest.param("gemma3-tiny", marks=pytest.mark.slow), "gemma4-tiny"])
+@pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3-tiny", "gemma4-tiny")])
 def test_a_run_on_images_and_text_in_float16(model: str, pictures: Path, tmp_path: Path):
   before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
   words = [*SMALL, f"dataset_path={pictures}", f"output_dir={tmp_path}", "run_name=r", "dtype=float16"]
