@@ -6,7 +6,7 @@ from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
 
 DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
-(pip install 'maxtext-like[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed.
+(pip install -e '.[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed.
 
   topology=NAME     the slice: {", ".join(TOPOLOGIES)}
   xla_flags=GROUP   base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets

@@ -82,7 +82,7 @@ def require_pillow() -> None:
   try:
     import PIL.Image  # noqa: F401
   except ImportError:
-    raise UserError("images need Pillow, which is not installed\n  fix: pip install 'maxtext-like[vision]'") from None
+    raise UserError("images need Pillow, which is not installed\n  fix: pip install -e '.[vision]'") from None
 
 
 def load_image(path: Path, vision: VisionConfig) -> TowerImage:

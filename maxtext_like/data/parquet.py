@@ -25,7 +25,7 @@ class Parquet:
       import pyarrow
       import pyarrow.parquet
     except ImportError as error:
-      raise UserError("dataset=parquet needs pyarrow, which is not installed: pip install 'maxtext-like[parquet]'") from error
+      raise UserError("dataset=parquet needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field

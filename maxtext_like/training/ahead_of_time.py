@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.schema import Config, MeshConfig
 from maxtext_like.errors import UserError
@@ -104,6 +106,12 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
       raise UserError(
         f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: take it out, or change libtpu"
       ) from error
+    if (wanted := other_libtpu_wanted()) is not None:
+      words = str(error).strip().splitlines()[0][:200]
+      raise UserError(
+        f"compile: libtpu {version('libtpu')} failed, and is not the one that jax {jax.__version__} is made for, {wanted}\n"
+        f"  it says: {words}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
+      ) from error
     raise
   seconds = time.monotonic() - start
   memory = compiled.memory_analysis()
@@ -116,6 +124,18 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
   )
 
 
+def other_libtpu_wanted() -> str | None:
+  """The versions of libtpu that the installed JAX asks for ("==0.0.50.*"), None when the installed one is among them.
+
+  Others often work; when a program of JAX says something that an older libtpu does not know, it fails with a parse error.
+  """
+  for line in importlib.metadata.requires("jax") or ():
+    requirement = Requirement(line)
+    if requirement.name == "libtpu" and not requirement.specifier.contains(version("libtpu")):
+      return str(requirement.specifier)
+  return None
+
+
 def prepare_environment() -> None:
   """Lets libtpu compile where there is no TPU, beside other processes that do so, and without asking the network.
 
@@ -126,8 +146,7 @@ def prepare_environment() -> None:
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
-      "compile: libtpu is not installed, and it is the TPU's compiler (no TPU is needed)\n"
-      "  fix: pip install 'maxtext-like[tpu]'"
+      "compile: libtpu is not installed, and it is the TPU's compiler (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
     )
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about this machine

@@ -51,7 +51,14 @@ def test_own_words_in_every_spelling():
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch, capsys):
   monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
   assert main(["compile", "gemma4-tiny", "topology=v6e-1"]) == 2
-  assert "pip install 'maxtext-like[tpu]'" in capsys.readouterr().err
+  assert "pip install -e '.[tpu]'" in capsys.readouterr().err
+
+
+def test_the_libtpu_that_jax_is_made_for(monkeypatch):
+  monkeypatch.setattr(ahead_of_time.importlib.metadata, "requires", lambda _: ["numpy>=2", "libtpu==0.0.50.*; extra == 'tpu'"])
+  for installed, wanted in {"0.0.50.1": None, "0.0.42.1": "==0.0.50.*"}.items():
+    monkeypatch.setattr(ahead_of_time, "version", lambda _, installed=installed: installed)
+    assert ahead_of_time.other_libtpu_wanted() == wanted
 
 
 def test_help_names_the_topologies():
