@@ -60,14 +60,18 @@ def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
     trained, frozen = program.selection.split(params)
 
     def total(trained):
-      sums, aux = loss(merge(trained, frozen), batch)
-      return sum(sums.values()) + aux.get("indexer_loss", 0.0) + aux.get("load_balance_loss", 0.0)
+      value, aux = loss(merge(trained, frozen), batch)
+      return value + aux.get("indexer_loss", 0.0) + aux.get("load_balance_loss", 0.0)
 
     _, backward = jax.vjp(total, trained)
     given = {id(x) for x in jax.tree.leaves((params, batch))}
     return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
 
-  return _bytes(jax.eval_shape(residuals, abstract(loss.params()), batch))
+  params = abstract(loss.params())
+  saved = _bytes(jax.eval_shape(residuals, params, batch))
+  if loss.pieces > 1:  # the head's gradient is there before the backward pass, and is counted as a gradient
+    saved -= _bytes(loss.head(program.selection.split(params)[0]))
+  return saved
 
 
 def estimate(program: Program) -> MemoryEstimate:

@@ -159,8 +159,8 @@ class Program:
     """The held-out loss: (params, batch) -> (sum of the cross entropies, number of real targets)."""
 
     def evaluate(params, batch):
-      sums, _ = self.step.apply(params, batch)
-      return sums["cross_entropy"], jnp.sum(batch["targets"] != IGNORED)
+      _, aux = self.step.apply(params, batch)
+      return aux["terms"]["cross_entropy"], jnp.sum(batch["targets"] != IGNORED)
 
     with use_mesh(self.mesh):
       batch = self.batch_of(self.microbatch, batch_sharding(self.mesh))

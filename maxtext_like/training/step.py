@@ -32,7 +32,7 @@ class TrainStep:
   """One update.
 
   Attributes:
-    apply: (params, batch) -> (loss sums, aux): a ``LossLayer`` through one of the faces.
+    apply: (params, batch) -> (summed loss, aux): a ``LossLayer`` through one of the faces.
     selection: what is trained.
     optimizer: the direction of descent, without the learning rate.
     schedule: the learning rate of a step.
@@ -46,7 +46,7 @@ class TrainStep:
       it holds, so that nothing hides behind the finiteness check. None in every training run.
   """
 
-  apply: Callable[[Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
+  apply: Callable[[Any, Batch], tuple[jax.Array, dict[str, Any]]]
   selection: Selection
   optimizer: optax.GradientTransformation
   schedule: Schedule
@@ -148,19 +148,20 @@ class TrainStep:
     """
     targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
     live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
+    cotangent = (1.0 if scale is None else scale) / targets
 
     def objective(trained, batch):
       params, probe_slots = trained
       batch = batch | ({"probe_slots": probe_slots} if probe_slots else {})
-      sums, aux = self.apply(merge(params, frozen), batch)
+      loss, aux = self.apply(merge(params, frozen), batch | {"loss_cotangent": cotangent})
       # Terms that are means over the tokens of a microbatch count by its share of the tokens.
       share = jnp.sum(batch["segments"] > 0) / live
-      terms = {name: value / targets for name, value in sums.items()}
-      terms |= {name: aux[name] * share for name in ("load_balance_loss", "indexer_loss") if name in aux}
+      means = {name: aux[name] * share for name in ("load_balance_loss", "indexer_loss") if name in aux}
+      total = loss / targets + sum(means.values())
+      terms = {name: value / targets for name, value in aux["terms"].items()} | means
       out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
       if "moe_load" in aux:
         out["moe_load"] = aux["moe_load"] * share
-      total = sum(terms.values())
       return total if scale is None else total * scale, jax.lax.stop_gradient(out)
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)

@@ -162,8 +162,12 @@ def test_f24_twenty_random_kills(train):
   code, text = train.run("unbroken", steps=steps)
   assert code == 0, text
   moments = random.Random(24)
-  for _ in range(20):
+  for life in range(20):
     process = train.start("killed", steps=steps)
+    saved = train.complete("killed")
+    while life % 4 == 3 and train.complete("killed") == saved:  # on the slowest machine too some lives get that far
+      assert process.poll() is None, train.log.read_text()
+      time.sleep(0.05)
     if moments.random() < 0.75:
       train.wait_for(r"step +\d+ of 400", process)
       time.sleep(moments.uniform(0, 0.4))

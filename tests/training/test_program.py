@@ -45,7 +45,8 @@ def run_small(model: str, *words: str) -> dict:
 
 @pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) for m in TINY])
 def test_eight_devices_give_the_losses_of_one(model):
-  found = run_small(model)
+  # In some the loss in pieces, with a tied and an untied head: its gradients are made and added up on all devices.
+  found = run_small(model, *(["num_vocab_tiling=3"] if model in ("gemma3-tiny", "deepseek3-tiny") else []))
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=1e-5)
   # Norms of gradients behind a narrow norm (per-layer inputs) show the order of sums more than losses do.
