@@ -213,5 +213,5 @@ def test_other_sources_carry_empty_places(make):
 
 def test_images_without_pillow(rows, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
-  with pytest.raises(UserError, match=r"pip install 'maxtext-like\[vision\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '.\[vision\]'"):
     rows([{"text": "x"}], GEMMA3)

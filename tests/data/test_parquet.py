@@ -104,5 +104,5 @@ def test_fingerprint(tmp_path):
 def test_without_pyarrow(tmp_path, monkeypatch):
   path = write(tmp_path / "a.parquet", ["a"])
   monkeypatch.setitem(sys.modules, "pyarrow", None)
-  with pytest.raises(UserError, match=r"pip install 'maxtext-like\[parquet\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '.\[parquet\]'"):
     Parquet([path], "text")

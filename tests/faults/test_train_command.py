@@ -75,6 +75,7 @@ def unbroken(tmp_path_factory, environment, shared):
   return runs
 
 
+@pytest.mark.slow  # test_kill, test_endings and test_damage do each of these to a smaller process
 def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroken):
   """F01 F02 F04 F09 F18 in one run: SIGKILL, SIGTERM, Ctrl-C, a flipped byte; bitwise the unbroken run in the end."""
   process = train.start("a")

@@ -23,7 +23,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["gemma4-e2b-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def model(request):
   config = load_config(request.param, ["dtype=float32", *MODELS[request.param]]).config
   decoder = build_decoder(config.model, precision_of(config.precision))

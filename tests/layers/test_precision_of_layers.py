@@ -67,7 +67,8 @@ def relative(a, b) -> float:
   return max(np.abs(x - y).max(initial=0) / max(np.abs(y).max(initial=0), 1e-3) for x, y in pairs)
 
 
-@pytest.mark.parametrize("family", slow_but("gemma3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXED)
 def test_scan_is_the_loop(family, mixed, random_params, batch):
   """Bit for bit, as the program rounds: in bfloat16 anything else would show."""
   scanned, looped = mixed(family), mixed(family, scan_layers=False)

@@ -113,9 +113,10 @@ def test_gradients(computed: tuple[VisionCase, Outputs]):
   np.testing.assert_allclose(outputs["grad_global_norm"], norm, rtol=GRADIENT_TOLERANCE)
 
 
-LOW = [(name, dtype, "true") for name in CASES for dtype in ("bf16", "fp16")]
-LOW += [("gemma4_vision_large", "fp16", "false")]
-LOW += [("gemma4_vision_small", "fp16", "false"), ("stress_fp16_vision", "fp16", "false")]
+LOW = [pytest.param(name, "bf16", "true", marks=pytest.mark.slow) for name in CASES]
+LOW += [pytest.param(name, "fp16", "true") for name in CASES]
+LOW += [pytest.param(name, "fp16", "false", marks=pytest.mark.slow) for name in ("gemma4_vision_large", "gemma4_vision_small")]
+LOW += [pytest.param("stress_fp16_vision", "fp16", "false")]
 
 
 def low(name: str, dtype: str, pool: str) -> Outputs:
@@ -144,7 +145,7 @@ def larger(params: dict, factor: float) -> dict:
   return params | {"vision": vision}
 
 
-@pytest.mark.parametrize("pool", ["true", "false"])
+@pytest.mark.parametrize("pool", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
   """Pooled features of 1e5 (golden), 4e5 and 3e7 after the factor sqrt(D), where float16 ends at 65504."""
   case = VisionCase("stress_fp16_vision")

@@ -35,6 +35,7 @@ def test_state_is_counted_exactly():
     (["remat_policy=full"], ["remat_policy=minimal"], "activations"),
     (["remat_policy=minimal"], ["remat_policy=none"], "activations"),
     (["num_vocab_tiling=4"], [], "logits"),
+    (["num_vocab_tiling=4"], [], "activations"),
     (["opt_type=sgd", "sgd_momentum=0"], ["opt_type=lion"], "optimizer"),
     (["opt_type=lion"], ["opt_type=adamw"], "optimizer"),
     (["weight_dtype=bfloat16", "dtype=bfloat16"], [], "parameters"),

@@ -69,6 +69,7 @@ def test_parts_of_a_batch_give_what_the_whole_gives(gemma):
       np.testing.assert_allclose(parts[name], value, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_spoilt_layer_is_seen_from_there_on():
   def spoil(params):
     down = params["stack_0"]["layer_1"]["mlp"]["down"]
@@ -83,6 +84,7 @@ def test_a_spoilt_layer_is_seen_from_there_on():
   assert metrics["numerics/gradients/parameters/nonfinite"].sum() > 0
 
 
+@pytest.mark.slow
 def test_every_second_line_of_the_metrics_has_them(tmp_path):
   words = [
     *SMALL,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
 
 
-@pytest.mark.parametrize("model", ["gemma4-tiny", "deepseek3.2-tiny"])
+@pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def test_the_faces_are_one_program(model):
   config = small_config(model)
   texts = {api: make_program(config, module_api=api).lower_step().as_text() for api in ("plain", "linen", "nnx")}

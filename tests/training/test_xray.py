@@ -113,6 +113,7 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   assert cause_lines(config, report).splitlines()[1] == "what mends it: dtype=bfloat16"
 
 
+@pytest.mark.slow
 def test_layers_of_a_stack_that_is_scanned_in_parts():
   """The same tensors in the same layers as in one scan, forward and backward."""
   config = toy_config("opt_type=sgd")
