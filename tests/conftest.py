@@ -5,8 +5,11 @@ benchmarks and the device tables run optimised.
 """
 
 import os
+from importlib.metadata import version
 
-_FLAG = "--xla_backend_optimization_level=0"
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if version("jaxlib").startswith("0.10."):  # a half of the compile time; newer ones have not got it
+  FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+  os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()

@@ -106,11 +106,10 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
       raise UserError(
         f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: take it out, or change libtpu"
       ) from error
-    if (wanted := other_libtpu_wanted()) is not None:
-      words = str(error).strip().splitlines()[0][:200]
+    if "proto" in str(error) and (wanted := other_libtpu_wanted()) is not None:
       raise UserError(
-        f"compile: libtpu {version('libtpu')} failed, and is not the one that jax {jax.__version__} is made for, {wanted}\n"
-        f"  it says: {words}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
+        f"compile: libtpu {version('libtpu')} cannot read the program of jax {jax.__version__}, which is made for {wanted}\n"
+        f"  it says: {str(error).strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
       ) from error
     raise
   seconds = time.monotonic() - start

@@ -67,7 +67,7 @@ class LossLayer:
     Args:
       p: parameters.
       batch: int32 [B, T] arrays, "targets" among them; "loss_cotangent": float32 scalar, what the loss will be multiplied
-        by where gradients are taken of it, 1 without. The gradients are right with any; this one keeps float16 in range.
+        by where gradients are taken of it, 1 without. The gradients are right with any but 0; this one keeps float16 in range.
 
     Returns:
       The loss summed over the real targets, float32, and the aux of ``Decoder.hidden`` with "terms": its addends
@@ -104,7 +104,7 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
 
   Returns:
     (head, x [B, T, D], targets [B, T], cotangent []) -> (sum of all terms, the terms, which have no gradient). Gradients are
-    computed for ``cotangent`` and scaled to the one that arrives, which is the same in training.
+    computed for ``cotangent`` and scaled to the one that arrives, which is the same in training. Reverse mode only.
   """
 
   def cut(x_BTD, targets_BT):
@@ -121,8 +121,11 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
     return jnp.sum(terms), terms
 
   def forward(head, x_BTD, targets_BT, cotangent):
-    trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be half of the work
+    trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be a third of the work
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
+    dtypes = jax.tree.map(lambda w: w.dtype, head)
+    # The pieces' gradients of the head come in its dtype and add up: in float32, as 16 bits would round each of them.
+    head = jax.tree.map(lambda w: w.astype(jnp.float32), head)
 
     def add(sums, xs):
       terms, head_sum = sums
@@ -130,17 +133,16 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
       if trained:
         part, pull_back = jax.vjp(lambda head, x: piece(head, x, targets), head, x)
         d_head, dx = pull_back(jnp.full(2, cotangent))
-        head_sum = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), head_sum, d_head)
+        head_sum = jax.tree.map(jnp.add, head_sum, d_head)
       else:
         part, pull_back = jax.vjp(lambda x: piece(head, x, targets), x)
         (dx,) = pull_back(jnp.full(2, cotangent))
       return (terms + part, head_sum), dx
 
-    # The pieces' gradients of the head add up in float32: adding in 16 bits would lose them.
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), head) if trained else None
+    zeros = jax.tree.map(jnp.zeros_like, head) if trained else None
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
-      d_head = jax.tree.map(lambda d, w: d.astype(w.dtype), d_head, head)
+      d_head = jax.tree.map(lambda d, dtype: d.astype(dtype), d_head, dtypes)
     return (jnp.sum(terms), terms), (d_head, _joined(dx_nBCD, x_BTD.shape[1]), cotangent)
 
   def backward(saved, cotangents):

@@ -68,10 +68,12 @@ def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
     return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
 
   params = abstract(loss.params())
-  saved = _bytes(jax.eval_shape(residuals, params, batch))
-  if loss.pieces > 1:  # the head's gradient is there before the backward pass, and is counted as a gradient
-    saved -= _bytes(loss.head(program.selection.split(params)[0]))
-  return saved
+  return _bytes(jax.eval_shape(residuals, params, batch)) - _counted_as_gradient(loss, program.selection.split(params)[0])
+
+
+def _counted_as_gradient(loss: LossLayer, trained: Any) -> int:
+  """Of what ``jax.vjp`` of the loss keeps: in pieces, the gradient of the head, which is made in the forward pass."""
+  return _bytes(loss.head(trained)) if loss.pieces > 1 else 0
 
 
 def estimate(program: Program) -> MemoryEstimate:

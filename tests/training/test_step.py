@@ -1,5 +1,7 @@
 """The train step on a toy decoder: the update, accumulation, clipping, and what never happens with non-finite numbers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,34 @@ def test_accumulation_equals_the_large_batch(plain):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), a["params"], b["params"])
   np.testing.assert_allclose(metrics_a["loss"], metrics_b["loss"], rtol=1e-6)
   np.testing.assert_allclose(metrics_a["grad_norm"], metrics_b["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("words", [[], ["dtype=float16"], ["gradient_accumulation_steps=4", "per_device_batch_size=1"]])
+def test_the_loss_is_told_the_cotangent_that_arrives(words):
+  """In pieces its gradients are made before, so that float16 needs the right one. Another would spoil every gradient here."""
+
+  @jax.custom_vjp
+  def spoil_unless_equal(loss, expected):
+    return loss
+
+  def backward(expected, arrived):
+    return jnp.where(arrived == expected, arrived, jnp.nan), None
+
+  spoil_unless_equal.defvjp(lambda loss, expected: (loss, expected), backward)
+
+  config = toy_config(*SGD, *words)
+  step, state = toy_step(config, pieces=3, decoder=toy_decoder(config.precision.dtype))
+
+  def apply(p, batch):
+    loss, aux = step.apply(p, batch)
+    return spoil_unless_equal(loss, batch["loss_cotangent"]), aux
+
+  new, metrics = jax.jit(dataclasses.replace(step, apply=apply))(state, toy_batch(), CHECK)
+  assert not bool(metrics["skipped"])
+  whole, _ = toy_step(config)
+  expected, told = whole(state, toy_batch(), CHECK)
+  np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), new["params"], expected["params"])
 
 
 def test_clipping_scales_the_gradient_and_is_counted(plain):
