@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
 
   tensors, dtype, copied = export_checkpoint(source, out, options.dtype, parse_size(options.shard_size))
   if not any("tokenizer" in name for name in copied):
-    print("note: no tokenizer came with the model; copy its files into the directory for use with transformers")
+    print("note: no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights")
   print(f"{out}: {tensors} tensors in {dtype}" + (f", {', '.join(copied)}" if copied else ""))
   return 0
 

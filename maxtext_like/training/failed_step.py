@@ -157,8 +157,9 @@ def find(run: Path) -> Kept:
       batch = dict(arrays)
     return Kept(failure["step"], failure["error"], batch, directory / str(failure["step"] - 1))
   except (OSError, ValueError, KeyError) as error:
+    damaged = f" that can be read ({error})" if (directory / FAILURE).exists() else ""
     raise UserError(
-      f"{run}: holds no failed step ({error})\n"
+      f"{run}: holds no failed step{damaged}\n"
       "  fix: name the directory of a run that ended with exit code 3, or look at any step with maxtext-like xray"
     ) from error
 

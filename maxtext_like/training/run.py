@@ -1,6 +1,7 @@
 """One training run, from a loaded configuration to its exit code: checks first, then the directory, then the devices."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.load import Loaded
-from maxtext_like.config.schema import Config, DataConfig
+from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, UserError
 from maxtext_like.layers.param import count
@@ -34,6 +36,7 @@ from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import FILE_NAME as SAMPLES
 from maxtext_like.training.samples import Samples, read_samples
+from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.signals import StopRequest
 from maxtext_like.training.step import State
 
@@ -108,7 +111,7 @@ def train(loaded: Loaded) -> int:
       if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
         raise
       raise _out_of_memory(error, program, need, limit) from error
-    progress.say(f"{outcome}\n{directory.path / 'report.html'}")
+    progress.say(f"{outcome}\n{_from_here(directory.path / 'report.html')}")
   return 0
 
 
@@ -179,6 +182,11 @@ def finished_step(program: Program, manager: CheckpointManager) -> int | None:
   return newest
 
 
+def _from_here(path: Path) -> Path:
+  here = Path.cwd()
+  return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _introduce(
   progress: Progress, program: Program, directory: RunDirectory, need: memory.MemoryEstimate, limit: memory.Limit | None
 ) -> None:
@@ -192,7 +200,7 @@ def _introduce(
     f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}\n"
     f"device  {devices}, about {need.total / memory.GB:.2f} GB{available} on each\n"
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
-    f"run     {directory.path}"
+    f"run     {_from_here(directory.path)}"
   )
   if any(use.shape for use in program.kernels):
     progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
@@ -218,12 +226,24 @@ def _prepare(
       state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
     elif restored is not None:
       state, start = restored.state, restored.step
+      _tell_of_another_schedule(config.training, restored, progress.say)
       data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
     else:
       state, start = program.lower_around().compile()(params), 0
   what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return train_step, start, state
+
+
+def _tell_of_another_schedule(now: TrainingConfig, restored: restore.Restored, say: Callable[[str], None]) -> None:
+  """A line where ``steps`` was changed and the learning rate with it: a schedule is a curve over all steps."""
+  steps = restored.config.get("training", {}).get("steps", now.steps)
+  was, rate = (float(make_schedule(dataclasses.replace(now, steps=n))(jnp.asarray(restored.step))) for n in (steps, now.steps))
+  if was != rate:
+    say(
+      f"note    steps was {steps} and is {now.steps}, so the schedule is another: the learning rate of step "
+      f"{restored.step + 1} is {rate:.3g}, not {was:.3g}"
+    )
 
 
 @contextlib.contextmanager

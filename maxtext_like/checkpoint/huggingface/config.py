@@ -62,7 +62,10 @@ def read_config(directory: Path) -> HuggingFaceConfig:
   """
   path = directory / "config.json"
   if not path.is_file():
-    raise UserError(f"{printable(directory)}: has no config.json; expected a Hugging Face checkpoint directory")
+    raise UserError(
+      f"{printable(directory)}: has no config.json; expected a Hugging Face checkpoint directory\n"
+      "  fix: name one; maxtext-like export makes one of a run"
+    )
   return interpret(parse_file(path, limit=_LIMIT), printable(path))
 
 
