@@ -36,7 +36,7 @@ class Head:
     return self.decoder.head(p, x)
 
 
-def again(decoder: Any, pieces: int):
+def rematerialised(decoder: Any, pieces: int):
   """The peer: logits of a piece are computed again for its gradient."""
 
   def loss(p, batch):
@@ -71,7 +71,7 @@ def main() -> None:
 
   head_only: Any = Head(decoder)
   forms = {
-    f"{pieces} pieces, logits twice (remat)": again(decoder, pieces),
+    f"{pieces} pieces, logits twice (remat)": rematerialised(decoder, pieces),
     f"{pieces} pieces, logits once (ours)": lambda p, batch: LossLayer(head_only, 0.0, pieces)(p, batch)[0],
     "whole": lambda p, batch: LossLayer(head_only, 0.0, 1)(p, batch)[0],
   }

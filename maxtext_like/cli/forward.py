@@ -96,6 +96,7 @@ def forward(
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
   # The tower is read where there are images for it, unless the command line has a say.
   words = [*(["use_multimodal=true"] if has_images(arrays) and read_config(checkpoint).vision else []), *overrides]
+  # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
   config, loaded = load_checkpoint_config(checkpoint, words, length=max(shape[1], 2) if len(shape) == 2 else None)
   model = loaded.config.model
   read = make_batch(

@@ -15,6 +15,28 @@ from maxtext_like.training.program import Program
 from maxtext_like.training.step import State
 
 
+def require_source(source: Path, own_steps: Path) -> None:
+  """Before anything is written: a run that does not go on from a step of its own has weights to begin with.
+
+  Args:
+    source: ``init_from``.
+    own_steps: the directory of the run's steps, which need not exist.
+
+  Raises:
+    UserError: there is no checkpoint in ``source``, nor a complete step in ``own_steps``.
+  """
+  source = source.expanduser()
+  if find_step(own_steps) is None and not (source / "config.json").is_file() and find_step(source) is None:
+    raise _no_checkpoint(f"init_from: {source}", source)
+
+
+def _no_checkpoint(what: str, directory: Path) -> UserError:
+  return UserError(
+    f"{what} {'is no checkpoint' if directory.exists() else 'does not exist'}\n"
+    "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
+  )
+
+
 def read_weights(directory: Path, program: Program) -> Any:
   """The parameters of ``directory``, each device reading its own part.
 
@@ -32,10 +54,7 @@ def read_weights(directory: Path, program: Program) -> Any:
     return load_hugging_face(directory, program.decoder, model=program.config.model, shardings=places)
   step = find_step(directory)
   if step is None:
-    raise UserError(
-      f"init_from: {directory} is no checkpoint\n"
-      "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
-    )
+    raise _no_checkpoint(f"init_from: {directory}", directory)
   allow = program.config.checkpoint.allow_dtype_change
   return restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
 
@@ -68,10 +87,7 @@ def whole_state(program: Program, checkpoint: Path | None) -> State:
   if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
     step = find_step(checkpoint.expanduser())
     if step is None:
-      raise UserError(
-        f"--checkpoint {checkpoint} is no checkpoint\n"
-        "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
-      )
+      raise _no_checkpoint(f"--checkpoint {checkpoint}", checkpoint.expanduser())
     return read_state(step, program)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:

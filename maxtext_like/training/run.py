@@ -28,7 +28,7 @@ from maxtext_like.training import environment, memory, report, tokenizer
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.flops import peak_tflops, train_flops
-from maxtext_like.training.initial_weights import read_weights
+from maxtext_like.training.initial_weights import read_weights, require_source
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, keep_until, read
 from maxtext_like.training.program import Program, make_program
@@ -51,10 +51,12 @@ def train(loaded: Loaded) -> int:
   """
   config = loaded.config
   use_compilation_cache(config.logging.compilation_cache_dir)
-  program = make_program(config)
-  need, limit = memory.require_fit(program)
   name = config.logging.run_name or config.model.model_name
   directory = RunDirectory(config.logging.output_dir, name)
+  if config.checkpoint.init_from is not None:
+    require_source(Path(config.checkpoint.init_from), directory.checkpoints)
+  program = make_program(config)
+  need, limit = memory.require_fit(program)
   with contextlib.ExitStack() as stack:
     # The data are opened, and the first batch is made, before anything is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)

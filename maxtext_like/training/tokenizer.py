@@ -84,8 +84,6 @@ def require_same(step: Path, data: DataSource) -> None:
 
 
 def _of_directory(directory: Path) -> str:
-  if not directory.exists():
-    raise UserError(f"init_from: {directory}: no such directory\n  fix: the path of a Hugging Face checkpoint, or of a run")
   if (directory / "config.json").is_file():
     if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
       return str(directory)

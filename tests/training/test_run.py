@@ -127,15 +127,15 @@ def test_a_non_finite_update_ends_with_3_and_is_not_saved(workplace, capsys):
   ("words", "message"),
   [
     (["dataset=text", "dataset_path=/nowhere/*.txt"], "/nowhere/*.txt"),
-    (["init_from=/nowhere"], "init_from: /nowhere: no such directory"),
-    (["init_from=/nowhere", "tokenizer=bytes"], "init_from: /nowhere is no checkpoint"),
+    (["init_from=/nowhere"], "init_from: /nowhere does not exist"),
+    (["init_from=/", "tokenizer=bytes"], "init_from: / is no checkpoint"),
     (["stepz=3"], "steps"),
   ],
 )
 def test_bad_input_ends_with_2(workplace, words, message, capsys):
   assert train(workplace, "bad", *words) == 2
   assert message in capsys.readouterr().err
-  assert not (workplace / "bad/config.yml").exists()
+  assert not (workplace / "bad").exists()
 
 
 def test_too_large_for_the_machine_ends_with_4(workplace, capsys):
