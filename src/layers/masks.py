@@ -5,6 +5,7 @@ so that a window of W keys is the same in the row and in the document.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,27 @@ def masked_fill(x: jax.Array, mask: jax.Array) -> jax.Array:
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
   """Softmax over the last dimension among the unmasked entries, in the dtype of the scores.
 
-  A row without any visible entry gives zeros, and zero gradients, instead of NaN.
+  A row without any visible entry gives zeros, and zero gradients, instead of NaN. The backward pass keeps the result alone.
   """
-  top = jax.lax.stop_gradient(jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True))
-  # The inner where keeps masked entries' exponent from overflowing, which would put inf * 0 = NaN into the gradient.
+  return _masked_softmax(scores, mask)
+
+
+@jax.custom_vjp
+def _masked_softmax(scores, mask) -> Any:
+  top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
+  # The inner where keeps the exponent of a masked entry, which can lie far above the top, from overflowing.
   weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
   total = jnp.sum(weights, axis=-1, keepdims=True)
   return weights / jnp.where(total == 0, 1, total)
+
+
+def _masked_softmax_fwd(scores, mask):
+  probs = _masked_softmax(scores, mask)
+  return probs, probs
+
+
+def _masked_softmax_bwd(probs, g):
+  return probs * (g - jnp.sum(probs * g, axis=-1, keepdims=True)), None
+
+
+_masked_softmax.defvjp(_masked_softmax_fwd, _masked_softmax_bwd)

@@ -3,7 +3,9 @@
 B batch, T position, D normalised dimension (the last one of any array).
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +49,10 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class RMSNorm:
-  """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019)."""
+  """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019).
+
+  The backward pass keeps x and one number for each row.
+  """
 
   cfg: NormConfig
   precision: Precision
@@ -61,17 +66,41 @@ class RMSNorm:
   @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
     """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
-    dtype = dtype or self.precision.dtype
-    x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
-    y = x32 * jax.lax.rsqrt(_mean_square(x32) + self.cfg.epsilon)
-    if not self.cfg.with_scale:
-      return y.astype(dtype)
-    scale = p["scale"].astype(jnp.float32)
-    if self.cfg.scale_plus_one:
-      scale = 1.0 + scale
-    if self.cfg.round_before_scale:
-      return y.astype(dtype) * scale.astype(dtype)
-    return (y * scale).astype(dtype)
+    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, p.get("scale"), x)
+    return normed
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rms_norm(cfg: NormConfig, dtype: str, scale: jax.Array | None, x: jax.Array) -> Any:
+  return _rms_norm_fwd(cfg, dtype, scale, x)[0]
+
+
+def _rms_norm_fwd(cfg, dtype, scale, x):
+  x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
+  inverse = jax.lax.rsqrt(_mean_square(x32) + cfg.epsilon)
+  y = x32 * inverse
+  if scale is not None:
+    y = y.astype(dtype) * _factor(cfg, scale).astype(dtype) if cfg.round_before_scale else y * _factor(cfg, scale)
+  return y.astype(dtype), (scale, x, inverse)
+
+
+def _rms_norm_bwd(cfg, dtype, saved, g):
+  """With u = x * inverse, normed: du = g * scale, dx = inverse * (du - u * mean(u * du))."""
+  scale, x, inverse = saved
+  u, du, dscale = x.astype(jnp.float32) * inverse, g.astype(jnp.float32), None
+  if scale is not None:
+    dscale = jnp.sum(du * u, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)
+    du = du * _factor(cfg, scale)
+  return dscale, (inverse * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+def _factor(cfg: NormConfig, scale: jax.Array) -> jax.Array:
+  """What a norm multiplies by, float32 [D]."""
+  scale = scale.astype(jnp.float32)
+  return 1.0 + scale if cfg.scale_plus_one else scale
 
 
 @dataclass(frozen=True)

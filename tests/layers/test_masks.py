@@ -100,6 +100,21 @@ def test_softmax_over_the_visible_or_zeros(scores, visible, dtype):
   assert (np.abs(np.asarray(probs, np.float64)[m] - expected) <= tolerance).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_gradient_of_the_softmax(dtype):
+  """Against the product with the matrix of its derivatives, diag(p) - p p^T, in float64; the result is all that is kept."""
+  rng = np.random.default_rng(3)
+  scores, g = (jnp.asarray(rng.normal(size=(2, 3, 5)), dtype) for _ in range(2))
+  mask = jnp.asarray(rng.random((2, 1, 5)) < 0.7)
+  probs, pull = jax.vjp(lambda s: masked_softmax(s, mask), scores)
+  p = np.asarray(jnp.where(mask, jnp.exp(scores.astype(jnp.float32)), 0), np.float64)
+  p /= p.sum(-1, keepdims=True)
+  matrix = p[..., None] * np.eye(5) - p[..., None] * p[..., None, :]
+  expected = np.einsum("...ij,...j->...i", matrix, np.asarray(g, np.float64))
+  np.testing.assert_allclose(np.asarray(pull(g)[0], np.float64), expected, atol=8 * float(jnp.finfo(dtype).eps))
+  assert [(x.shape, x.dtype) for x in jax.tree.leaves(pull)] == [(probs.shape, probs.dtype)]
+
+
 def test_a_row_of_nothing_passes_no_nan_to_its_neighbours():
   def loss(scores):
     return jnp.sum(masked_softmax(scores, jnp.asarray([[True, False], [False, False]])) ** 2)

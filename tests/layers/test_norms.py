@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm against the formula written out in float64, and their behaviour at the edge of float16."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,48 @@ def test_rms_norm(options, expected):
   layer = RMSNorm(NormConfig(dim=7, **options), Precision(dtype="float32"))
   p = {"scale": jnp.asarray(W, jnp.float32)} if layer.params() else {}
   np.testing.assert_allclose(layer(p, jnp.asarray(X, jnp.float32)), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_plus_one": True}, {"with_scale": False}, {"round_before_scale": True}])
+def test_gradients_of_rms_norm(options):
+  """Against differences of the formula in float64, one entry moved at a time."""
+  g = np.random.default_rng(2).normal(size=X.shape)
+  plus_one, with_scale = options.get("scale_plus_one", False), options.get("with_scale", True)
+
+  def value(x, w):
+    return np.sum(rms(x) * (w + plus_one if with_scale else 1.0) * g)
+
+  def slopes(f, at):
+    steps = 1e-5 * np.eye(at.size).reshape(-1, *at.shape)
+    return np.reshape([(f(at + h) - f(at - h)) / 2e-5 for h in steps], at.shape)
+
+  layer = RMSNorm(NormConfig(dim=7, **options), Precision(dtype="float32"))
+  p = {"scale": jnp.asarray(W, jnp.float32)} if with_scale else {}
+  dp, dx = jax.grad(lambda p, x: jnp.sum(layer(p, x) * jnp.asarray(g, jnp.float32)), (0, 1))(p, jnp.asarray(X, jnp.float32))
+  np.testing.assert_allclose(dx, slopes(lambda x: value(x, W), X), rtol=1e-5, atol=1e-5)
+  if with_scale:
+    np.testing.assert_allclose(dp["scale"], slopes(lambda w: value(X, w), W), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_rms_norm_keeps_for_its_gradient(dtype):
+  """x as it came, one float32 number a row, and the scale; gradients in the dtypes of what they belong to."""
+  layer = RMSNorm(NormConfig(dim=8), Precision(dtype=dtype, weight_dtype="bfloat16"))
+  p, x = {"scale": jnp.ones(8, "bfloat16")}, jnp.ones((2, 3, 8), dtype)
+  y, pull = jax.vjp(layer, p, x)
+  kept = sorted((v.shape, str(v.dtype)) for v in jax.tree.leaves(pull))
+  assert kept == sorted([((2, 3, 8), dtype), ((2, 3, 1), "float32"), ((8,), "bfloat16")])
+  dp, dx = pull(y)
+  assert (dp["scale"].dtype, dx.dtype) == (jnp.bfloat16, jnp.dtype(dtype))
+
+
+def test_gradients_of_large_float16_rows_are_finite():
+  """Neither the squares nor a cube of their root leaves float32, whatever float16 holds."""
+  layer = RMSNorm(NormConfig(dim=7, with_scale=False), Precision(dtype="float16"))
+  for size in (6e4, 1e-7):
+    x = jnp.full((1, 7), size, jnp.float16).at[0, 0].set(0)
+    dx = jax.grad(lambda x: jnp.sum(layer({}, x).astype(jnp.float32)))(x)
+    assert jnp.isfinite(dx).all()
 
 
 def test_the_scale_starts_at_one_either_way():
