@@ -61,6 +61,7 @@ def test_rows_stop_one_by_one(model):
     assert cut == whole[:end]
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_and_another_seed_does_not(model):
   one, two, three = (run(model, PROMPTS, Sampling(seed=s, temperature=2.0)) for s in (1, 1, 2))
   assert one == two

@@ -47,7 +47,7 @@ def test_float32_values_and_gradients(segments, window):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-@pytest.mark.parametrize(("product", "softmax"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("product", "softmax"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
 def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tolerance, product, softmax):
   precision = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
   ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 50)

@@ -103,6 +103,7 @@ def test_a_linen_module_with_an_optax_step():
   assert "flax" in cause.source or "test_programs" in cause.source
 
 
+@pytest.mark.slow
 def test_an_nnx_module_split_and_merged():
   model = nnx.Sequential(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 2, rngs=nnx.Rngs(1)))
   graph, state = nnx.split(model)

@@ -35,17 +35,21 @@ def test_the_gradient_of_a_head_in_pieces_is_counted_once(monkeypatch):
   assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
 
 
+def slow(*values):
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
   ("smaller", "larger", "part"),
   [
     (["per_device_batch_size=4"], ["per_device_batch_size=8"], "activations"),
-    (["max_target_length=64"], ["max_target_length=128"], "activations"),
-    (["gradient_accumulation_steps=4", "per_device_batch_size=2"], [], "activations"),
+    slow(["max_target_length=64"], ["max_target_length=128"], "activations"),
+    slow(["gradient_accumulation_steps=4", "per_device_batch_size=2"], [], "activations"),
     (["remat_policy=full"], ["remat_policy=minimal"], "activations"),
-    (["remat_policy=minimal"], ["remat_policy=none"], "activations"),
+    slow(["remat_policy=minimal"], ["remat_policy=none"], "activations"),
     (["num_vocab_tiling=4"], [], "logits"),
     (["opt_type=sgd", "sgd_momentum=0"], ["opt_type=lion"], "optimizer"),
-    (["opt_type=lion"], ["opt_type=adamw"], "optimizer"),
+    slow(["opt_type=lion"], ["opt_type=adamw"], "optimizer"),
     (["weight_dtype=bfloat16", "dtype=bfloat16"], [], "parameters"),
     (["trainable_parameters_mask=['mlp']"], [], "gradients"),
     ([], ["gradient_accumulation_steps=2"], "gradients"),
@@ -55,6 +59,7 @@ def test_monotonic(smaller, larger, part):
   assert getattr(estimate(*smaller), part) < getattr(estimate(*larger), part)
 
 
+@pytest.mark.slow  # test_run.py ends a run with it
 def test_a_31b_is_refused_with_a_table_and_remedies(monkeypatch):
   monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
   with pytest.raises(DoesNotFitError) as caught:

@@ -75,7 +75,13 @@ def test_accumulation_equals_the_large_batch(plain):
   np.testing.assert_allclose(metrics_a["grad_norm"], metrics_b["grad_norm"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("words", [[], ["dtype=float16"], ["gradient_accumulation_steps=4", "per_device_batch_size=1"]])
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["dtype=float16"],
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ([], ["gradient_accumulation_steps=4", "per_device_batch_size=1"])),
+  ],
+)
 def test_the_loss_is_told_the_cotangent_that_arrives(words):
   """In pieces its gradients are made before, so that float16 needs the right one. Another would spoil every gradient here."""
 
