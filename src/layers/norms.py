@@ -66,7 +66,7 @@ class RMSNorm:
   @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
     """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
-    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, p.get("scale"), x)
+    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, p["scale"] if self.cfg.with_scale else None, x)
     return normed
 
 
