@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
+from maxtext_like.layers.partition import vary
 from maxtext_like.numerics import jaxprs, statistics
 from maxtext_like.numerics.plan import Block, Frame, Node, Plan
 
@@ -45,7 +46,7 @@ class Interpreter:
     children: list[Any] = [None] * len(frame.children)
     assert frame.block is not None
     outs = self.block(frame.block, args, axes, rows, children)
-    return outs, {"rows": jaxprs.vary(statistics.stack(rows), axes), "children": children}
+    return outs, {"rows": vary(statistics.stack(rows), axes), "children": children}
 
   def block(self, block: Block, args, axes, rows, children) -> list[Any]:
     env: dict[Any, Any] = {}
@@ -113,7 +114,7 @@ class Interpreter:
 
     outs, data = lax.switch(index, [branch(i) for i in range(len(node.frames))], *args)
     branch_taken = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(node.frames) - 1)
-    children[node.child] = {"branch": jaxprs.vary(branch_taken, axes), "branches": data}
+    children[node.child] = {"branch": vary(branch_taken, axes), "branches": data}
     return outs
 
   def run_while(self, node: Node, operands, axes, rows, children):
@@ -126,9 +127,9 @@ class Interpreter:
     shape = jax.eval_shape(lambda *c: body(list(c))[1], *start)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape))
     slots = max(2, min(self.while_history, _HISTORY_BYTES // max(size, 1)))
-    history = jax.tree.map(lambda leaf: jaxprs.vary(jnp.broadcast_to(leaf, (slots, *leaf.shape)), axes), _blank(shape, axes))
-    first_bad = jax.tree.map(lambda leaf: jaxprs.vary(jnp.full(leaf.shape[:-1], _NEVER, jnp.int32), axes), _rows_of(shape))
-    step = jaxprs.vary(jnp.int32(0), axes)
+    history = jax.tree.map(lambda leaf: vary(jnp.broadcast_to(leaf, (slots, *leaf.shape)), axes), _blank(shape, axes))
+    first_bad = jax.tree.map(lambda leaf: vary(jnp.full(leaf.shape[:-1], _NEVER, jnp.int32), axes), _rows_of(shape))
+    step = vary(jnp.int32(0), axes)
 
     def go_on(state):
       return core.eval_jaxpr(condition, condition_consts, *cond_consts, *state[0])[0]
@@ -198,7 +199,7 @@ def _map(on_rows, on_other, *trees):
 def _blank(shape, axes):
   """Data in which nothing has happened."""
   blank = _map(lambda s: jnp.broadcast_to(statistics.neutral(), s.shape), lambda s: jnp.zeros(s.shape, s.dtype), shape)
-  return jax.tree.map(lambda x: jaxprs.vary(x, axes), blank)
+  return jax.tree.map(lambda x: vary(x, axes), blank)
 
 
 def _rows_of(data) -> list[Any]:

@@ -116,15 +116,6 @@ def frames(eqn, limit: int = 4) -> tuple[str, ...]:
   return tuple(found)
 
 
-def vary(x, axes: Sequence[str]):
-  """Mark x as varying over the manual mesh axes (inside shard_map), so that loops can carry it beside values that vary."""
-  aval = jax.typeof(x)
-  manual = getattr(aval, "manual_axis_type", None)
-  varying = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
-  missing = tuple(a for a in axes if a not in varying)
-  return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
 def is_float(aval) -> bool:
   """Whether an abstract value holds floating-point (or complex) numbers; keys, integers, booleans and references do not."""
   dtype = getattr(aval, "dtype", None)

@@ -92,11 +92,12 @@ def _backward(static: _Static, saved, g: jax.Array):
       probs = _exponentials(scores, mask, top) / total
     with jax.named_scope("pv_product"):
       g_BtKGV = g[:, queries].astype(operand)
-      dprobs = product("BtKGV,BsKV->BKGts", g_BtKGV, v[:, keys].astype(operand)).astype(probs.dtype)
+      dprobs = product("BtKGV,BsKV->BKGts", g_BtKGV, v[:, keys].astype(operand))
       dv = dv.at[:, keys].add(product("BKGts,BtKGV->BsKV", probs.astype(operand), g_BtKGV))
     with jax.named_scope("softmax"):
-      delta_BKGt1 = jnp.moveaxis(delta_BTKG[:, queries], 1, -1)[..., None].astype(probs.dtype)
-      dscores = (probs * (dprobs - delta_BKGt1)).astype(operand)
+      delta_BKGt1 = jnp.moveaxis(delta_BTKG[:, queries], 1, -1)[..., None]
+      # In float32, as that of masked_softmax: the difference can leave float16.
+      dscores = (probs.astype(jnp.float32) * (dprobs - delta_BKGt1)).astype(operand)
     with jax.named_scope("qk_product"):
       dqs.append(product("BKGts,BsKH->BtKGH", dscores, k[:, keys].astype(operand)) * scale)
       dk = dk.at[:, keys].add(product("BKGts,BtKGH->BsKH", dscores, q[:, queries].astype(operand)) * scale)

@@ -76,6 +76,10 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
   """Softmax over the last dimension among the unmasked entries, in the dtype of the scores.
 
   A row without any visible entry gives zeros, and zero gradients, instead of NaN. The backward pass keeps the result alone.
+
+  Args:
+    scores: [..., S], of the result's shape.
+    mask: bool, broadcast to the scores.
   """
   return _masked_softmax(scores, mask)
 
@@ -95,7 +99,9 @@ def _masked_softmax_fwd(scores, mask):
 
 
 def _masked_softmax_bwd(probs, g):
-  return probs * (g - jnp.sum(probs * g, axis=-1, keepdims=True)), None
+  # In float32: the difference can leave float16. What arrives at an entry that has no weight, even an infinity, is not seen.
+  p, g = probs.astype(jnp.float32), jnp.where(probs > 0, g.astype(jnp.float32), 0)
+  return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None
 
 
 _masked_softmax.defvjp(_masked_softmax_fwd, _masked_softmax_bwd)

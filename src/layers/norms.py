@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.param import Param, constant
+from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 
 
@@ -66,7 +67,10 @@ class RMSNorm:
   @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
     """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
-    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, p["scale"] if self.cfg.with_scale else None, x)
+    scale = None
+    if self.cfg.with_scale:
+      scale, x = vary_alike(p["scale"], x)
+    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, scale, x)
     return normed
 
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.partition import vary_alike
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -108,7 +110,7 @@ class Precision:
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)
     x, y = self.cast(x), self.cast(y)
     if float32 and self.dtype != "float32":
-      return _float32_product(spec, self.matmul_precision, x, y)
+      return _float32_product(spec, self.matmul_precision, *vary_alike(x, y))
     if self.matmul_precision == "highest" and self.dtype == "float32":
       return _product_in_parts(spec, x, y)
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)

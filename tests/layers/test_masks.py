@@ -1,5 +1,7 @@
 """Masks against the rule written as a loop, and a softmax that survives rows without a visible key."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,6 +115,17 @@ def test_the_gradient_of_the_softmax(dtype):
   expected = np.einsum("...ij,...j->...i", matrix, np.asarray(g, np.float64))
   np.testing.assert_allclose(np.asarray(pull(g)[0], np.float64), expected, atol=8 * float(jnp.finfo(dtype).eps))
   assert [(x.shape, x.dtype) for x in jax.tree.leaves(pull)] == [(probs.shape, probs.dtype)]
+
+
+def test_the_gradient_of_float16_scores_is_finite_wherever_its_terms_are():
+  """The difference of two cotangents can leave float16; one that arrives where there is no weight is not seen."""
+  for mask, g, expected in [
+    ([True] * 8, [4e4] + [-4e4] * 7, [8750.0] + [-1250.0] * 7),
+    ([True, True] + [False] * 6, [1.0, 2.0] + [jnp.inf] * 6, [-0.25, 0.25] + [0.0] * 6),
+    ([False] * 8, [jnp.inf] * 8, [0.0] * 8),
+  ]:
+    _, pull = jax.vjp(functools.partial(masked_softmax, mask=jnp.asarray(mask)), jnp.zeros(8, jnp.float16))
+    np.testing.assert_allclose(pull(jnp.asarray(g, jnp.float16))[0], expected, rtol=1e-3)
 
 
 def test_a_row_of_nothing_passes_no_nan_to_its_neighbours():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
 from maxtext_like.layers.precision import Precision
@@ -58,13 +59,33 @@ def test_what_rms_norm_keeps_for_its_gradient(dtype):
   assert (dp["scale"].dtype, dx.dtype) == (jnp.bfloat16, jnp.dtype(dtype))
 
 
-def test_gradients_of_large_float16_rows_are_finite():
-  """Neither the squares nor a cube of their root leaves float32, whatever float16 holds."""
-  layer = RMSNorm(NormConfig(dim=7, with_scale=False), Precision(dtype="float16"))
-  for size in (6e4, 1e-7):
-    x = jnp.full((1, 7), size, jnp.float16).at[0, 0].set(0)
-    dx = jax.grad(lambda x: jnp.sum(layer({}, x).astype(jnp.float32)))(x)
-    assert jnp.isfinite(dx).all()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{}, {"round_before_scale": True}, {"scale_plus_one": True}])
+def test_16_bit_gradients_are_the_float32_ones_rounded(dtype, options):
+  """With cotangents as a loss scale makes them: times the scale they leave float16, the gradient of x does not."""
+  cfg = NormConfig(dim=8, **options)
+  rng = np.random.default_rng(4)
+  x, g = (jnp.asarray(rng.normal(size=(2, 3, 8)) * size, dtype) for size in (50, 2e4))
+  p = {"scale": jnp.asarray(rng.uniform(3, 6, 8), jnp.float32)}
+  assert jnp.abs(g.astype(jnp.float32) * p["scale"]).max() > 65504
+
+  def gradients(kind):
+    _, pull = jax.vjp(RMSNorm(cfg, Precision(dtype=kind)), p, x.astype(kind))
+    return jax.tree.map(lambda a: np.asarray(a, np.float32), pull(g.astype(kind)))
+
+  (dp, dx), (want_dp, want_dx) = gradients(dtype), gradients("float32")
+  np.testing.assert_allclose(dp["scale"], want_dp["scale"], rtol=1e-6)
+  np.testing.assert_allclose(dx, want_dx, rtol=float(jnp.finfo(dtype).eps))
+
+
+def test_gradients_of_a_shared_scale_add_up_inside_shard_map():
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  layer = RMSNorm(NormConfig(dim=7), Precision(dtype="float32"))
+  loss = lambda p, x: jnp.sum(jnp.sin(layer(p, x)))
+  p, x = {"scale": jnp.asarray(W, jnp.float32)}, jnp.asarray(X, jnp.float32)
+  spread = jax.shard_map(lambda p, x: jax.lax.psum(loss(p, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+  got, want = jax.grad(spread, (0, 1))(p, x), jax.grad(loss, (0, 1))(p, x)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
 def test_the_scale_starts_at_one_either_way():
