@@ -52,6 +52,7 @@ def test_equals_the_whole_forward_pass_for_every_token(model):
     assert answer == expected.tolist()
 
 
+@pytest.mark.slow
 def test_rows_stop_one_by_one(model):
   free = run(model, PROMPTS)
   stop = free[0][4]

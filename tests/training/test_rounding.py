@@ -95,6 +95,7 @@ def test_bits_depend_on_seed_step_and_path_and_not_on_the_devices():
   np.testing.assert_array_equal(first["a"], alone["a"])  # another parameter moves none
 
 
+@pytest.mark.slow
 def test_the_train_step_keeps_what_rounding_to_nearest_would_lose():
   rate, steps = 1e-4, 20
   words = ("opt_type=sgd", "sgd_momentum=0", f"learning_rate={rate}", "weight_dtype=bfloat16", "mu_dtype=float32")

@@ -132,6 +132,7 @@ def test_every_step_carries_the_files_and_the_manifest_has_their_hashes(trained:
     assert sum(name.startswith("tokenizer/") for name in listed) == 3
 
 
+@pytest.mark.slow
 def test_generate_and_export_need_no_tokenizer(place: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
   alone = tmp_path / "elsewhere"
   shutil.copytree(trained / "checkpoints/4", alone)
