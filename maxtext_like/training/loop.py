@@ -1,12 +1,14 @@
 """The loop around the train step: batches in, metrics out, and in between checkpoints, evaluation and a stop on request.
 
 The device is one step ahead of the host: while it works on step n + 1, the host reads the metrics of step n. So nothing
-waits, and a step's time is the time between two ends on the device.
+waits, and a step's time is the time between two ends on the device. A thread of its own sees them: launching the kernels of
+step n + 1 can keep the host until far into that step, and every end but the last would be seen late.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +60,7 @@ class Loop:
   peak_tflops: float | None
   failed: FailedStep | None = None
   finite: bool = True
-  _pending: tuple[int, Metrics, Any] | None = field(default=None, init=False)
+  _pending: tuple[int, Metrics, Any, Future[float]] | None = field(default=None, init=False)
   _last_end: float = field(default=0.0, init=False)
 
   def run(self, start: int) -> None:
@@ -73,32 +75,33 @@ class Loop:
     self._last_end = time.perf_counter()
     step = start
     self._stop_if_asked(step)
-    for batch in self._batches(t.steps - start):
-      if self.failed is not None:
-        self.failed.remember(self.state)
-      self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
-      step += 1
-      self._settle()
-      self._pending = (step, metrics, batch)
-      jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
-      evaluating = self.evaluate is not None and step % d.eval_interval == 0
-      saving = self.manager is not None and self.manager.due(step)
-      sampling = self.sample is not None and step % log.sample_every == 0
-      # A step that may end the run is waited for, so that the state is still the one after it.
-      last = self.failed is not None and self.guard.may_end_the_run
-      # After the first step too: whoever started the run waits for this line.
-      if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
-        self._settle(self.evaluate if evaluating else None)
-      if sampling and self.finite and self.sample is not None:
-        self.sample(step, self.state["params"])
-        self._last_end = time.perf_counter()
-      if self.manager is not None:
-        self.manager.poll()
-        if saving and step < t.steps:
-          self.manager.save(step, self.state, self._extra(), finite=self.finite)
+    with ThreadPoolExecutor(1, "step-end") as clock:
+      for batch in self._batches(t.steps - start):
+        if self.failed is not None:
+          self.failed.remember(self.state)
+        self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
+        step += 1
+        self._settle()
+        self._pending = (step, metrics, batch, clock.submit(_end_of, metrics["loss"]))
+        jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
+        evaluating = self.evaluate is not None and step % d.eval_interval == 0
+        saving = self.manager is not None and self.manager.due(step)
+        sampling = self.sample is not None and step % log.sample_every == 0
+        # A step that may end the run is waited for, so that the state is still the one after it.
+        last = self.failed is not None and self.guard.may_end_the_run
+        # After the first step too: whoever started the run waits for this line.
+        if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
+          self._settle(self.evaluate if evaluating else None)
+        if sampling and self.finite and self.sample is not None:
+          self.sample(step, self.state["params"])
           self._last_end = time.perf_counter()
-      if step < t.steps:
-        self._stop_if_asked(step)
+        if self.manager is not None:
+          self.manager.poll()
+          if saving and step < t.steps:
+            self.manager.save(step, self.state, self._extra(), finite=self.finite)
+            self._last_end = time.perf_counter()
+        if step < t.steps:
+          self._stop_if_asked(step)
     if self.manager is not None:
       self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite)
 
@@ -123,9 +126,8 @@ class Loop:
     """Waits for the step under way, and writes and shows what it gave."""
     if self._pending is None:
       return
-    (step, metrics, batch), self._pending = self._pending, None
-    jax.block_until_ready(metrics["loss"])
-    end = time.perf_counter()
+    (step, metrics, batch, step_end), self._pending = self._pending, None
+    end = step_end.result()
     seconds, self._last_end = end - self._last_end, end
     host = jax.device_get(metrics)
     finite = host.pop("finite")
@@ -155,3 +157,9 @@ class Loop:
       if self.failed is not None:
         error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
       raise error
+
+
+def _end_of(loss: jax.Array) -> float:
+  """Waits for a step; returns when its device had finished, in seconds of ``time.perf_counter``."""
+  jax.block_until_ready(loss)
+  return time.perf_counter()
