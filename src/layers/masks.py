@@ -76,7 +76,7 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
   """Softmax over the last dimension among the unmasked entries, in the dtype of the scores.
 
   A row without any visible entry gives zeros, and zero gradients, instead of NaN. The backward pass is written out, so that it
-  keeps the result alone; forward mode (``jax.jvp``) there is none.
+  keeps the result alone; there is no forward mode (``jax.jvp``).
 
   Args:
     scores: [..., S], of the result's shape.

@@ -52,7 +52,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 class RMSNorm:
   """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019).
 
-  The backward pass is written out, so that it keeps x and one number for each row; forward mode (``jax.jvp``) there is none.
+  The backward pass is written out, so that it keeps x and one number for each row; there is no forward mode (``jax.jvp``).
   """
 
   cfg: NormConfig

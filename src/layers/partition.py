@@ -1,4 +1,4 @@
-"""Logical axes to mesh axes, in one table, and the constraint that layers put on activations.
+"""Logical axes to mesh axes, in one table; the constraint that layers put on activations; marks for the inside of shard_map.
 
 The mesh has the axes ``data`` (batch) and ``fsdp`` (batch and parameters). Tensor, expert and context axes go into this
 same table: ``"heads": "tensor"``, ``"expert": "expert"``, ``"sequence": "context"``.

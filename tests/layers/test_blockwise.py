@@ -90,3 +90,19 @@ def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
   assert count(1100) == [(512, 512), (512, 1024), (76, 1100)]
   assert count(1100, window=130) == [(512, 512), (512, 768), (76, 332)]
   assert count(1100, blocks=jnp.zeros((1, 1100), jnp.int32)) == [(1100, 1100)]
+
+
+def test_cotangents_whose_difference_leaves_float16():
+  """With 16-bit scores: one key is worth 4e4 to the loss and the others -4e4, each within float16."""
+  precision = Precision(dtype="float16", float32_logits=False)
+  t, sign = 8, np.where(np.arange(8) == 0, 1, -1)
+  v = jnp.asarray(np.broadcast_to(sign[None, :, None, None], (1, t, 1, 1)), jnp.float16)
+  q, k = jnp.zeros((1, t, 1, 2), jnp.float16), jnp.ones((1, t, 1, 2), jnp.float16).at[0, 0].set(2)
+
+  def out(q):
+    return blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, block=4)
+
+  (dq,) = jax.vjp(out, q)[1](jnp.full((1, t, 1, 1), 4e4, jnp.float16))
+  n = np.arange(1, t + 1)  # keys that a query sees, all alike: p = 1 / n, and the first key stands out by 8e4 * (1 - p)
+  expected = 8e4 * (1 - 1 / n) / n
+  np.testing.assert_allclose(np.asarray(dq, np.float64)[0, :, 0, 0], expected, rtol=4e-3)

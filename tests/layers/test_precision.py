@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equations import dtypes, named
+from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.precision import Precision
 
@@ -140,3 +141,13 @@ def test_float8_operands_are_multiplied_exactly(stored, dtype):
   np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
   gradient = jax.grad(lambda x: jnp.sum(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)))(x.astype(dtype))
   np.testing.assert_allclose(np.float32(gradient), np.broadcast_to(np.float32(y).sum(1), x.shape), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  loss = lambda x, y: jnp.sum(jnp.sin(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)))
+  parts = lambda x, y: jax.lax.psum(loss(x, y), "data")
+  spread = jax.shard_map(parts, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec())
+  got, want = (jax.grad(f, (0, 1))(X, Y) for f in (spread, loss))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
