@@ -1,6 +1,7 @@
-"""Every model's resolved configuration against its golden copy, so that no change of a default goes unseen.
+"""Every model's resolved configuration against its golden copies, so that no change of a default goes unseen.
 
-After a change that is meant: ``python tests/config/test_config_golden.py`` writes the copies anew; read the difference.
+A value stands once: ``golden/configs/defaults.txt`` has the values of base.yml, each model's file those that it changes. After a
+change that is meant: ``python tests/config/test_config_golden.py`` writes the copies anew; read the difference.
 """
 
 import re
@@ -19,9 +20,31 @@ def resolved(name):
   return re.sub(r"(\.yml):\d+$", r"\1", load_config(name).to_yaml(), flags=re.MULTILINE)
 
 
+def own(text):
+  """The lines of a resolved configuration whose values do not come from base.yml."""
+  return "".join(line for line in text.splitlines(keepends=True) if not line.endswith("# configs/base.yml\n"))
+
+
+def defaults():
+  """The resolved lines that come from base.yml in some model, by section."""
+  lines: dict[str, None] = {}
+  for name in model_names():
+    section = ""
+    for line in resolved(name).splitlines():
+      if line and not line.startswith((" ", "#")):
+        section = line
+      elif line.endswith("# configs/base.yml"):
+        lines[f"{section} {line.split('  # ')[0].strip()}"] = None
+  return "".join(f"{line}\n" for line in sorted(lines))
+
+
 @pytest.mark.parametrize("name", model_names())
 def test_resolved_configuration_is_the_golden_one(name):
-  assert resolved(name) == (GOLDEN / f"{name}.yml").read_text("utf-8")
+  assert own(resolved(name)) == (GOLDEN / f"{name}.yml").read_text("utf-8")
+
+
+def test_defaults_are_the_golden_ones():
+  assert defaults() == (GOLDEN / "defaults.txt").read_text("utf-8")
 
 
 def test_there_is_no_golden_copy_of_a_model_that_is_gone():
@@ -29,5 +52,6 @@ def test_there_is_no_golden_copy_of_a_model_that_is_gone():
 
 
 if __name__ == "__main__":
+  (GOLDEN / "defaults.txt").write_text(defaults(), encoding="utf-8")
   for model in model_names():
-    (GOLDEN / f"{model}.yml").write_text(resolved(model), encoding="utf-8")
+    (GOLDEN / f"{model}.yml").write_text(own(resolved(model)), encoding="utf-8")
