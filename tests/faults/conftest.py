@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,13 +15,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("driver.py")
+MODEL = "configs/models/gemma3-tiny.yml"
+TINY = {
+  "num_decoder_layers": 2,
+  "inhomogeneous_layer_cycle_interval": 2,
+  "emb_dim": 16,
+  "mlp_dim": 24,
+  "head_dim": 8,
+  "steps": 80,
+  "checkpoint_interval": 10,
+  "per_device_batch_size": 8,
+  "max_target_length": 32,
+  "dataset": "text",
+  "enable_tensorboard": "false",
+}
 
 
 class Forked:
   """A program that was forked off the process with everything imported; it has the face of a ``subprocess.Popen``."""
 
-  def __init__(self, server, arguments, environment, log):
-    request = {"arguments": arguments, "environment": environment, "log": str(log)}
+  def __init__(self, server, program, arguments, environment, log):
+    request = {"program": program, "arguments": arguments, "environment": environment, "log": str(log)}
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     self.pid = int(server.stdout.readline())
@@ -35,7 +50,7 @@ class Forked:
     deadline = time.monotonic() + timeout
     while (code := self.poll()) is None:
       if time.monotonic() > deadline:
-        raise subprocess.TimeoutExpired("driver.py", timeout)
+        raise subprocess.TimeoutExpired("the forked program", timeout)
       time.sleep(0.003)
     return code
 
@@ -52,6 +67,8 @@ class Forked:
 class Runs:
   """One output directory, in which a program trains runs."""
 
+  program = "driver.py"
+
   def __init__(self, output_dir, environment, server):
     self.output_dir = output_dir
     self.environment = environment
@@ -66,7 +83,7 @@ class Runs:
     environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     self.log.touch()
-    return Forked(self.server, self.command(name, **keys)[2:], environment, self.log)
+    return Forked(self.server, self.program, self.command(name, **keys)[2:], environment, self.log)
 
   def run(self, name, **keys):
     """Trains to the end; returns exit code and everything it printed."""
@@ -107,6 +124,40 @@ class Runs:
       entry = json.loads(line)
       assert found.setdefault(entry["step"], entry["loss"]) == entry["loss"], entry
     return found
+
+
+class TrainRuns(Runs):
+  """Runs of ``train.py`` on a tiny model: ``start`` and ``run`` fork it ready imported, ``spawn`` starts a new Python."""
+
+  program = "train.py"
+
+  def __init__(self, output_dir, environment, server, cache, corpus):
+    # Else JAX keeps its programs in two places.
+    environment = {key: value for key, value in environment.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    super().__init__(output_dir, environment, server)
+    self.keys = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
+
+  def command(self, name, **keys):
+    """``python train.py MODEL key=value ...``."""
+    keys = {**self.keys, "output_dir": self.output_dir, "run_name": name, **keys}
+    return [sys.executable, "train.py", MODEL, *(f"{key}={keys[key]}" for key in keys)]
+
+  def spawn(self, name, *, environment=(), stdout=None, stderr=None, prefix=(), **keys):
+    """Starts a run as a user's shell does; what is not given goes to a file.
+
+    Args:
+      name: of the run.
+      environment: further variables.
+      stdout, stderr: as of ``subprocess.Popen``.
+      prefix: words before the command, as ``["setsid"]``.
+      keys: of the configuration.
+    """
+    self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
+    with open(self.log, "w") as log:
+      return subprocess.Popen(
+        [*prefix, *self.command(name, **keys)], cwd=ROOT, env={**self.environment, **dict(environment)},
+        stdin=subprocess.DEVNULL, stdout=log if stdout is None else stdout, stderr=log if stderr is None else stderr,
+      )  # fmt: skip
 
 
 def read_state(step_directory):
@@ -154,6 +205,23 @@ def server(environment):
 def runs(tmp_path, environment, server):
   """A fresh output directory."""
   return Runs(tmp_path, environment, server)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+  """Compilation cache and text for all runs of train.py."""
+  words = random.Random(3)
+  corpus = tmp_path_factory.mktemp("corpus")
+  for number in range(60):
+    text = " ".join(words.choice(("kill", "save", "step", "byte", "hash", "lock")) for _ in range(words.randint(5, 90)))
+    (corpus / f"{number:02}.txt").write_text(text)
+  return tmp_path_factory.mktemp("xla"), f"{corpus}/*.txt"
+
+
+@pytest.fixture
+def train(tmp_path, environment, server, shared):
+  """A fresh output directory for runs of train.py."""
+  return TrainRuns(tmp_path, environment, server, *shared)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
 """A process with everything imported, from which tests/faults forks its programs; spares each of them two seconds.
 
-Reads one JSON line per program from stdin (arguments, environment, log file) and answers with its process number; the
+A program is ``driver.py`` or ``train.py`` itself. Reads one JSON line per program from stdin (program, arguments,
+environment, log file) and answers with its process number; the
 exit code goes to ``LOG.code``. Nothing is computed here, so no device and no thread of JAX exists when it forks, and the
 child leaves through the ordinary end of the interpreter, which matters to programs that forget to close something.
 """
 
 import json
 import os
+import runpy
 import select
 import sys
 import warnings
@@ -16,6 +18,10 @@ import driver
 import jax  # noqa: F401
 import optax  # noqa: F401
 import orbax.checkpoint  # noqa: F401
+
+import maxtext_like.training.run  # noqa: F401
+
+TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 def reap(logs: dict[int, str]) -> None:
@@ -56,5 +62,7 @@ if __name__ == "__main__":
   os.dup2(log, 1)
   os.dup2(log, 2)
   os.environ.update(found["environment"])
-  sys.argv = ["driver.py", *found["arguments"]]
+  sys.argv = [found["program"], *found["arguments"]]
+  if found["program"] == "train.py":
+    runpy.run_path(str(TRAIN), run_name="__main__")
   sys.exit(driver.guarded_main())

@@ -4,71 +4,16 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, Runs, assert_bitwise_equal
-
-MODEL = "configs/models/gemma3-tiny.yml"
-TINY = {
-  "num_decoder_layers": 2,
-  "inhomogeneous_layer_cycle_interval": 2,
-  "emb_dim": 16,
-  "mlp_dim": 24,
-  "head_dim": 8,
-  "steps": 80,
-  "checkpoint_interval": 10,
-  "per_device_batch_size": 8,
-  "max_target_length": 32,
-  "dataset": "text",
-  "enable_tensorboard": "false",
-}
-
-
-class TrainRuns(Runs):
-  """Runs of the real command line, each a process of its own."""
-
-  def __init__(self, output_dir, environment, cache, corpus):
-    super().__init__(output_dir, environment, None)
-    self.keys = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
-
-  def command(self, name, **keys):
-    """``python train.py MODEL key=value ...``."""
-    keys = {**self.keys, "output_dir": self.output_dir, "run_name": name, **keys}
-    return [sys.executable, "train.py", MODEL, *(f"{key}={keys[key]}" for key in keys)]
-
-  def start(self, name, devices=1, **keys):
-    """Starts a run; its lines go to a file."""
-    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    del environment["JAX_COMPILATION_CACHE_DIR"]
-    self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
-    with open(self.log, "w") as log:
-      return subprocess.Popen(self.command(name, **keys), stdout=log, stderr=log, env=environment, cwd=ROOT)
+from conftest import TrainRuns, assert_bitwise_equal
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-  """Compilation cache and text for all runs of this module."""
-  words = random.Random(3)
-  corpus = tmp_path_factory.mktemp("corpus")
-  for number in range(60):
-    text = " ".join(words.choice(("kill", "save", "step", "byte", "hash", "lock")) for _ in range(words.randint(5, 90)))
-    (corpus / f"{number:02}.txt").write_text(text)
-  return tmp_path_factory.mktemp("xla"), f"{corpus}/*.txt"
-
-
-@pytest.fixture
-def train(tmp_path, environment, shared):
-  """A fresh output directory."""
-  return TrainRuns(tmp_path, environment, *shared)
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, environment, shared):
+def unbroken(tmp_path_factory, environment, server, shared):
   """The run that nothing happens to."""
-  runs = TrainRuns(tmp_path_factory.mktemp("unbroken_train"), environment, *shared)
+  runs = TrainRuns(tmp_path_factory.mktemp("unbroken_train"), environment, server, *shared)
   code, text = runs.run("u")
   assert code == 0, text
   assert runs.complete("u") == [60, 70, 80]
@@ -164,7 +109,7 @@ def test_f24_twenty_random_kills(train):
   assert code == 0, text
   moments = random.Random(24)
   for life in range(20):
-    process = train.start("killed", steps=steps)
+    process = train.spawn("killed", steps=steps)
     saved = train.complete("killed")
     while life % 4 == 3 and train.complete("killed") == saved:  # on the slowest machine too some lives get that far
       assert process.poll() is None, train.log.read_text()
