@@ -133,16 +133,15 @@ class TrainRuns(Runs):
 
   def __init__(self, output_dir, environment, server, cache, corpus):
     # Else JAX keeps its programs in two places.
-    environment = {key: value for key, value in environment.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    super().__init__(output_dir, environment, server)
-    self.keys = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
+    super().__init__(output_dir, {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}, server)
+    self.keys: dict[str, object] = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
 
   def command(self, name, **keys):
     """``python train.py MODEL key=value ...``."""
     keys = {**self.keys, "output_dir": self.output_dir, "run_name": name, **keys}
-    return [sys.executable, "train.py", MODEL, *(f"{key}={keys[key]}" for key in keys)]
+    return [sys.executable, "train.py", MODEL, *(f"{key}={value}" for key, value in keys.items())]
 
-  def spawn(self, name, *, environment=(), stdout=None, stderr=None, prefix=(), **keys):
+  def spawn(self, name, *, environment: dict[str, str] | None = None, stdout=None, stderr=None, prefix=(), **keys):
     """Starts a run as a user's shell does; what is not given goes to a file.
 
     Args:
@@ -153,9 +152,10 @@ class TrainRuns(Runs):
       keys: of the configuration.
     """
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
+    whole: dict[str, str] = self.environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # as start
     with open(self.log, "w") as log:
       return subprocess.Popen(
-        [*prefix, *self.command(name, **keys)], cwd=ROOT, env={**self.environment, **dict(environment)},
+        [*prefix, *self.command(name, **keys)], cwd=ROOT, env=whole | (environment or {}),
         stdin=subprocess.DEVNULL, stdout=log if stdout is None else stdout, stderr=log if stderr is None else stderr,
       )  # fmt: skip
 
