@@ -1,6 +1,6 @@
 """Every model's resolved configuration against its golden copies, so that no change of a default goes unseen.
 
-A value stands once: ``golden/configs/defaults.txt`` has the values of base.yml, each model's file those that it changes. After a
+A value stands once: ``golden/configs/defaults.txt`` has those of base.yml, a model's file those that it changes. After a
 change that is meant: ``python tests/config/test_config_golden.py`` writes the copies anew; read the difference.
 """
 
