@@ -105,6 +105,7 @@ def _maxtext_page() -> list[str]:
     "| `global_rope_max_timescale` | `rope_max_timescale` |",
     "| `decoder_block: gemma4_small` | `decoder_block: gemma4` |",
     "| `n_routing_groups: -1`, `topk_routing_group: -1` | `1` |",
+    "| `learning_rate_schedule_steps: -1` | `lr_schedule_steps: null`; beyond its end MaxText's rate is 0, here the last one |",
     "| `global_head_dim: 0`, `global_num_kv_heads: 0`, `final_logits_soft_cap: 0` | `null` |",
     "| `mscale` in a model file | `mscale` and `mscale_all_dim` |",
     "| `shared_experts: 1` of Gemma 4 | the dense MLP beside the experts, always there |",

@@ -28,6 +28,7 @@ RENAMED = {
   "enable_data_shuffling": "shuffle",
   "init_weights_seed": "seed",
   "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
+  "learning_rate_schedule_steps": "lr_schedule_steps",
   "jax_cache_dir": "compilation_cache_dir",
   "image_placeholder_token_id": "image_token_id",
 }
@@ -110,11 +111,10 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
       notes.append(f"{entry.origin}: {entry.key} has no effect: images keep their aspect ratio, up to vision_output_length")
     elif entry.key in FIXED:
       problems += _check_fixed(entry, family)
-    elif entry.key in RENAMED:
-      done.append(Entry(RENAMED[entry.key], entry.node, entry.origin))
     else:
+      ours = Entry(RENAMED.get(entry.key, entry.key), entry.node, entry.origin)
       try:
-        done += [entry] if (convert := _CONVERTERS.get(entry.key)) is None else convert(entry)
+        done += [ours] if (convert := _CONVERTERS.get(ours.key)) is None else convert(ours)
       except CoercionError as error:
         problems.append(Problem(f"{entry.origin}: {entry.key}: {error}"))
   return done, notes, problems
@@ -188,6 +188,7 @@ _CONVERTERS: dict[str, Callable[[Entry], list[Entry]]] = {
   "num_experts": _without("1", 0),
   "n_routing_groups": _without("-1", 1),
   "topk_routing_group": _without("-1", 1),
+  "lr_schedule_steps": _without("-1", None),
 }
 
 

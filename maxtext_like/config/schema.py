@@ -71,6 +71,7 @@ class TrainingConfig(_Checked):
   opt_type: Literal["adamw", "adafactor", "lion", "sgd"]
   learning_rate: float
   lr_schedule_type: Literal["cosine", "linear", "constant", "wsd"]
+  lr_schedule_steps: int | None
   warmup_steps_fraction: float
   learning_rate_final_fraction: float
   wsd_decay_steps_fraction: float
@@ -93,6 +94,7 @@ class TrainingConfig(_Checked):
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
     yield from at_least(self, 1, "steps", "per_device_batch_size", "gradient_accumulation_steps", "loss_scale_init")
+    yield from at_least(self, 1, "lr_schedule_steps")
     yield from at_least(self, 2, "max_target_length")
     yield from at_least(self, 0, "seed", "num_vocab_tiling", "max_skipped_steps", "z_loss_multiplier")
     yield from at_least(self, 0, "adam_weight_decay", "gradient_clipping_threshold")

@@ -204,6 +204,9 @@ def _introduce(
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}\n"
     f"run     {_from_here(directory.path)}"
   )
+  if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
+    rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
+    progress.say(f"note    the schedule ends after step {t.lr_schedule_steps}: the learning rate stays at {rate:.3g} from there")
   if any(use.shape for use in program.kernels):
     progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
 

@@ -13,18 +13,19 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 def make_schedule(training: TrainingConfig) -> Schedule:
   """The learning rate as a function of the number of finished steps, for use inside the compiled step.
 
-  With W = round(steps * warmup_steps_fraction): in the warm-up step s (from 0) has peak * (s + 1) / W, so that no update
-  is spent on a rate of 0. After it u = (s - W) / (steps - W), from 0 at the end of the warm-up towards 1:
+  Over N = lr_schedule_steps (steps, when it is null) with W = round(N * warmup_steps_fraction): in the warm-up step s
+  (from 0) has peak * (s + 1) / W, so that no update is spent on a rate of 0. After it u = (s - W) / (N - W), from 0 at the
+  end of the warm-up towards 1, where it stays from step N on:
 
     cosine:   final + (peak - final) * (1 + cos(pi u)) / 2            (Loshchilov and Hutter 2017)
     linear:   peak + (final - peak) * u
     constant: peak
-    wsd:      peak until the last round(steps * wsd_decay_steps_fraction) steps, then linearly to final (Hu et al. 2024)
+    wsd:      peak until the last round(N * wsd_decay_steps_fraction) of N steps, then linearly to final (Hu et al. 2024)
 
   Returns:
     A function of an int32 scalar (or int) that gives a float32 scalar.
   """
-  steps, peak = training.steps, training.learning_rate
+  steps, peak = training.lr_schedule_steps or training.steps, training.learning_rate
   final = peak * training.learning_rate_final_fraction
   warmup = round(steps * training.warmup_steps_fraction)
   kind = training.lr_schedule_type

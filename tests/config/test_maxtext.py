@@ -296,6 +296,11 @@ def test_maxtext_names_on_the_command_line(load):
     load_config("gemma4-tiny", ["enable_dropout=true"])
 
 
+def test_the_length_of_the_schedule(load):
+  lengths = [load_config("gemma4-tiny", [f"learning_rate_schedule_steps={n}"]).config.training.lr_schedule_steps for n in (50, -1)]
+  assert lengths == [50, None]
+
+
 def test_a_maxtext_name_twice_is_a_duplicate(load):
   with pytest.raises(UserError, match="emb_dim"):
     load("gemma4-31b", FILES["gemma4-31b"], extra="emb_dim: 128\n")

@@ -39,6 +39,17 @@ def test_wsd_is_constant_then_falls_in_its_last_part():
   np.testing.assert_allclose(found[2:], [2.0] * 5 + [1.625, 1.25, 0.875, 0.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_a_schedule_of_its_own_length_does_not_follow_steps(kind):
+  frozen = rates(kind, "steps=37", "lr_schedule_steps=10")
+  assert frozen == rates(kind)
+  assert frozen != rates(kind, "steps=37")
+
+
+def test_a_schedule_may_be_longer_than_the_run():
+  assert rates("linear", "steps=5", "lr_schedule_steps=10") == rates("linear")
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 def test_the_end_is_held(kind):
   schedule = make_schedule(toy_config("steps=10", "learning_rate=2.0", f"lr_schedule_type={kind}").training)
