@@ -206,7 +206,7 @@ def _introduce(
   )
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
-    progress.say(f"note    the schedule ends after step {t.lr_schedule_steps}: the learning rate stays at {rate:.3g} from there")
+    progress.say(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
   if any(use.shape for use in program.kernels):
     progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
 
