@@ -2,6 +2,7 @@
 
 from maxtext_like.cli.arguments import split_configuration
 from maxtext_like.config.load import load_config
+from maxtext_like.sharding.processes import require_one_process
 
 DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
 EXAMPLES = """examples:
@@ -20,6 +21,7 @@ exit codes: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers;
 def run(argv: list[str]) -> int:
   """Trains; see ``DESCRIPTION``."""
   config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
+  require_one_process()
   loaded = load_config(config, overrides)
   for note in loaded.notes:
     print(f"note: {note}")
