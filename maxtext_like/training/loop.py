@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.metrics import MetricsWriter
@@ -62,6 +63,7 @@ class Loop:
   finite: bool = True
   _pending: tuple[int, Metrics, Any, Future[float]] | None = field(default=None, init=False)
   _last_end: float = field(default=0.0, init=False)
+  _finished: int = field(default=0, init=False)
 
   def run(self, start: int) -> None:
     """Trains from ``start`` finished steps to the configuration's ``steps``.
@@ -70,7 +72,18 @@ class Loop:
       NonFiniteError: see ``FinitenessGuard``; no state is saved after that.
       ExitError: stopped by a signal, after a checkpoint.
       RetryableError: checkpoints keep failing.
+      UserError, RetryableError: the data's own, as of a file that has gone; the finished steps are saved before.
     """
+    self._finished = start
+    try:
+      self._run(start)
+    except ExitError:
+      raise
+    except Exception:  # an error of this program
+      self._keep_finished()
+      raise
+
+  def _run(self, start: int) -> None:
     t, d, log = self.program.config.training, self.program.config.data, self.program.config.logging
     self._last_end = time.perf_counter()
     step = start
@@ -81,6 +94,7 @@ class Loop:
           self.failed.remember(self.state)
         self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
         step += 1
+        self._finished = step
         self._settle()
         self._pending = (step, metrics, batch, clock.submit(_end_of, metrics["loss"]))
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
@@ -108,10 +122,36 @@ class Loop:
   def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
     # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
     for _ in range(count):
-      yield self.program.place(next(self.data))
+      try:
+        batch = next(self.data)
+      except ExitError:
+        self._keep_finished()
+        raise
+      yield self.program.place(batch)
 
   def _extra(self) -> dict[str, Any]:
     return {"data": self.data.get_state()}
+
+  def _keep_finished(self) -> None:
+    """Saves the steps that an error ends the run after; what fails here is told, for the error itself must be seen.
+
+    Raises:
+      NonFiniteError: the last of them shows that the state is not fit to be kept.
+    """
+    step = self._finished
+    if self.manager is None or step in (0, *self.manager.complete_steps()):
+      return
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+      self.progress.say(f"step {step} cannot be saved: its state went into the step that failed")
+      return
+    try:
+      self._settle()
+      if self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+        self.progress.say(f"saved   step {step} in {self.manager.directory / str(step)}, because of the error below")
+    except NonFiniteError:
+      raise
+    except Exception as error:
+      self.progress.say(f"step {step} could not be saved: {error}")
 
   def _stop_if_asked(self, step: int) -> None:
     if not self.stop.should_stop(step):
@@ -142,8 +182,12 @@ class Loop:
     if every and step % every == 0:
       row |= by_layer
     self.finite = bool(np.isfinite(scalars["param_norm"]))
+    failure = None
     if evaluate is not None and self.finite:
-      row["eval_loss"] = evaluate(self.state["params"])
+      try:
+        row["eval_loss"] = evaluate(self.state["params"])
+      except ExitError as raised:
+        failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()
     self.writer.write(row)
     lines, error = self.guard.observe(StepResult(step, scalars, finite))
@@ -157,6 +201,9 @@ class Loop:
       if self.failed is not None:
         error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
       raise error
+    if failure is not None:
+      self._keep_finished()
+      raise failure
 
 
 def _end_of(loss: jax.Array) -> float:
