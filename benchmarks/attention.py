@@ -9,7 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.attention_kernels import Kernel, attend, choose_kernel
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 
@@ -58,14 +58,13 @@ def main() -> None:
       for rows, segments in (("full", None), ("packed", packed(B, length))):
         tokens = Tokens(segments)
         results = {}
-        kernels: tuple[Kernel, ...] = ("dot_product", "auto")
+        kernels: tuple[Choice, ...] = ("dot_product", "auto")
+        case = Case(platform=platform, dtype=dtype, query_heads=N, kv_heads=K, head_dim=H, value_dim=H, length=length)
         for kernel in kernels:
-          chosen: Kernel = choose_kernel(kernel, platform=platform, head_dim=H, value_dim=H, dtype=dtype, blocks=False)
+          chosen: Name = choose(kernel, case).name
 
-          def loss(q, k, v, chosen: Kernel = chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
-            out = attend(
-              q, k, v, tokens, window=window, bidirectional_blocks=False, scale=H**-0.5, precision=precision, kernel=chosen
-            )
+          def loss(q, k, v, chosen: Name = chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
+            out = attend(chosen, q, k, v, tokens, window=window, bidirectional_blocks=False, scale=H**-0.5, precision=precision)
             return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32)), out
 
           step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))

@@ -15,8 +15,8 @@ import time
 import jax
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.kernels.attention.registry import Name
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
 from maxtext_like.training.kernels import versions
@@ -24,7 +24,7 @@ from maxtext_like.training.kernels import versions
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 
 
-def classes(models: list[str], kernel: Kernel, dtype: str, length: int) -> list[ShapeClass]:
+def classes(models: list[str], kernel: Name, dtype: str, length: int) -> list[ShapeClass]:
   """The shape classes of the attention layers of the models, with and without documents, each once."""
   found = {}
   for model in models:
@@ -49,7 +49,7 @@ def main() -> int:
   parser.add_argument("--model", nargs="+", default=list(MODELS), help="models whose shapes are tried")
   options = parser.parse_args()
   device = jax.devices()[0]
-  kernels: dict[str, tuple[Kernel, tuple[str, ...]]] = {
+  kernels: dict[str, tuple[Name, tuple[str, ...]]] = {
     "gpu": ("cudnn_flash", ("bfloat16", "float16")),
     "tpu": ("splash", ("bfloat16",)),
   }

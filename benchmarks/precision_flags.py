@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.attention_kernels import dot_product_attention
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, soft_cap
 from maxtext_like.layers.indexer import Indexer, IndexerConfig
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.moe import Experts, MoEConfig, Router

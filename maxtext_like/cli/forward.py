@@ -150,14 +150,13 @@ def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.n
 
   weights.decoder, uses = settle(
     weights.decoder,
-    platform=jax.default_backend(),
     length=batch["tokens"].shape[1],
     images="token_types" in batch,
     segments="segments" in batch,
     device=jax.local_devices()[0],
     cache=loaded.config.logging.compilation_cache_dir,
   )
-  return [f"attention: {use}" for use in uses if use.shape]
+  return [f"attention: {use}" for use in uses if use.worth_telling]
 
 
 def evaluator(

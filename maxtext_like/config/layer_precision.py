@@ -119,9 +119,6 @@ def _refused(key: str, value: Any, layer: int, own: Values, config: Config) -> s
     return "it has that value already"
   if value == "float16":
     return "float16 needs a scaled loss, which goes with the model's dtype"
-  kernel = config.training.attention
-  if (kernel == "cudnn_flash" and value == "float32") or (kernel == "splash" and value != "bfloat16"):
-    return f"attention: {kernel} does not take it"
   return None
 
 

@@ -135,7 +135,6 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       ("max_target_length", "max_position_embeddings"),
       f"the model knows {longest} positions: shorten the rows",
     )
-  yield from _kernel_problems(config)
   if config.training.stochastic_rounding and config.precision.weight_dtype == "float32":
     yield Problem(
       "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
@@ -261,21 +260,6 @@ def _vision_problems(config: Config) -> Iterator[Problem]:
       ("num_position_embeddings_for_vit", "vision_output_length", "pooling_size_for_vit"),
       f"set num_position_embeddings_for_vit to {longest} or more",
     )
-
-
-def _kernel_problems(config: Config) -> Iterator[Problem]:
-  if config.training.attention != "cudnn_flash":
-    return
-  if config.precision.dtype == "float32":
-    yield Problem(
-      "attention: cudnn_flash with dtype: float32", ("attention", "dtype"),
-      "the kernel takes bfloat16 and float16: set attention to auto or dot_product",
-    )  # fmt: skip
-  if config.model.decoder_block in DEEPSEEK:
-    yield Problem(
-      "attention: cudnn_flash with latent attention", ("attention", "decoder_block"),
-      "the kernel needs value heads as large as query heads: set attention to auto or dot_product",
-    )  # fmt: skip
 
 
 def _shown(value: object) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.layers.kernels.attention.registry import Choice
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -64,7 +65,7 @@ class TrainingConfig(_Checked):
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "save_attention"]
-  attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
+  attention: Choice
   per_device_batch_size: int
   max_target_length: int
   gradient_accumulation_steps: int

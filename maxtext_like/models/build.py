@@ -7,8 +7,8 @@ from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.schema import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.decoder import Decoder, RematPolicy
+from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models import deepseek, gemma
 from maxtext_like.models.vision import tower
@@ -27,7 +27,7 @@ def build_decoder(
   vision: VisionConfig | None = None,
   scan_layers: bool = True,
   remat_policy: RematPolicy = "none",
-  attention: Kernel = "auto",
+  attention: Choice = "auto",
   platform: str = "cpu",
 ) -> Decoder:
   """The decoder of a configuration.
@@ -49,7 +49,7 @@ def build_decoder(
     ValueError: sizes that no model can have, entries for layers that it has not.
   """
   if model.decoder_block == "deepseek":
-    cfg, layers = deepseek.decoder(model, precision, attention)
+    cfg, layers = deepseek.decoder(model, precision, attention, platform)
   else:
     cfg, layers = gemma.decoder(model, precision, attention, platform)
   layers = tuple(

@@ -1,11 +1,11 @@
 """DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
 
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.blocks import DeepSeekLayer, DeepSeekLayerConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.indexer import IndexerConfig
+from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.moe import MoEConfig
@@ -29,7 +29,7 @@ def _rope(m: ModelConfig) -> RopeConfig:
   )
 
 
-def _attention(m: ModelConfig, kernel: Kernel) -> MLAConfig:
+def _attention(m: ModelConfig, kernel: Choice, platform: str) -> MLAConfig:
   indexer = None
   if m.use_indexer:
     indexer = IndexerConfig(
@@ -54,10 +54,13 @@ def _attention(m: ModelConfig, kernel: Kernel) -> MLAConfig:
     indexer_sparse=m.indexer_sparse_training,
     indexer_loss_weight=m.indexer_loss_scaling_factor,
     kernel=kernel,
+    platform=platform,
   )
 
 
-def decoder(m: ModelConfig, precision: Precision, kernel: Kernel) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
+def decoder(
+  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
+) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
   """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
   mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
   moe = None
@@ -77,7 +80,7 @@ def decoder(m: ModelConfig, precision: Precision, kernel: Kernel) -> tuple[Decod
       shared_experts=m.shared_experts,
       load_balance_loss_weight=m.load_balance_loss_weight,
     )
-  attention, epsilon = _attention(m, kernel), m.normalization_layer_epsilon
+  attention, epsilon = _attention(m, kernel, platform), m.normalization_layer_epsilon
   layers = []
   for i in range(m.num_decoder_layers):
     dense = moe is None or i < m.first_num_dense_layers

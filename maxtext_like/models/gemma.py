@@ -2,10 +2,10 @@
 
 from maxtext_like.config.model import LayerType, ModelConfig
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.attention_kernels import Kernel
 from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig, PerLayerInputConfig
+from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
@@ -29,7 +29,7 @@ def _rope(m: ModelConfig, kind: LayerType, head_dim: int) -> RopeConfig:
   return RopeConfig(dim=head_dim, theta=m.rope_max_timescale, kind="linear", factor=factor)
 
 
-def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Kernel, platform: str) -> AttentionConfig:
+def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Choice, platform: str) -> AttentionConfig:
   gemma4, sliding = m.decoder_block == "gemma4", kind == "sliding"
   head_dim, kv_heads = m.head_dim, m.num_kv_heads
   if gemma4 and not sliding:
@@ -57,7 +57,7 @@ def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Kernel, pl
 
 
 def decoder(
-  m: ModelConfig, precision: Precision, kernel: Kernel, platform: str
+  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
 ) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
   """What surrounds the layers, and the layers."""
   gemma4, types = m.decoder_block == "gemma4", layer_types(m)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, fused_kernels
 from maxtext_like.numerics.hlo import FLOATS, Instruction, Reading
 
 SITES: dict[str, tuple[str, frozenset[str]]] = {
@@ -16,8 +17,7 @@ SITES: dict[str, tuple[str, frozenset[str]]] = {
   "qk_product": ("qk product", frozenset()),
   "softmax": ("softmax", frozenset({"exponential", "reduce", "divide"})),
   "pv_product": ("pv product", frozenset()),
-  "cudnn_attention": ("cuDNN attention", frozenset()),
-  "splash_attention": ("splash attention", frozenset()),
+  **{kernel.scope: (kernel.title, frozenset()) for kernel in fused_kernels()},
   "attention": ("attention projections", frozenset()),
   "mla": ("latent projections", frozenset()),
   "indexer_product": ("indexer product", frozenset()),
@@ -50,15 +50,14 @@ between devices, most of which a compiler puts in, are a site of their own."""
 
 OTHER = "elsewhere"
 _UPDATE, _UNKNOWN = "update", ""
-_CUDNN, _SPLASH = "__cudnn$fmha", "tpu_custom_call"
 GUARANTEE = "float32 scores, softmax and accumulators inside the kernel"
-"""What cuDNN's fused attention and splash attention do by construction (their sources and manuals; no text shows it)."""
+"""What a fused attention kernel does by construction (their sources and manuals; no text shows it)."""
 
 
 def site_of(instruction: Instruction) -> str:
   """The scope that an instruction belongs to, ``OTHER`` for none."""
-  if is_fused(instruction):
-    return "cudnn_attention" if instruction.target.startswith(_CUDNN) else "splash_attention"
+  if (fused := fused_kernel(instruction)) is not None:
+    return fused[0].scope
   if instruction.kind in SITES["collectives"][1]:
     return "collectives"
   for scope in reversed(instruction.scopes):
@@ -67,12 +66,12 @@ def site_of(instruction: Instruction) -> str:
   return OTHER
 
 
-def is_fused(instruction: Instruction) -> bool:
-  """Whether it is a fused attention kernel."""
-  if instruction.target.startswith(_CUDNN):
-    return True
-  # JAX names the kernels of splash attention, and a compiled program keeps that name where it loses the outer ones.
-  return instruction.target == _SPLASH and any(s.startswith(("splash_mha", "splash_mqa")) for s in instruction.scopes)
+def fused_kernel(instruction: Instruction) -> tuple[AttentionKernel, str] | None:
+  """The fused attention kernel that an instruction is, and the name of its operation; None for any other instruction."""
+  for kernel in fused_kernels():
+    if (operation := kernel.operation(instruction.target, tuple(instruction.scopes))) is not None:
+      return kernel, operation
+  return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +103,19 @@ def rows(reading: Reading) -> list[Row]:
   found: collections.Counter[tuple[str, Row]] = collections.Counter()
   for instruction in reading.instructions:
     site = site_of(instruction)
-    fused = is_fused(instruction)
-    if not (fused or instruction.kind == "dot" or (site in SITES and instruction.kind in SITES[site][1])):
+    fused = fused_kernel(instruction)
+    if not (fused is not None or instruction.kind == "dot" or (site in SITES and instruction.kind in SITES[site][1])):
       continue
     if not any(dtype in FLOATS or dtype.startswith("f8") for dtype in (*instruction.operands, *instruction.results)):
       continue
-    found[site, _row(instruction, site, fused)] += 1
+    found[site, _row(instruction, site, fused[1] if fused is not None else None)] += 1
   order = {scope: i for i, scope in enumerate([*SITES, OTHER])}
   passes = {"forward": 0, "recomputed": 1, "backward": 2, _UPDATE: 3, _UNKNOWN: 4}
   listed = sorted(found.items(), key=lambda item: (order[item[0][0]], passes[item[0][1].stage], str(item[0][1])))
   return [replace(row, places=places) for (_, row), places in listed]
 
 
-def _row(i: Instruction, site: str, fused: bool) -> Row:
+def _row(i: Instruction, site: str, fused: str | None) -> Row:
   operation = i.kind + (f" {i.reducer}" if i.reducer else "")
   if i.precision not in ("", "default"):
     operation += f" {i.precision}"
@@ -128,11 +127,9 @@ def _row(i: Instruction, site: str, fused: bool) -> Row:
     operands, accumulation = i.operands[:1], ", ".join(dict.fromkeys(i.results))
   elif i.kind in ("gather", "scatter", "reduce"):
     operands = i.operands[:1]
-  if fused:
-    operation, operands, accumulation = i.target, i.operands[:3], "f32"
-    if i.target == _SPLASH:
-      operation = next(s for s in reversed(i.scopes) if s.startswith(("splash_mha", "splash_mqa")))
-      operands = tuple(d for d in i.operands if d in FLOATS)[:3]
+  if fused is not None:
+    # The first three of floats are q, k and v; segments and tables of the mask are whole numbers.
+    operation, operands, accumulation = fused, tuple(d for d in i.operands if d in FLOATS)[:3], "f32"
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,
     stage=_UPDATE if site == "optimizer" else i.stage if i.path else _UNKNOWN,

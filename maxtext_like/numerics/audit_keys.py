@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.audit import is_fused, site_of
+from maxtext_like.numerics.audit import fused_kernel, site_of
 from maxtext_like.numerics.hlo import Instruction, Reading
 
 Verdict = Literal["honoured", "not honoured", "not shown"]
@@ -63,7 +64,7 @@ class _Program:
   @property
   def fused(self) -> int:
     """Places of fused attention kernels."""
-    return sum(map(is_fused, self.reading.instructions))
+    return sum(fused_kernel(i) is not None for i in self.reading.instructions)
 
   def judge(self, found: list[str], asked: str, what: str) -> tuple[Verdict, str]:
     """Every dtype of ``found`` is the one asked for."""
@@ -139,7 +140,7 @@ def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyV
 
 def asked_float32(precision: Precision) -> set[str]:
   """Scopes whose products are float32 in a 16-bit model because a key, or the layer itself, asks for it."""
-  sites = {"vision_pool", "moe", "splash_attention"}  # pooling, load statistics, and the kernel's own row sums
+  sites = {"vision_pool", "moe", *(kernel.scope for kernel in fused_kernels())}  # pooling, load statistics, kernels' row sums
   if precision.float32_gate_logits:
     sites.add("router")
   if precision.indexer_float32_logits:

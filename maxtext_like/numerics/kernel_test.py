@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.attention_kernels import Kernel, attend, dot_product_attention
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
@@ -48,7 +49,7 @@ class ShapeClass:
     length: T; rows of more than three tiles stand for all with the same remainder.
   """
 
-  kernel: Kernel
+  kernel: Name
   dtype: str
   head_dim: int
   kv_heads: int
@@ -65,7 +66,7 @@ class ShapeClass:
 
 
 def shape_class(
-  kernel: Kernel, *, dtype: str, head_dim: int, query_heads: int, kv_heads: int, window: bool, segments: bool, length: int
+  kernel: Name, *, dtype: str, head_dim: int, query_heads: int, kv_heads: int, window: bool, segments: bool, length: int
 ) -> ShapeClass:
   """The class of a layer: what its test stands for."""
   if length > _LONGEST:
@@ -156,9 +157,7 @@ def _kernel(shape: ShapeClass) -> Attention:
   precision = Precision(dtype=shape.dtype)  # pyright: ignore[reportArgumentType]
 
   def attention(q, k, v, tokens, *, window, scale):
-    return attend(
-      q, k, v, tokens, window=window, bidirectional_blocks=False, scale=scale, precision=precision, kernel=shape.kernel
-    )
+    return attend(shape.kernel, q, k, v, tokens, window=window, bidirectional_blocks=False, scale=scale, precision=precision)
 
   return attention
 

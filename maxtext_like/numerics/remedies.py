@@ -10,6 +10,7 @@ from maxtext_like.config.layer_precision import LAYER_KEYS, idle_reason, layer_v
 from maxtext_like.config.rules import inactive_precision_keys
 from maxtext_like.config.schema import Config
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.layers.kernels.attention.registry import kernel
 
 LOSS_SCALE = "loss_scale_init"
 
@@ -92,7 +93,7 @@ def last_resorts(config: Config) -> tuple[Remedy, ...]:
   dtype = config.precision.dtype
   found = [Remedy("dtype", "bfloat16")] if dtype == "float16" else []
   # The fused kernels take 16 bits only.
-  if _dtypes(config) != {"float32"} and config.training.attention not in ("cudnn_flash", "splash"):
+  if _dtypes(config) != {"float32"} and not _fused(config):
     found.append(Remedy("dtype", "float32"))
   return tuple(found)
 
@@ -159,8 +160,7 @@ def reference(config: Config) -> Config:
   """The step in float32: every dtype, every flag, products without TF32, kernels that take it."""
   safer = {key: value for key, value in _SAFER.items() if key != LOSS_SCALE}
   whole = safer | {"dtype": "float32", "layer_precision": ()}
-  fused = config.training.attention in ("cudnn_flash", "splash")
-  training = dataclasses.replace(config.training, attention="dot_product") if fused else config.training
+  training = dataclasses.replace(config.training, attention="dot_product") if _fused(config) else config.training
   return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
 
 
@@ -181,6 +181,12 @@ def words(before: Config, after: Config) -> list[str]:
     old, new = vars(getattr(before, section)), vars(getattr(after, section))
     out += [f"{key}={to_text(value)}" for key, value in new.items() if old[key] != value]
   return out
+
+
+def _fused(config: Config) -> bool:
+  """Whether the configuration names a fused attention kernel."""
+  asked = config.training.attention
+  return asked != "auto" and kernel(asked).fused
 
 
 def _dtypes(config: Config) -> set[str]:

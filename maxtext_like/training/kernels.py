@@ -4,6 +4,7 @@ A verdict holds for a device kind, a shape class and the versions of everything 
 kept beside the compiled programs, so that a run tests once and the next one reads.
 """
 
+import collections
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -22,11 +23,10 @@ import numpy as np
 
 from maxtext_like.checkpoint import atomic
 from maxtext_like.errors import UserError
-from maxtext_like.layers import attention_kernels, masks, splash
-from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.attention_kernels import Kernel, choose_kernel
-from maxtext_like.layers.blocks import GemmaLayer
-from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers import masks
+from maxtext_like.layers.decoder import Decoder, Layer
+from maxtext_like.layers.kernels.attention import registry
+from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
 from maxtext_like.numerics import kernel_test
 from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
 
@@ -42,21 +42,22 @@ class KernelUse:
 
   Attributes:
     kernel: what they run on.
-    layers: how many of them, of ``of`` layers.
-    of: layers of the model with attention that a fused kernel could do.
+    layers: how many of them, of ``of`` layers of the model.
     shape: the class of the fused kernel that was looked at; None: no fused kernel can do these layers.
     tested: on which device; "" where it was not tested, since there is no device.
     seconds: of the test; None: an earlier run's verdict.
     problem: why the fused kernel is not used; "" where it is.
+    surpassed: precision keys that are false and that it computes in float32 all the same.
   """
 
-  kernel: Kernel
+  kernel: Name
   layers: int
   of: int
   shape: ShapeClass | None = None
   tested: str = ""
   seconds: float | None = None
   problem: str = ""
+  surpassed: tuple[str, ...] = ()
 
   def __str__(self) -> str:
     share = f"{self.layers} of {self.of} layers"
@@ -64,10 +65,17 @@ class KernelUse:
       return f"{self.kernel} in {share}"
     if self.problem:
       return f"{self.kernel} instead of {self.shape.kernel} in {share}: failed its self-test on {self.tested}: {self.problem}"
+    asked = " and ".join(f"{key}=false" for key in self.surpassed)
+    more = f"; in float32, more exact than {asked} asks" if asked else ""
     if not self.tested:
-      return f"{self.kernel} in {share}, not self-tested: there is no device"
+      return f"{self.kernel} in {share}, not self-tested: there is no device{more}"
     when = "earlier" if self.seconds is None else f"in {self.seconds:.0f} s"
-    return f"{self.kernel} in {share}, self-test passed on {self.tested} {when}"
+    return f"{self.kernel} in {share}, self-test passed on {self.tested} {when}{more}"
+
+  @property
+  def worth_telling(self) -> bool:
+    """Whether a run says it at its start: anything but the reference."""
+    return self.shape is not None or self.kernel != "dot_product"
 
   def to_json(self) -> dict[str, Any]:
     """As an entry of env.json."""
@@ -77,7 +85,6 @@ class KernelUse:
 def settle(
   decoder: Decoder,
   *,
-  platform: str,
   length: int,
   images: bool,
   segments: bool = True,
@@ -89,7 +96,6 @@ def settle(
 
   Args:
     decoder: the model, as configured.
-    platform: "cpu", "gpu" or "tpu", where it will run.
     length: positions of a row.
     images: batches hold images, whose tokens may see each other both ways.
     segments: batches say which document a position belongs to.
@@ -98,64 +104,53 @@ def settle(
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to dot_product.
+    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to plain XLA.
   """
-  configs = [layer.cfg.attention for layer in decoder.layers if isinstance(layer, GemmaLayer)]
-  chosen: dict[AttentionConfig, KernelUse] = {}
+  chosen: dict[Layer, KernelUse] = {}
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
-  for cfg in dict.fromkeys(configs):
-    use = KernelUse(kernel="dot_product", layers=configs.count(cfg), of=len(configs))
-    shape = _fused(cfg, decoder.precision.dtype, platform, length, images, segments)
-    if shape is not None:
-      if device is None:
-        use = dataclasses.replace(use, kernel=shape.kernel, shape=shape)
-      else:
-        if shape not in verdicts:
-          verdicts[shape] = _verdict(shape, device, cache, test)
-        problem, seconds = verdicts[shape]
-        kernel = "dot_product" if problem else shape.kernel
-        use = dataclasses.replace(use, kernel=kernel, shape=shape, tested=device.device_kind, seconds=seconds, problem=problem)
-    if use.problem and cfg.kernel != "auto":
-      raise UserError(
-        f"attention={cfg.kernel} failed its self-test on {use.tested}: {use.problem}\n"
-        "  fix: attention=auto, which falls back by itself, or attention=dot_product"
-      )
-    chosen[cfg] = use
-  layers = [
-    _written_out(layer) if isinstance(layer, GemmaLayer) and chosen[layer.cfg.attention].problem else layer
-    for layer in decoder.layers
-  ]
-  return dataclasses.replace(decoder, layers=tuple(layers)), _grouped(list(chosen.values()))
+  for layer in dict.fromkeys(decoder.layers):
+    case = layer.mixer.case(length, images=images)
+    asked = layer.cfg.attention.kernel
+    try:
+      kernel = choose(asked, case)
+    except ValueError as error:
+      raise UserError(str(error)) from error
+    use = KernelUse(
+      kernel=kernel.name, layers=0, of=len(decoder.layers), shape=_shape(kernel.name, case, segments) if kernel.fused else None,
+      surpassed=tuple(kernel.surpasses(case)),
+    )  # fmt: skip
+    if use.shape is not None and device is not None:
+      if use.shape not in verdicts:
+        verdicts[use.shape] = _verdict(use.shape, device, cache, test)
+      problem, seconds = verdicts[use.shape]
+      if problem and asked != "auto":
+        raise UserError(
+          f"attention={asked} failed its self-test on {device.device_kind}: {problem}\n"
+          "  fix: attention=auto, which falls back by itself, or attention=dot_product"
+        )
+      use = dataclasses.replace(use, tested=device.device_kind, seconds=seconds, problem=problem)
+      if problem:
+        use = dataclasses.replace(use, kernel=choose("dot_product", case).name, surpassed=())
+    chosen[layer] = use
+  layers = [_written_out(layer) if chosen[layer].problem else layer for layer in decoder.layers]
+  return dataclasses.replace(decoder, layers=tuple(layers)), _grouped([chosen[layer] for layer in decoder.layers])
 
 
-def _written_out(layer: GemmaLayer) -> GemmaLayer:
+def _written_out(layer: Layer) -> Layer:
   attention = dataclasses.replace(layer.cfg.attention, kernel="dot_product")
   return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, attention=attention))
 
 
-def _fused(cfg: AttentionConfig, dtype: str, platform: str, length: int, images: bool, segments: bool):
-  try:
-    kernel = choose_kernel(
-      cfg.kernel, platform=platform, head_dim=cfg.head_dim, value_dim=cfg.head_dim, dtype=dtype,
-      blocks=cfg.bidirectional_blocks and images, length=length,
-    )  # fmt: skip
-  except ValueError as error:
-    raise UserError(str(error)) from error
-  if kernel == "dot_product":
-    return None
+def _shape(kernel: Name, case: Case, segments: bool) -> ShapeClass:
   return shape_class(
-    kernel, dtype=dtype, head_dim=cfg.head_dim, query_heads=cfg.num_query_heads, kv_heads=cfg.num_kv_heads,
-    window=cfg.window is not None, segments=segments, length=length,
+    kernel, dtype=case.dtype, head_dim=case.head_dim, query_heads=case.query_heads, kv_heads=case.kv_heads,
+    window=case.window is not None, segments=segments, length=case.length,
   )  # fmt: skip
 
 
 def _grouped(uses: list[KernelUse]) -> tuple[KernelUse, ...]:
-  """One entry for what came out alike."""
-  groups: dict[KernelUse, int] = {}
-  for use in uses:
-    key = dataclasses.replace(use, layers=0)
-    groups[key] = groups.get(key, 0) + use.layers
-  return tuple(dataclasses.replace(key, layers=layers) for key, layers in groups.items())
+  """One entry, with its number of layers, for what came out alike."""
+  return tuple(dataclasses.replace(use, layers=count) for use, count in collections.Counter(uses).items())
 
 
 def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
@@ -211,7 +206,8 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  sources = "".join(inspect.getsource(module) for module in (attention_kernels, splash, masks, kernel_test))
+  modules = [inspect.getmodule(kernel.run) for kernel in map(registry.kernel, registry.NAMES)]
+  sources = "".join(inspect.getsource(module) for module in (*modules, masks, kernel_test) if module is not None)
   return {
     "packages": found,
     "platform": device.client.platform_version,

@@ -222,7 +222,6 @@ def make_program(
   if runs_attention:
     decoder, kernels = settle(
       decoder,
-      platform=platform,
       length=t.max_target_length,
       images=config.vision.use_multimodal,
       device=device,

@@ -207,7 +207,7 @@ def _introduce(
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     progress.say(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
-  if any(use.shape for use in program.kernels):
+  if any(use.worth_telling for use in program.kernels):
     progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention_kernels import Kernel, attend, choose_kernel, dot_product_attention
 from maxtext_like.layers.cache import Step, cached_mask, joined
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, fan_in
@@ -31,7 +32,7 @@ class AttentionConfig:
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
     shared_kv: k and v come from an earlier layer; only q and the output are projected.
     bidirectional_blocks: tokens of one image see each other in this layer.
-    kernel: "auto", "dot_product" or "cudnn_flash".
+    kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
   """
 
@@ -48,7 +49,7 @@ class AttentionConfig:
   value_is_key: bool = False
   shared_kv: bool = False
   bidirectional_blocks: bool = False
-  kernel: Kernel = "auto"
+  kernel: Choice = "auto"
   platform: str = "cpu"
 
   def __post_init__(self):
@@ -92,6 +93,23 @@ class Attention:
     """Shapes of a cache's arrays, without batch and slots; none for a layer that shares keys and values."""
     c = self.cfg
     return {} if c.shared_kv else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+
+  def case(self, length: int, *, images: bool) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, with images among them or not."""
+    c, precision = self.cfg, self.precision
+    return Case(
+      platform=c.platform,
+      dtype=precision.dtype,
+      query_heads=c.num_query_heads,
+      kv_heads=c.num_kv_heads,
+      head_dim=c.head_dim,
+      value_dim=c.head_dim,
+      length=length,
+      window=c.window,
+      image_blocks=c.bidirectional_blocks and images,
+      float32_qk_product=precision.float32_qk_product,
+      float32_logits=precision.float32_logits,
+    )
 
   def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> tuple[jax.Array, jax.Array]:
     """Normed and rotated keys, and values, both [B, T, K, H]."""
@@ -148,16 +166,9 @@ class Attention:
       mask = cached_mask(step, T, S - T, window=c.window, blocks=tokens.blocks if c.bidirectional_blocks else None)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
       return self._output(p, out_BTNH), kv
-    kernel = choose_kernel(
-      c.kernel,
-      platform=c.platform,
-      head_dim=c.head_dim,
-      value_dim=c.head_dim,
-      dtype=self.precision.dtype,
-      blocks=c.bidirectional_blocks and tokens.blocks is not None,
-      length=x_BTD.shape[1],
-    )
+    kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=tokens.blocks is not None))
     out_BTNH = attend(
+      kernel.name,
       q_BTNH,
       *kv,
       tokens,
@@ -165,7 +176,6 @@ class Attention:
       bidirectional_blocks=c.bidirectional_blocks,
       scale=c.scale,
       precision=self.precision,
-      kernel=kernel,
     )
     out_BTNH = checkpoint_name(out_BTNH, "attention")
     return self._output(p, out_BTNH), kv

@@ -106,6 +106,11 @@ class GemmaLayer:
   cfg: GemmaLayerConfig
   precision: Precision
 
+  @property
+  def mixer(self) -> Attention:
+    """What mixes the positions of a row."""
+    return Attention(self.cfg.attention, self.precision)
+
   def _norm(self) -> RMSNorm:
     c = self.cfg
     norm = NormConfig(dim=c.attention.emb_dim, epsilon=c.epsilon, scale_plus_one=c.norm_plus_one)
@@ -116,7 +121,7 @@ class GemmaLayer:
     D, P = c.attention.emb_dim, c.per_layer_dim
     spec: dict[str, Any] = {
       "pre_attention_norm": norm,
-      "attention": Attention(c.attention, self.precision).params(),
+      "attention": self.mixer.params(),
       "post_attention_norm": norm,
       "pre_mlp_norm": norm,
       "mlp": MLP(c.mlp, self.precision).params(),
@@ -137,7 +142,7 @@ class GemmaLayer:
 
   def cache_slots(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Slots of this layer's cache in rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
-    attention = Attention(self.cfg.attention, self.precision)
+    attention = self.mixer
     return capacity(self.cfg.attention.window, length), attention.cache_shapes()
 
   def __call__(
@@ -155,9 +160,7 @@ class GemmaLayer:
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
     kv = carry["kv"][c.kv_slot] if c.attention.shared_kv else None
-    out, kv = Attention(c.attention, self.precision)(
-      p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv, cache, ctx.step
-    )
+    out, kv = self.mixer(p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, kv, cache, ctx.step)
     out = _probed(slots, "attention", out, aux)
     x = _add(x, norm(p["post_attention_norm"], out, residual))
     out, rescued = MLP(c.mlp, self.precision).forward(p["mlp"], norm(p["pre_mlp_norm"], x))
@@ -230,6 +233,11 @@ class DeepSeekLayer:
   cfg: DeepSeekLayerConfig
   precision: Precision
 
+  @property
+  def mixer(self) -> MLA:
+    """What mixes the positions of a row."""
+    return MLA(self.cfg.attention, self.precision)
+
   def _norm(self) -> RMSNorm:
     c = self.cfg
     norm = NormConfig(dim=c.attention.emb_dim, epsilon=c.epsilon, round_before_scale=True)
@@ -239,7 +247,7 @@ class DeepSeekLayer:
     c = self.cfg
     spec = {
       "pre_attention_norm": self._norm().params(),
-      "attention": MLA(c.attention, self.precision).params(),
+      "attention": self.mixer.params(),
       "pre_mlp_norm": self._norm().params(),
     }
     if c.mlp:
@@ -248,7 +256,7 @@ class DeepSeekLayer:
 
   def cache_slots(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Slots of this layer's cache in rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
-    return length, MLA(self.cfg.attention, self.precision).cache_shapes()
+    return length, self.mixer.cache_shapes()
 
   def __call__(
     self,
@@ -264,7 +272,7 @@ class DeepSeekLayer:
     aux: Aux = {}
     c, norm, residual = self.cfg, self._norm(), self.precision.residual
     x = carry["x"]
-    out, attention_aux = MLA(c.attention, self.precision)(
+    out, attention_aux = self.mixer(
       p["attention"], norm(p["pre_attention_norm"], x), ctx.positions, ctx.tokens, cache, ctx.step
     )
     out = _probed(slots, "attention", out, aux)

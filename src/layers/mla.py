@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention_kernels import Kernel, attend, dot_product_attention
 from maxtext_like.layers.cache import Step, cached_mask, joined, stored
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
@@ -38,7 +39,8 @@ class MLAConfig:
     indexer_sparse: attend to the selected keys; False is the dense warm-up, where the indexer is trained to predict
       attention and does not act on it.
     indexer_loss_weight: of the KL loss; 0 computes none.
-    kernel: "auto" or "dot_product".
+    kernel: what the configuration asks for.
+    platform: "cpu", "gpu" or "tpu", where the program will run.
   """
 
   emb_dim: int
@@ -53,12 +55,10 @@ class MLAConfig:
   indexer: IndexerConfig | None = None
   indexer_sparse: bool = True
   indexer_loss_weight: float = 0.0
-  kernel: Kernel = "auto"
+  kernel: Choice = "auto"
+  platform: str = "cpu"
 
   def __post_init__(self):
-    if self.kernel not in ("auto", "dot_product"):
-      # Heads of q.k and of v differ in size, the indexer selects keys, and its loss reads the probabilities.
-      raise ValueError(f"attention={self.kernel} does not do latent attention; use attention=auto or dot_product")
     if self.rope.dim != self.rope_dim:
       raise ValueError(f"rotary table of {self.rope.dim} dimensions for a rotary part of {self.rope_dim}")
 
@@ -137,11 +137,22 @@ class MLA:
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-  def _dense(self, q, k, v, tokens: Tokens) -> jax.Array:
-    return attend(
-      q, k, v, tokens, window=None, bidirectional_blocks=False, scale=self.cfg.scale, precision=self.precision,
-      kernel="dot_product",
-    )  # fmt: skip
+  def case(self, length: int, *, images: bool) -> Case:
+    """What a kernel has to do for rows of ``length`` positions; DeepSeek has no images."""
+    del images
+    c, precision = self.cfg, self.precision
+    return Case(
+      platform=c.platform,
+      dtype=precision.dtype,
+      query_heads=c.num_heads,
+      kv_heads=c.num_heads,
+      head_dim=c.nope_dim + c.rope_dim,
+      value_dim=c.value_dim,
+      length=length,
+      probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
+      float32_qk_product=precision.float32_qk_product,
+      float32_logits=precision.float32_logits,
+    )
 
   @jax.named_scope("mla")
   def __call__(
@@ -190,8 +201,13 @@ class MLA:
       scores = indexer(p["indexer"], x_BTD, q_latent, positions, keys["index_k"])
       selected, aux["topk_idx"] = indexer.select(scores, visible)
       mask = selected if c.indexer_sparse else visible
-    if indexer is None and step is None:
-      out_BTNV, probs = self._dense(q, k, v, tokens), None
+    kernel = choose(c.kernel, self.case(T, images=False)) if step is None else None
+    if kernel is not None and indexer is None:
+      probs = None
+      out_BTNV = attend(
+        kernel.name, q, k, v, tokens,
+        window=None, bidirectional_blocks=False, scale=c.scale, precision=self.precision,
+      )  # fmt: skip
     else:
       out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
     if scores is not None and step is None:

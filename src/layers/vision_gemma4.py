@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.attention_kernels import dot_product_attention
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, activate, float16_gated_product, keep_float32, rescue_output
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack

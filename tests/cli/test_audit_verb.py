@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxtext_like.cli.main import main
-from maxtext_like.layers import attention_kernels
+from maxtext_like.layers.kernels.attention import dot_product
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dtype=bfloat16"]
@@ -54,8 +54,8 @@ def test_an_honest_program(tmp_path, capsys):
 
 
 def test_a_key_that_is_not_honoured_ends_with_3(monkeypatch, capsys):
-  softmax = attention_kernels.masked_softmax
-  monkeypatch.setattr(attention_kernels, "masked_softmax", lambda s, mask: softmax(s.astype("bfloat16"), mask))
+  softmax = dot_product.masked_softmax
+  monkeypatch.setattr(dot_product, "masked_softmax", lambda s, mask: softmax(s.astype("bfloat16"), mask))
   assert main(["audit", *SMALL, "--platform=tpu"]) == 3
   (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("float32_logits")]
   assert "not honoured" in line

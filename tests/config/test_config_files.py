@@ -62,7 +62,8 @@ def test_labels_are_short(monkeypatch, tmp_path):
 
 def test_an_installed_wheel_finds_its_own_copy(tmp_path):
   # What the wheel holds: the package without the checkout around it, configs/ inside (pyproject's force-include).
-  shutil.copytree(ROOT / "maxtext_like" / "config", tmp_path / "maxtext_like" / "config")
+  for part in ("config", "layers"):
+    shutil.copytree(ROOT / "maxtext_like" / part, tmp_path / "maxtext_like" / part)
   shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
   for name in ("__init__.py", "errors.py"):
     shutil.copy(ROOT / "maxtext_like" / name, tmp_path / "maxtext_like" / name)

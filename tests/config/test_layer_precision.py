@@ -71,11 +71,6 @@ def test_what_cannot_be_or_does_nothing_is_refused(name, entries, reason):
   assert "layer_precision=" in text  # the place
 
 
-def test_a_kernel_that_takes_16_bits_refuses_a_layer_in_float32():
-  text = error("gemma4-tiny", "dtype=bfloat16", "attention=cudnn_flash", "layer_precision=[1 dtype=float32]")
-  assert "dtype=float32 in layer 1: attention: cudnn_flash does not take it" in text
-
-
 def test_auto_means_what_it_means_for_the_layer_s_dtype():
   words = ["dtype=float16", "layer_precision=[1 dtype=bfloat16 float32_gate_product=true]"]
   assert load_config("gemma4-tiny", words).config.precision.layer_precision

@@ -10,6 +10,7 @@ import pytest
 from written_out import attention, causal, layer_norm, rms, rope, tree64
 
 from maxtext_like.layers.indexer import IndexerConfig
+from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mla import MLA, MLAConfig
 from maxtext_like.layers.precision import Precision
@@ -201,9 +202,15 @@ def test_low_precision_is_near(dtype, tolerance, random_params):
   np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
 
 
-def test_a_fused_kernel_is_refused_even_where_the_heads_would_fit_it():
-  with pytest.raises(ValueError, match="attention=cudnn_flash does not do latent attention"):
-    dataclasses.replace(BASE, kernel="cudnn_flash", nope_dim=12, value_dim=16)
+def test_a_fused_kernel_is_taken_only_where_the_heads_are_of_one_size_and_nothing_selects_keys():
+  fits = dataclasses.replace(BASE, platform="gpu", nope_dim=12, value_dim=16, indexer=None)
+  bfloat16 = Precision(dtype="bfloat16")
+  assert choose("auto", MLA(fits, bfloat16).case(256, images=False)).name == "cudnn_flash"
+  for cfg in (BASE, dataclasses.replace(BASE, indexer=INDEXER, nope_dim=12, value_dim=16)):
+    case = MLA(dataclasses.replace(cfg, platform="gpu"), bfloat16).case(256, images=False)
+    assert choose("auto", case).name == "dot_product"
+    with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here"):
+      choose("cudnn_flash", case)
 
 
 def test_a_rotary_table_of_another_size_is_refused():

@@ -168,8 +168,8 @@ def test_scan_and_remat_are_passed_on_and_change_no_parameter():
 def test_the_kernel_reaches_every_layer():
   decoder = decoder_of("gemma4-31b", attention="dot_product", platform="gpu")
   assert {(x.cfg.attention.kernel, x.cfg.attention.platform) for x in decoder.layers} == {("dot_product", "gpu")}
-  with pytest.raises(ValueError, match="does not do latent attention"):
-    decoder_of("deepseek3-tiny", attention="cudnn_flash")
+  decoder = decoder_of("deepseek3-tiny", attention="dot_product", platform="tpu")
+  assert {(x.cfg.attention.kernel, x.cfg.attention.platform) for x in decoder.layers} == {("dot_product", "tpu")}
 
 
 def test_the_last_layer_of_gemma4_is_global_whatever_the_cycle():

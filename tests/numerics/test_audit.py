@@ -9,7 +9,8 @@ import pytest
 
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
-from maxtext_like.layers import attention_kernels, blocks, indexer, mlp, moe
+from maxtext_like.layers import blocks, indexer, mlp, moe
+from maxtext_like.layers.kernels.attention import dot_product
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
 from maxtext_like.numerics import audit, audit_keys, hlo
@@ -122,7 +123,7 @@ def _ignores_precision(self, spec, x, y, *, float32=False, unbounded=False):
   return Precision.einsum(dataclasses.replace(self, matmul_precision="default"), spec, x, y, float32=float32)
 
 
-_softmax, _product, _call = attention_kernels.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
+_softmax, _product, _call = dot_product.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
 
 # (what is planted, model, words, the keys that are not honoured)
 PLANTED = {
@@ -133,7 +134,7 @@ PLANTED = {
     lambda m: m.setattr(Precision, "einsum", _all_float32), "gemma", [], {"dtype", "logits_dot_in_fp32"},
   ),
   "softmax in bfloat16": (
-    lambda m: m.setattr(attention_kernels, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16), mask)),
+    lambda m: m.setattr(dot_product, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16), mask)),
     "gemma", [], {"float32_logits"},
   ),
   "gate product never float32": (
@@ -142,7 +143,7 @@ PLANTED = {
   ),
   "scores rounded on their way": (
     lambda m: m.setattr(
-      attention_kernels, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16).astype(jnp.float32), mask)
+      dot_product, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16).astype(jnp.float32), mask)
     ),
     "gemma", [], {"float32_logits"},
   ),
@@ -223,7 +224,12 @@ def test_fused_kernels_are_known_by_their_own_names():
     kernel("vmap(static_sparsity_splash)/jit(_splash_attention)/splash_mha_fwd_segmented", "tpu_custom_call"),
     kernel("experts", "tpu_custom_call"),
   ]
-  assert [audit.is_fused(i) for i in calls] == [True, True, False]
+  found = [audit.fused_kernel(i) for i in calls]
+  assert [f and (f[0].name, f[1]) for f in found] == [
+    ("cudnn_flash", "__cudnn$fmhaSoftmax"),
+    ("splash", "splash_mha_fwd_segmented"),
+    None,
+  ]
   rows = audit.rows(hlo.Reading(instructions=calls, arguments={}))
   assert {(r.site, r.operation, r.accumulation, r.note) for r in rows} == {
     ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", audit.GUARANTEE),

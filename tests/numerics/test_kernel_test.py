@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
-from maxtext_like.layers.splash import splash_attention
 from maxtext_like.numerics.kernel_test import cases, self_test, shape_class
 
 

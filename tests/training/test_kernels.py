@@ -12,7 +12,7 @@ import pytest
 
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
-from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import CaseResult
 from maxtext_like.training import kernels
@@ -26,14 +26,17 @@ BAD = [GOOD[0], CaseResult(name="segments", error=0.5, gradient_error=None, prob
 RAISED = [CaseResult(name="window", problem="NotImplementedError: head_dim must be <= 128", raised=True)]
 
 
-def decoder(attention: Any = "auto", model="gemma4-tiny"):
+def decoder(attention: Any = "auto", model="gemma4-tiny", layer_precision=()):
   config = small_config(model, "dtype=bfloat16")
-  return build_decoder(config.model, precision_of(config.precision), attention=attention, platform="gpu")
+  return build_decoder(
+    config.model, precision_of(config.precision), attention=attention, platform="gpu", layer_precision=layer_precision
+  )
 
 
 def decide(
-  results: Any, *, attention: Any = "auto", cache=None, model="gemma4-tiny", device: Any = GPU, length=256, images=False
-):
+  results: Any, *, attention: Any = "auto", cache=None, model="gemma4-tiny", device: Any = GPU, length=256, images=False,
+  layer_precision=(),
+):  # fmt: skip
   """(kernels of the layers, uses, how often the self-test ran)."""
   ran = []
 
@@ -42,9 +45,9 @@ def decide(
     return results(shape) if callable(results) else results
 
   settled, uses = settle(
-    decoder(attention, model), platform="gpu", length=length, images=images, device=device, cache=cache, test=test
+    decoder(attention, model, layer_precision), length=length, images=images, device=device, cache=cache, test=test
   )
-  return [layer.cfg.attention.kernel for layer in settled.layers if isinstance(layer, GemmaLayer)], uses, ran
+  return [layer.cfg.attention.kernel for layer in settled.layers], uses, ran
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +80,8 @@ def test_auto_falls_back_and_says_why(results):
 def test_layers_whose_kernel_passes_keep_it():
   """Windows fail, global layers do not."""
   layers, uses, _ = decide(lambda shape: BAD if shape.window else GOOD)
-  configs = [layer.cfg.attention for layer in decoder().layers if isinstance(layer, GemmaLayer)]
-  assert layers == ["dot_product" if c.window else "auto" for c in configs]
+  windows = [layer.mixer.case(256, images=False).window for layer in decoder().layers]
+  assert layers == ["dot_product" if window else "auto" for window in windows]
   assert {"dot_product", "cudnn_flash"} == {use.kernel for use in uses if use.shape}
 
 
@@ -109,6 +112,31 @@ def test_layers_that_no_fused_kernel_can_do_are_not_tested():
     assert not ran
     assert set(layers) <= {"auto"}
     assert all(use.kernel == "dot_product" and use.shape is None for use in uses)
+
+
+def test_a_layer_with_a_dtype_of_its_own_gets_a_kernel_of_its_own():
+  layers, uses, _ = decide(GOOD, layer_precision=("1 dtype=float32",))
+  assert set(layers) == {"auto"}
+  assert {(use.kernel, use.layers) for use in uses if use.shape is None} == {("dot_product", 1)}
+  assert sum(use.layers for use in uses) == len(layers)
+  with pytest.raises(UserError, match="attention=cudnn_flash cannot be used here: dtype float32 is neither"):
+    decide(GOOD, attention="cudnn_flash", layer_precision=("1 dtype=float32",))
+
+
+def test_long_rows_say_that_they_go_in_blocks():
+  for model in ("deepseek3-tiny", "gemma4-tiny"):
+    _, uses, _ = decide(GOOD, attention="dot_product", model=model, length=600)
+    assert [str(use) for use in uses] == [f"blockwise in {uses[0].of} of {uses[0].of} layers"]
+    assert uses[0].worth_telling
+  _, uses, _ = decide(GOOD, attention="dot_product", length=512)
+  assert not uses[0].worth_telling
+
+
+def test_a_kernel_that_is_more_exact_than_a_flag_asks_is_told():
+  config = small_config("gemma4-tiny", "dtype=bfloat16", "float32_logits=false")
+  model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
+  _, uses = settle(model, length=256, images=False)
+  assert "; in float32, more exact than float32_logits=false asks" in str(uses[0])
 
 
 def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
@@ -204,7 +232,9 @@ RUN += ["enable_checkpointing=false", "resume=false", "enable_tensorboard=false"
 
 @pytest.fixture
 def splash_everywhere(monkeypatch):
-  monkeypatch.setattr(kernels, "choose_kernel", lambda kernel, **_: kernel if kernel == "dot_product" else "splash")
+  monkeypatch.setattr(
+    kernels, "choose", lambda kernel, case: registry.kernel("dot_product" if kernel == "dot_product" else "splash")
+  )
   before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   yield
   jax.config.update("jax_enable_compilation_cache", before)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.masks import masked_fill
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.masks import Tokens, masked_fill
 from maxtext_like.layers.precision import Precision
 
 BLOCK = 512  # queries; rows of at most this many are one block, for which the reference is as good
@@ -139,3 +140,22 @@ def _scores(static: _Static, q_BtKGH, k_BsKH, segments, queries: slice, keys: sl
 def _exponentials(scores, mask, top):
   # The inner where keeps a masked score, which may lie far above the visible ones, from overflowing.
   return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
+
+
+def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_blocks, scale, precision) -> jax.Array:
+  del bidirectional_blocks
+  return blockwise_attention(q_BTNH, k_BTKH, v_BTKV, tokens.segments, window=window, scale=scale, precision=precision)
+
+
+def _refuses(case: Case) -> list[str]:
+  reasons = []
+  if case.length <= BLOCK:
+    reasons.append(f"rows of {case.length} positions are one block (of {BLOCK}), which is dot_product")
+  if case.image_blocks:
+    reasons.append("the mask has bidirectional image blocks")
+  if case.probabilities:
+    reasons.append("the layer needs its probabilities written out")
+  return reasons
+
+
+KERNEL = AttentionKernel(name="blockwise", refuses=_refuses, run=_run)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from equations import named
 
-from maxtext_like.layers.attention_kernels import attend, dot_product_attention
-from maxtext_like.layers.blockwise import blockwise_attention
+from maxtext_like.layers.kernels.attention.blockwise import blockwise_attention
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Case, attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
@@ -79,9 +80,13 @@ def test_extreme_scores_are_finite_forward_and_backward():
 def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
   def count(length, blocks=None, window=None):
     x = [jnp.zeros((1, length, 1, 4))] * 3
+    case = Case(
+      platform="cpu", dtype="float32", query_heads=1, kv_heads=1, head_dim=4, value_dim=4, length=length,
+      image_blocks=blocks is not None,
+    )  # fmt: skip
     run = lambda q, k, v: attend(
-      q, k, v, Tokens(None, blocks), window=window, bidirectional_blocks=blocks is not None, scale=1.0,
-      precision=Precision(dtype="float32"), kernel="dot_product",
+      choose("auto", case).name, q, k, v, Tokens(None, blocks), window=window, bidirectional_blocks=blocks is not None,
+      scale=1.0, precision=Precision(dtype="float32"),
     )  # fmt: skip
     # einsum orders the dimensions as it likes; the head has 4 numbers, so the two largest are queries and keys.
     return [tuple(sorted(e.outvars[0].aval.shape)[-2:]) for e in named(run, *x, name="dot_general")][::2]

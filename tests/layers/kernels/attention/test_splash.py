@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.attention_kernels import dot_product_attention
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.splash import splash_attention
 
 FLOAT32 = Precision(dtype="float32")
 SCALE = 0.07
@@ -63,7 +63,7 @@ _ON_A_MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import MESH_AXES
-from maxtext_like.layers.splash import splash_attention
+from maxtext_like.layers.kernels.attention.splash import splash_attention
 
 def fused(x, segments):
   return splash_attention(x, x, x, Tokens(segments), window=50, scale=0.07, interpret=True)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import batch_axes
 
@@ -108,3 +109,44 @@ def _on_each_device(function, arguments: tuple[jax.Array, ...]) -> jax.Array:
   spec = PartitionSpec(axes if axes and arguments[0].shape[0] % ways == 0 else None)
   specs = (spec,) * len(arguments)
   return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arguments)
+
+
+def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_blocks, scale, precision) -> jax.Array:
+  del bidirectional_blocks, precision
+  with jax.named_scope("splash_attention"):
+    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale)
+
+
+def _refuses(case: Case) -> list[str]:
+  reasons = []
+  if case.platform != "tpu":
+    reasons.append(f"it runs on TPUs, not on {case.platform}")
+  if case.head_dim % _LANES:
+    reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES}")
+  if case.value_dim != case.head_dim:
+    reasons.append(f"value heads ({case.value_dim}) differ from query heads ({case.head_dim})")
+  if case.dtype != "bfloat16":
+    reasons.append(f"dtype {case.dtype} is not bfloat16")
+  if case.image_blocks:
+    reasons.append("the mask has bidirectional image blocks")
+  if case.probabilities:
+    reasons.append("the layer needs its probabilities written out")
+  return reasons
+
+
+def _operation(target: str, scopes: tuple[str, ...]) -> str | None:
+  # JAX names the kernels of splash attention, and a compiled program keeps that name where it loses the outer ones.
+  if target != "tpu_custom_call":
+    return None
+  return next((s for s in reversed(scopes) if s.startswith(("splash_mha", "splash_mqa"))), None)
+
+
+KERNEL = AttentionKernel(
+  name="splash",
+  refuses=_refuses,
+  run=_run,
+  fused=True,
+  title="splash attention",
+  scope="splash_attention",
+  operation=_operation,
+)

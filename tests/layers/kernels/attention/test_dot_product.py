@@ -1,4 +1,4 @@
-"""Attention written out, in float64 and per head; what the float32 flags do; which kernel is refused where."""
+"""Attention written out, in float64 and per head; what the float32 flags do."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ import pytest
 from equations import dtypes, equations
 from written_out import attention, causal
 
-from maxtext_like.layers.attention_kernels import attend, choose_kernel, dot_product_attention
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import attend
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 
@@ -33,13 +34,13 @@ def test_against_float64(window, segments):
   np.testing.assert_allclose(got_probs.reshape(B, N, T, T), probs, atol=2e-6)
   tokens = Tokens(None if segments is None else jnp.asarray(segments))
   whole = attend(
+    "dot_product",
     *arrays("float32"),
     tokens,
     window=window,
     bidirectional_blocks=False,
     scale=0.3,
     precision=Precision(dtype="float32"),
-    kernel="dot_product",
   )
   np.testing.assert_allclose(whole, expected, atol=2e-6)
 
@@ -106,50 +107,3 @@ def test_the_float32_flags_bring_bfloat16_near_the_truth(head_dim):
   assert both < 1e-4
   assert only_logits > 100 * both
   assert neither > 100 * both
-
-
-GPU: dict[str, Any] = {"platform": "gpu", "head_dim": 128, "value_dim": 128, "dtype": "bfloat16", "blocks": False}
-TPU: dict[str, Any] = GPU | {"platform": "tpu"}
-REFUSED = [
-  ("cudnn_flash", GPU | {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
-  ("cudnn_flash", GPU | {"head_dim": 512, "value_dim": 512}, "512 is not a multiple of 8 up to 256"),
-  ("cudnn_flash", GPU | {"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
-  ("cudnn_flash", GPU | {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
-  ("cudnn_flash", GPU | {"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
-  ("cudnn_flash", GPU | {"blocks": True}, "bidirectional image blocks"),
-  ("cudnn_flash", GPU | {"length": 192}, "the row length 192 is not a multiple of 128"),
-  ("splash", TPU | {"platform": "cpu"}, "on TPUs, not on cpu"),
-  ("splash", TPU | {"head_dim": 192, "value_dim": 192}, "192 is not a multiple of 128"),
-  ("splash", TPU | {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
-  ("splash", TPU | {"dtype": "float32"}, "float32 is not bfloat16"),
-  ("splash", TPU | {"dtype": "float16"}, "float16 is not bfloat16"),
-  ("splash", TPU | {"blocks": True}, "bidirectional image blocks"),
-]
-
-
-@pytest.mark.parametrize(("kernel", "case", "reason"), REFUSED)
-def test_a_kernel_that_cannot_is_refused_by_name_and_passed_by_automatically(kernel, case, reason):
-  with pytest.raises(ValueError, match=f"attention={kernel} cannot be used here: .*{reason}.*; use attention=auto"):
-    choose_kernel(kernel, **case)
-  assert choose_kernel("auto", **case) == "dot_product"
-  assert choose_kernel("dot_product", **case) == "dot_product"
-
-
-def test_a_kernel_of_another_platform_is_refused():
-  with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here: it runs on NVIDIA GPUs, not on tpu"):
-    choose_kernel("cudnn_flash", **TPU)
-  with pytest.raises(ValueError, match="attention=splash cannot be used here: it runs on TPUs, not on gpu"):
-    choose_kernel("splash", **GPU)
-
-
-def test_every_reason_is_told_at_once():
-  with pytest.raises(ValueError, match=r"cpu.*512.*float32"):
-    choose_kernel("cudnn_flash", platform="cpu", head_dim=512, value_dim=512, dtype="float32", blocks=False)
-
-
-@pytest.mark.parametrize(("platform", "fused"), [("gpu", "cudnn_flash"), ("cuda", "cudnn_flash"), ("tpu", "splash")])
-def test_the_fast_kernel_is_taken_where_it_honours_everything(platform, fused):
-  case = GPU | {"platform": platform}
-  assert choose_kernel("auto", **case) == fused
-  assert choose_kernel(fused, **case) == fused
-  assert choose_kernel("dot_product", **case) == "dot_product"

@@ -1,0 +1,74 @@
+"""cuDNN's fused attention: float32 scores and softmax by construction, on NVIDIA GPUs."""
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.precision import Precision
+
+
+def cudnn_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  tokens: Tokens,
+  *,
+  window: int | None,
+  bidirectional_blocks: bool,
+  scale: float,
+  precision: Precision,
+) -> jax.Array:
+  """As ``registry.attend``; rows without image blocks."""
+  del bidirectional_blocks, precision
+  B, T = q_BTNH.shape[:2]
+  local = None if window is None else (window - 1, 0)
+  with jax.named_scope("cudnn_attention"):
+    if tokens.segments is None:
+      return jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKV, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+      )
+    mask_BTS = attention_mask(tokens, B, T, window=window, bidirectional_blocks=False)
+    out = jax.nn.dot_product_attention(
+      q_BTNH,
+      k_BSKH,
+      v_BSKV,
+      mask=mask_BTS[:, None],
+      scale=scale,
+      is_causal=True,
+      local_window_size=local,
+      implementation="cudnn",
+    )
+    # cuDNN takes the mask as a finite bias, so a query that sees no key would get the mean of all values.
+    return jnp.where((tokens.segments > 0)[:, :, None, None], out, 0)
+
+
+def _refuses(case: Case) -> list[str]:
+  reasons = []
+  if case.platform not in ("gpu", "cuda"):
+    reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
+  if case.head_dim > 256 or case.head_dim % 8:
+    reasons.append(f"head_dim {case.head_dim} is not a multiple of 8 up to 256")
+  if case.value_dim != case.head_dim:
+    reasons.append(f"value heads ({case.value_dim}) differ from query heads ({case.head_dim})")
+  if case.dtype not in ("bfloat16", "float16"):
+    reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
+  if case.length % 128:
+    # cuDNN's bfloat16 backward gave NaN gradients with a finite loss at length % 128 == 64 (pytorch issue 196678).
+    reasons.append(f"the row length {case.length} is not a multiple of 128")
+  if case.image_blocks:
+    reasons.append("the mask has bidirectional image blocks")
+  if case.probabilities:
+    reasons.append("the layer needs its probabilities written out")
+  return reasons
+
+
+KERNEL = AttentionKernel(
+  name="cudnn_flash",
+  refuses=_refuses,
+  run=cudnn_attention,
+  fused=True,
+  title="cuDNN attention",
+  scope="cudnn_attention",
+  operation=lambda target, scopes: target if target.startswith("__cudnn$fmha") else None,
+)

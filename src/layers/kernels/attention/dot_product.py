@@ -1,0 +1,62 @@
+"""Scaled dot-product attention in plain XLA, with every score written out: the reference for all kernels.
+
+B batch, T query, S key, N query heads, K key-value heads, G = N / K queries a key-value head, H head, V value head.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel
+from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
+from maxtext_like.layers.precision import Precision
+
+
+def dot_product_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  mask_BTS: jax.Array,
+  *,
+  scale: float,
+  precision: Precision,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention with every score written out; obeys ``float32_qk_product`` and ``float32_logits``.
+
+  Args:
+    q_BTNH, k_BSKH, v_BSKV: queries, keys, values; query head n reads key-value head n // (N / K).
+    mask_BTS: bool, [B or 1, T, S]; a query that sees no key gets zeros.
+    scale: multiplies the scores.
+    precision: flags.
+
+  Returns:
+    The attended values [B, T, N, V] in ``dtype``, and the probabilities [B, K, G, T, S] (float32 with float32_logits).
+  """
+  B, T, N, H = q_BTNH.shape
+  K = k_BSKH.shape[2]
+  q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+  with jax.named_scope("qk_product"):
+    scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, float32=precision.float32_qk_product) * scale
+  with jax.named_scope("softmax"):
+    scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+    probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])
+  with jax.named_scope("pv_product"):
+    out_BTKGV = precision.einsum("BKGTS,BSKV->BTKGV", probs_BKGTS, v_BSKV)
+  return out_BTKGV.reshape(B, T, N, -1), probs_BKGTS
+
+
+def _run(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  tokens: Tokens,
+  *,
+  window: int | None,
+  bidirectional_blocks: bool,
+  scale: float,
+  precision: Precision,
+) -> jax.Array:
+  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_blocks=bidirectional_blocks)
+  return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
+
+
+KERNEL = AttentionKernel(name="dot_product", refuses=lambda case: [], run=_run)

@@ -1,0 +1,151 @@
+"""The attention kernels, what each of them can do, and the choice between them.
+
+A kernel is a module of this folder, named as the configuration names it, with a ``KERNEL``. It is used only where it honours
+the mask and the precision flags; asked for where it does not, it is refused. Whatever else wants to know about kernels asks
+here: the self-test, the audit, the start line of a run. This module imports no JAX, so that the configuration may ask too.
+
+B batch, T query, S key, N query heads, K key-value heads, H head, V value head.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+  import jax
+
+  from maxtext_like.layers.masks import Tokens
+  from maxtext_like.layers.precision import Precision
+
+Name = Literal["splash", "cudnn_flash", "blockwise", "dot_product"]
+NAMES: tuple[Name, ...] = get_args(Name)
+"""In the order in which "auto" prefers them. The last one can do everything."""
+
+Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "splash"]
+"""What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
+
+PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
+"""Plain XLA: the reference, and the same in blocks of queries where a row has several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+  """What decides whether a kernel can do an attention layer.
+
+  Attributes:
+    platform: "cpu", "gpu" (or "cuda") or "tpu": where the program will run.
+    dtype: of q, k and v.
+    query_heads, kv_heads: N and K.
+    head_dim, value_dim: H and V.
+    window: keys a query sees, itself included; None: all before it.
+    length: positions of a row, T = S.
+    image_blocks: tokens of one image see each other both ways.
+    probabilities: the layer needs every probability written out.
+    float32_qk_product, float32_logits: the precision keys of these names.
+  """
+
+  platform: str
+  dtype: str
+  query_heads: int
+  kv_heads: int
+  head_dim: int
+  value_dim: int
+  length: int
+  window: int | None = None
+  image_blocks: bool = False
+  probabilities: bool = False
+  float32_qk_product: bool = True
+  float32_logits: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionKernel:
+  """One way to compute attention.
+
+  Attributes:
+    name: as the configuration has it.
+    refuses: why it cannot do a case; empty where it can.
+    run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_blocks, scale, precision) ->
+      [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
+    fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
+      device before a run trusts it.
+    title: what a fused kernel is called in tables.
+    scope: ``jax.named_scope`` that a fused kernel works under.
+    operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
+      anything else; how it is recognised in a program's text.
+  """
+
+  name: Name
+  refuses: Callable[[Case], list[str]]
+  run: Callable[..., Any]
+  fused: bool = False
+  title: str = ""
+  scope: str = ""
+  operation: Callable[[str, tuple[str, ...]], str | None] = lambda target, scopes: None
+
+  def surpasses(self, case: Case) -> list[str]:
+    """The precision keys that are false and that the kernel does not obey, because it computes in float32 anyway."""
+    keys = {"float32_qk_product": case.float32_qk_product, "float32_logits": case.float32_logits}
+    return [key for key, asked in keys.items() if self.fused and not asked and case.dtype != "float32"]
+
+
+def kernel(name: Name) -> AttentionKernel:
+  """The kernel of that name; imports its module."""
+  return importlib.import_module(f"{__package__}.{name}").KERNEL
+
+
+def fused_kernels() -> list[AttentionKernel]:
+  """Those that are binaries of their own."""
+  return [found for found in map(kernel, NAMES) if found.fused]
+
+
+def choose(choice: Choice, case: Case) -> AttentionKernel:
+  """The kernel that will run.
+
+  Args:
+    choice: what the configuration asks for.
+    case: the layer.
+
+  Raises:
+    ValueError: a kernel that is asked for by name cannot do it.
+  """
+  if choice in ("auto", "dot_product"):
+    candidates = NAMES if choice == "auto" else PLAIN
+    return next(found for found in map(kernel, candidates) if not found.refuses(case))
+  asked = kernel(choice)
+  if reasons := asked.refuses(case):
+    raise ValueError(f"attention={choice} cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")
+  return asked
+
+
+def attend(
+  name: Name,
+  q_BTNH: "jax.Array",
+  k_BSKH: "jax.Array",
+  v_BSKV: "jax.Array",
+  tokens: "Tokens",
+  *,
+  window: int | None,
+  bidirectional_blocks: bool,
+  scale: float,
+  precision: "Precision",
+) -> "jax.Array":
+  """Causal self-attention of rows over themselves, by the kernel that ``choose`` picked.
+
+  Args:
+    name: of the kernel.
+    q_BTNH, k_BSKH, v_BSKV: queries, keys and values, T = S; query head n reads key-value head n // (N / K).
+    tokens: segments and image blocks.
+    window: keys a query sees, itself included; None: all before it.
+    bidirectional_blocks: tokens of one image see each other.
+    scale: multiplies the scores.
+    precision: flags.
+
+  Returns:
+    [B, T, N, V] in ``dtype``.
+  """
+  return kernel(name).run(
+    q_BTNH, k_BSKH, v_BSKV, tokens,
+    window=window, bidirectional_blocks=bidirectional_blocks, scale=scale, precision=precision,
+  )  # fmt: skip

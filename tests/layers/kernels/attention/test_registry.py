@@ -1,0 +1,86 @@
+"""Which kernel is refused where, and which is taken."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+
+from maxtext_like.layers.kernels.attention import registry
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, choose
+
+GPU = Case(platform="gpu", dtype="bfloat16", query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=256)
+TPU = dataclasses.replace(GPU, platform="tpu")
+REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
+  ("cudnn_flash", GPU, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
+  ("cudnn_flash", GPU, {"head_dim": 512, "value_dim": 512}, "512 is not a multiple of 8 up to 256"),
+  ("cudnn_flash", GPU, {"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
+  ("cudnn_flash", GPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
+  ("cudnn_flash", GPU, {"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
+  ("cudnn_flash", GPU, {"image_blocks": True}, "bidirectional image blocks"),
+  ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
+  ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
+  ("splash", TPU, {"platform": "cpu"}, "on TPUs, not on cpu"),
+  ("splash", TPU, {"head_dim": 192, "value_dim": 192}, "192 is not a multiple of 128"),
+  ("splash", TPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
+  ("splash", TPU, {"dtype": "float32"}, "float32 is not bfloat16"),
+  ("splash", TPU, {"dtype": "float16"}, "float16 is not bfloat16"),
+  ("splash", TPU, {"image_blocks": True}, "bidirectional image blocks"),
+  ("splash", TPU, {"probabilities": True}, "needs its probabilities"),
+  ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one block"),
+  ("blockwise", GPU, {"length": 513, "image_blocks": True}, "bidirectional image blocks"),
+  ("blockwise", GPU, {"length": 513, "probabilities": True}, "needs its probabilities"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "case", "change", "reason"), REFUSED)
+def test_a_kernel_that_cannot_is_refused_by_name_and_passed_by_automatically(kernel, case, change, reason):
+  case = dataclasses.replace(case, **change)
+  with pytest.raises(ValueError, match=f"attention={kernel} cannot be used here: .*{reason}.*; use attention=auto"):
+    choose(kernel, case)
+  assert choose("auto", case).name != kernel
+  assert choose("dot_product", case).name == "dot_product"
+
+
+def test_a_kernel_of_another_platform_is_refused():
+  with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here: it runs on NVIDIA GPUs, not on tpu"):
+    choose("cudnn_flash", TPU)
+  with pytest.raises(ValueError, match="attention=splash cannot be used here: it runs on TPUs, not on gpu"):
+    choose("splash", GPU)
+
+
+def test_every_reason_is_told_at_once():
+  case = dataclasses.replace(GPU, platform="cpu", head_dim=512, value_dim=512, dtype="float32")
+  with pytest.raises(ValueError, match=r"cpu.*512.*float32"):
+    choose("cudnn_flash", case)
+
+
+@pytest.mark.parametrize(("platform", "fused"), [("gpu", "cudnn_flash"), ("cuda", "cudnn_flash"), ("tpu", "splash")])
+def test_the_fast_kernel_is_taken_where_it_honours_everything(platform, fused: Any):
+  case = dataclasses.replace(GPU, platform=platform)
+  assert choose("auto", case).name == fused
+  assert choose(fused, case).name == fused
+
+
+def test_plain_xla_goes_in_blocks_where_a_row_has_several():
+  for choice in ("auto", "dot_product"):
+    for length, name in ((512, "dot_product"), (513, "blockwise")):
+      assert choose(choice, dataclasses.replace(GPU, platform="cpu", length=length)).name == name
+
+
+def test_flags_that_a_fused_kernel_surpasses_are_named():
+  asked = dataclasses.replace(GPU, float32_logits=False)
+  assert registry.kernel("cudnn_flash").surpasses(asked) == ["float32_logits"]
+  assert registry.kernel("cudnn_flash").surpasses(GPU) == []
+  assert registry.kernel("dot_product").surpasses(asked) == []
+
+
+def test_names_choices_and_modules_are_the_same():
+  assert set(get_args(Choice)) == {"auto", *registry.NAMES}
+  assert [registry.kernel(name).name for name in registry.NAMES] == list(registry.NAMES)
+
+
+def test_the_configuration_can_ask_without_jax():
+  code = "import sys, maxtext_like.layers.kernels.attention.registry; assert 'jax' not in sys.modules"
+  assert subprocess.run([sys.executable, "-c", code]).returncode == 0
