@@ -19,11 +19,11 @@ from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
-from maxtext_like.training.metrics import MetricsWriter
 from maxtext_like.training.program import Program
 from maxtext_like.training.progress import Progress
-from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.sinks.metrics import Row
+from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import Metrics, State
 
 
@@ -37,8 +37,8 @@ class Loop:
     state: where to start; each step takes its memory.
     data: batches of this process, and ``get_state()``.
     evaluate: params -> held-out loss; None: no evaluation.
-    sample: (step, params) -> None, what the model writes; None: no samples.
-    directory, manager, writer, progress, stop, guard: the run's own.
+    sample: (step, params) -> rows of samples.jsonl; None: no samples.
+    manager, files, progress, stop, guard: the run's own.
     flops: of one step on all devices.
     peak_tflops: of one device; None: no mfu.
     failed: keeps and explains the step that ends the run; None: nobody does.
@@ -50,10 +50,9 @@ class Loop:
   state: State
   data: Any
   evaluate: Callable[[Any], float] | None
-  sample: Callable[[int, Any], None] | None
-  directory: RunDirectory
+  sample: Callable[[int, Any], list[Row]] | None
   manager: CheckpointManager | None
-  writer: MetricsWriter
+  files: RunFiles
   progress: Progress
   stop: StopRequest
   guard: FinitenessGuard
@@ -107,17 +106,18 @@ class Loop:
         if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
           self._settle(self.evaluate if evaluating else None)
         if sampling and self.finite and self.sample is not None:
-          self.sample(step, self.state["params"])
+          for row in self.sample(step, self.state["params"]):
+            self.files.sample(row)
           self._last_end = time.perf_counter()
         if self.manager is not None:
           self.manager.poll()
           if saving and step < t.steps:
+            self.files.flush()
             self.manager.save(step, self.state, self._extra(), finite=self.finite)
             self._last_end = time.perf_counter()
         if step < t.steps:
           self._stop_if_asked(step)
-    if self.manager is not None:
-      self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite)
+    self._save_and_wait(step)
 
   def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
     # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
@@ -157,10 +157,14 @@ class Loop:
     if not self.stop.should_stop(step):
       return
     self._settle()
-    saved = None
-    if self.manager is not None and self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
-      saved = str(self.manager.directory / str(step))
-    raise self.stop.error(step, saved)
+    raise self.stop.error(step, self._save_and_wait(step))
+
+  def _save_and_wait(self, step: int) -> str | None:
+    """Saves at the end of a run; returns the path of the checkpoint, None where there is none."""
+    self.files.flush()
+    if self.manager is None or not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+      return None
+    return str(self.manager.directory / str(step))
 
   def _settle(self, evaluate: Callable[[Any], float] | None = None) -> None:
     """Waits for the step under way, and writes and shows what it gave."""
@@ -175,7 +179,7 @@ class Loop:
     by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
     # Whole numbers stay whole: a count is not 1024.0.
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
-    row: dict[str, Any] = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
+    row: Row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
     row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
@@ -189,11 +193,11 @@ class Loop:
       except ExitError as raised:
         failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()
-    self.writer.write(row)
+    self.files.row(row)
     lines, error = self.guard.observe(StepResult(step, scalars, finite))
     if self.guard.changed:
       self.guard.changed = False
-      self.directory.write_text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
+      self.files.text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
     for line in lines:
       self.progress.say(line)
     self.progress.step(row)

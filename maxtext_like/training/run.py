@@ -24,20 +24,21 @@ from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, UserError
 from maxtext_like.layers.param import count
-from maxtext_like.training import environment, memory, report, tokenizer
+from maxtext_like.training import environment, memory, tokenizer
 from maxtext_like.training.failed_step import FailedStep
-from maxtext_like.training.finiteness import FinitenessGuard
+from maxtext_like.training.finiteness import FinitenessGuard, Report
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.initial_weights import read_weights, require_source
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.metrics import FILE_NAME, MetricsWriter, keep_until, read
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.run_directory import RunDirectory
-from maxtext_like.training.samples import FILE_NAME as SAMPLES
-from maxtext_like.training.samples import Samples, read_samples
+from maxtext_like.training.samples import Samples
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.sinks import report
+from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
+from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import State
 
 COMPILE_NOTICE_SECONDS = 30.0
@@ -68,7 +69,7 @@ def train(loaded: Loaded) -> int:
     samples = None
     if config.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
-      samples = Samples(program, data.tokenizer, directory.path / SAMPLES, progress.say)
+      samples = Samples(program, data.tokenizer, progress.say)
     stack.enter_context(directory)
     stack.enter_context(progress)
     manager = None
@@ -84,31 +85,31 @@ def train(loaded: Loaded) -> int:
     _introduce(progress, program, directory, need, limit)
     try:
       train_step, start, state = _prepare(program, manager, data, progress)
-      directory.write_text("config.yml", loaded.to_yaml())
+      files = stack.enter_context(RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start))
+      files.text("config.yml", loaded.to_yaml())
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
-      directory.write_text("env.json", json.dumps(env, indent=1) + "\n")
+      files.text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, config.training.steps)
       device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
-      keep_until(directory.path / SAMPLES, start)  # with or without new ones: the report shows what is there
-      writer = MetricsWriter(directory.path, tensorboard=config.logging.enable_tensorboard, step=start)
-      with writer:
-        loop = Loop(
-          program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
-          directory, manager, writer, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
-          FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
-        )  # fmt: skip
-        del state
-        begin, outcome = time.monotonic(), "interrupted by an error of the program"
-        try:
-          loop.run(start)
-          took = duration(time.monotonic() - begin)
-          outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them now, in {took}"
-        except ExitError as error:
-          outcome = f"stopped: {error}"
-          raise
-        finally:
-          _write_report(directory, name, outcome, guard, loaded, env)
+      loop = Loop(
+        program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
+        manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
+        FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
+      )  # fmt: skip
+      del state
+      begin, outcome = time.monotonic(), "interrupted by an error of the program"
+      try:
+        loop.run(start)
+        took = duration(time.monotonic() - begin)
+        outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them now, in {took}"
+      except ExitError as error:
+        outcome = f"stopped: {error}"
+        raise
+      finally:
+        page = _Page(directory.path, name, outcome, guard.report, loaded, env)
+        for line in files.end("report.html", page.render):
+          progress.say(f"lost    {line}")
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
         raise
@@ -292,17 +293,28 @@ class Evaluation:
     return float(np.sum(losses, dtype=np.float64) / max(int(np.sum(counts)), 1))
 
 
-def _write_report(directory: RunDirectory, name: str, outcome: str, guard: FinitenessGuard, loaded: Loaded, env: Any) -> None:
-  page = report.render(
-    name=name,
-    outcome=outcome,
-    rows=read(directory.path / FILE_NAME),
-    samples=read_samples(directory.path),
-    finiteness=guard.report,
-    config_yaml=loaded.to_yaml(),
-    environment=env,
-  )
-  directory.write_text("report.html", page)
+@dataclasses.dataclass
+class _Page:
+  """What report.html is made of, when all else is written."""
+
+  directory: Path
+  name: str
+  outcome: str
+  finiteness: Report
+  loaded: Loaded
+  environment: dict[str, Any]
+
+  def render(self, lost: list[str]) -> str:
+    return report.render(
+      name=self.name,
+      outcome=self.outcome,
+      rows=read(self.directory / METRICS),
+      samples=read(self.directory / SAMPLES),
+      finiteness=self.finiteness,
+      config_yaml=self.loaded.to_yaml(),
+      environment=self.environment,
+      lost=lost,
+    )
 
 
 def _out_of_memory(

@@ -47,11 +47,11 @@ def toy_loop(config, place: Path) -> Any:
   selection = select(decoder, decoder.params(), config.model, ())
   labels = row_labels(decoder, selection.split(decoder.params())[0])
   program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1))
-  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, write=lambda _: None, should_stop=lambda _: False)
-  directory: Any = SimpleNamespace(path=place, write_text=lambda *_: None)
+  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False)
+  files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, labels, config.training.steps)
   watch = FailedStep(program, place)
-  return Loop(program, step, state, Data(), None, None, directory, None, quiet, quiet, quiet, guard, 1.0, None, watch)
+  return Loop(program, step, state, Data(), None, None, None, files, quiet, quiet, guard, 1.0, None, watch)
 
 
 @pytest.fixture

@@ -53,10 +53,10 @@ def test_a_step_takes_as_long_as_the_device_works_on_it():
   guard.observe.return_value = ([], None)
   stop = MagicMock()
   stop.should_stop.return_value = False
-  writer: Any = MagicMock()
+  files: Any = MagicMock()
   data: Any = iter([{}] * steps)
   quiet: Any = MagicMock()
-  Loop(program, Device().step, {}, data, None, None, quiet, None, writer, quiet, stop, guard, 1.0, None).run(0)
-  seconds = [call.args[0]["step_seconds"] for call in writer.write.call_args_list]
+  Loop(program, Device().step, {}, data, None, None, None, files, quiet, stop, guard, 1.0, None).run(0)
+  seconds = [call.args[0]["step_seconds"] for call in files.row.call_args_list]
   assert len(seconds) == steps
   np.testing.assert_allclose(seconds, STEP, atol=0.08)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.training.metrics import MetricsWriter
 from maxtext_like.training.program import make_program
 from maxtext_like.training.run import train
 from tests.training.small import SMALL, batches, small_config
@@ -102,12 +101,3 @@ def test_every_second_line_of_the_metrics_has_them(tmp_path):
   assert [any(k.startswith("numerics/") for k in row) for row in rows] == [False, True, False]
   assert len(rows[1]["numerics/backward/residual/max"]) == len(rows[1]["numerics/gradients/parameters/max"]) > 2
   assert list((tmp_path / "r" / "tensorboard").iterdir())
-
-
-def test_a_list_has_one_event_a_layer_and_null_for_what_is_not_finite(tmp_path):
-  with MetricsWriter(tmp_path, tensorboard=True, step=0) as writer:
-    writer.write({"step": 1, "numerics/forward/mlp/max": [1.5, float("nan")]})
-  assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "numerics/forward/mlp/max": [1.5, None]}
-  events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-  assert b"numerics/forward/mlp/max/layer_00" in events
-  assert b"layer_01" not in events

@@ -6,8 +6,7 @@ from html import escape
 from typing import Any
 
 from maxtext_like.training.finiteness import CHECKS, Report
-
-Row = dict[str, Any]
+from maxtext_like.training.sinks.metrics import Row
 
 # (title, metrics drawn together, logarithmic)
 CURVES = (
@@ -46,6 +45,7 @@ def render(
   config_yaml: str,
   environment: dict[str, Any],
   samples: list[Row] | None = None,
+  lost: list[str] | None = None,
 ) -> str:
   """The page.
 
@@ -57,11 +57,13 @@ def render(
     config_yaml: the resolved configuration.
     environment: of env.json.
     samples: of samples.jsonl.
+    lost: lines about what could not be written.
   """
   figures = "".join(_figure(title, keys, log, rows) for title, keys, log in CURVES)
   parts = [
     f"<h1>{escape(name)}</h1><p>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
+    *(f"<p class=bad>lost: {escape(line)}</p>" for line in lost or []),
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
     _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",

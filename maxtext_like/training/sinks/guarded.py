@@ -1,0 +1,138 @@
+"""A place that is written to on a thread of its own: no step waits for its disk, and no fault there ends a run."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger(__name__)
+WAITING = 1000  # items at most; beyond them the oldest is dropped
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 1.0, 60.0
+_SLOW_SECONDS = 30.0  # that one write takes before it is told
+
+
+class Guarded:
+  """Writes items in order, later. A failed write is told once, and tried again with the same item from time to time.
+
+  Args:
+    name: of the place, as it is told.
+    write: (item) -> None; runs on the thread. OSError: try again later; any other exception is a fault of ours, which
+      costs that item.
+    unit: what an item is called when some are lost.
+    tell: takes a line for whoever watches.
+  """
+
+  def __init__(self, name: str, write: Callable[[Any], None], unit: str, tell: Callable[[str], None] = _log.warning):
+    self.name = name
+    self._write, self._unit, self._tell = write, unit, tell
+    self._condition = threading.Condition()
+    self._items: dict[Any, Any] = {}
+    self._numbers = itertools.count()
+    self._lost = 0
+    self._reason: str | None = None  # of the newest failure
+    self._failing = self._slow = self._closing = self._given_up = False
+    self._begun: float | None = None  # when the write under way began
+    self._told: set[str] = set()
+    self._thread: threading.Thread | None = None
+
+  def put(self, item: Any, key: str | None = None) -> None:
+    """Hands over an item; never waits, never raises.
+
+    Args:
+      item: for ``write``.
+      key: takes the place of the item with this key that still waits; None: of none.
+    """
+    with self._condition:
+      if self._given_up:
+        self._lost += 1
+        return
+      if len(self._items) >= WAITING:
+        # Not the first one: it may be half written just now.
+        del self._items[next(itertools.islice(self._items, 1, None))]
+        self._lost += 1
+      self._items[next(self._numbers) if key is None else key] = item
+      stuck = self._begun is not None and time.monotonic() - self._begun > _SLOW_SECONDS
+      if self._thread is None:
+        self._thread = threading.Thread(target=self._work, name=f"write {self.name}", daemon=True)
+        self._thread.start()
+      self._condition.notify_all()
+    if stuck:
+      self._reason = f"a write has not returned for {_SLOW_SECONDS:.0f} s"
+      self._tell_once(f"{self.name}: {self._reason}; training goes on without it")
+
+  def flush(self, seconds: float) -> None:
+    """Waits until all is written, at most ``seconds``; not at all for a place that fails, or that was too slow before."""
+    with self._condition:
+      done = self._condition.wait_for(lambda: not self._items or self._failing or self._slow, seconds)
+      self._slow = bool(self._items) and (self._slow or not done)
+
+  def close(self, seconds: float) -> None:
+    """Ends the thread: what waits is written, with one more try where writing fails, within ``seconds``."""
+    with self._condition:
+      self._closing = True
+      self._condition.notify_all()
+    if self._thread is not None:
+      self._thread.join(seconds)
+    with self._condition:
+      self._given_up = True  # a thread that still hangs ends with the process
+      if self._items and not self._failing:
+        self._reason = f"writing had not ended after {seconds:.0f} s"
+      self._lost += len(self._items)
+      self._items = {}
+
+  @property
+  def lost(self) -> str | None:
+    """What was not written, and why, as a line; None: nothing."""
+    if not self._lost:
+      return None
+    return f"{self.name}: {self._lost} {self._unit}{'' if self._lost == 1 else 's'} lost: {self._reason or 'too many at once'}"
+
+  def _work(self) -> None:
+    delay = _FIRST_RETRY_SECONDS
+    while True:
+      with self._condition:
+        self._condition.wait_for(lambda: self._items or self._closing)
+        if not self._items or self._given_up:
+          return
+        key, item = next(iter(self._items.items()))
+        self._begun = time.monotonic()
+        last_try = self._closing
+      reason = self._attempt(item)
+      with self._condition:
+        self._begun = None
+        if reason is None:
+          self._failing, delay = False, _FIRST_RETRY_SECONDS
+          if self._items.get(key) is item:
+            del self._items[key]
+        else:
+          self._failing, self._reason = True, reason
+        self._condition.notify_all()
+      if reason is None:
+        continue
+      self._tell_once(f"{self.name}: {reason}; training goes on, and it is tried again from time to time")
+      if last_try:
+        return
+      with self._condition:
+        self._condition.wait_for(lambda: self._closing, delay)
+      delay = min(2 * delay, _LAST_RETRY_SECONDS)
+
+  def _attempt(self, item: Any) -> str | None:
+    """One try; returns why it failed, when another one may help."""
+    try:
+      self._write(item)
+    except OSError as error:
+      return error.strerror or str(error)
+    except Exception as error:
+      _log.debug("%s", self.name, exc_info=True)
+      self._reason = f"{type(error).__name__}: {error}"
+      with self._condition:
+        self._lost += 1
+      self._tell_once(f"{self.name}: a {self._unit} could not be written: {self._reason}")
+    return None
+
+  def _tell_once(self, line: str) -> None:
+    if line not in self._told:
+      self._told.add(line)
+      self._tell(line)

@@ -1,0 +1,80 @@
+"""metrics.jsonl and samples.jsonl: a line of JSON for each step or sample, written whole, read with what damage there is."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint.atomic import write_text
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+Row = dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+def finite(row: Row) -> Row:
+  """A row for JSON, which has no NaN and no infinity: numbers that are not finite become null, in lists too."""
+  return {k: [_finite(x) for x in v] if isinstance(v, list) else _finite(v) for k, v in row.items()}
+
+
+def _finite(value: Any) -> Any:
+  return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def line(row: Row) -> bytes:
+  """A row as it stands in the file."""
+  return (json.dumps(row) + "\n").encode()
+
+
+def read(path: Path) -> list[Row]:
+  """The rows of a file, none if it is missing. Damaged lines are left out and told, all in one warning.
+
+  Raises:
+    OSError: the file cannot be read.
+  """
+  rows, damaged = _scan(path)
+  if damaged:
+    _log.warning("%s: %s left out", path, _lines(damaged))
+  return rows
+
+
+def keep_until(path: Path, step: int) -> list[Row]:
+  """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
+
+  Returns:
+    The dropped rows.
+
+  Raises:
+    OSError: the file cannot be read, or not be written; it is then as it was.
+  """
+  rows, damaged = _scan(path)
+  dropped = [row for row in rows if row["step"] > step]
+  if damaged:
+    _log.warning("%s: %s removed", path, _lines(damaged))
+  if dropped or damaged:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+  return dropped
+
+
+def _lines(count: int) -> str:
+  return "1 damaged line" if count == 1 else f"{count} damaged lines"
+
+
+def _scan(path: Path) -> tuple[list[Row], int]:
+  """The rows of a file, and how many of its lines are none: cut short by a kill, or broken by a bad disk."""
+  rows, damaged = [], 0
+  try:
+    content = path.read_bytes()
+  except FileNotFoundError:
+    return [], 0
+  for text in content.splitlines():
+    try:
+      row = json.loads(text)
+    except (ValueError, RecursionError):
+      row = None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      rows.append(row)
+    else:
+      damaged += 1
+  return rows, damaged

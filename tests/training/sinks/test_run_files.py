@@ -1,0 +1,74 @@
+"""metrics.jsonl, samples.jsonl, events and whole files of a run."""
+
+import json
+
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.training.sinks import guarded
+from maxtext_like.training.sinks.metrics import keep_until, read
+from maxtext_like.training.sinks.run_files import RunFiles
+
+
+def rows(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_is_on_the_disk_and_json_has_no_nan(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  with RunFiles(tmp_path, tensorboard=False, step=0) as files:
+    files.row({"step": 1, "loss": 2.0})
+    files.flush()
+    assert rows(path) == [{"step": 1, "loss": 2.0}]
+    files.row({"step": 2, "loss": float("nan"), "grad_norm": float("inf"), "by_layer": [1.0, float("nan")]})
+  assert rows(path)[1] == {"step": 2, "loss": None, "grad_norm": None, "by_layer": [1.0, None]}
+  assert not (tmp_path / "tensorboard").exists()
+
+
+def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog):
+  path = tmp_path / "metrics.jsonl"
+  lines = [json.dumps({"step": s, "loss": 1.0}) for s in range(1, 6)]
+  path.write_text("\n".join([*lines, "\0\0\xff", '{"step": 6, "lo']))
+  with RunFiles(tmp_path, tensorboard=False, step=3) as files:
+    assert [row["step"] for row in files.again] == [4, 5]
+    files.row({"step": 4, "loss": 0.5})
+  assert [(r["step"], r["loss"]) for r in read(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 0.5)]
+  assert [record.getMessage() for record in caplog.records] == [f"{path}: 2 damaged lines removed"]
+  assert keep_until(tmp_path / "absent.jsonl", 3) == []
+  assert not (tmp_path / "absent.jsonl").exists()
+  before = path.stat().st_ino
+  assert keep_until(path, 4) == []
+  assert path.stat().st_ino == before  # not written where nothing goes
+
+
+@pytest.mark.parametrize("damage", ["5", "[1]", '{"loss": 1}', '{"step": null}', "[" * 100000, "{}"])
+def test_a_damaged_line_is_left_out_and_told(tmp_path, caplog, damage):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 2}}\n')
+  assert read(path) == [{"step": 1}, {"step": 2}]
+  assert [record.getMessage() for record in caplog.records] == [f"{path}: 1 damaged line left out"]
+
+
+def test_a_file_that_cannot_be_read_at_the_start_is_refused(tmp_path):
+  (tmp_path / "metrics.jsonl").mkdir()
+  with pytest.raises(UserError, match=r"metrics.jsonl: Is a directory; mend it, or choose another run_name"):
+    RunFiles(tmp_path, tensorboard=False, step=0)
+
+
+def test_the_last_file_knows_what_was_lost(tmp_path, monkeypatch, caplog):
+  monkeypatch.setattr(guarded, "_FIRST_RETRY_SECONDS", 0.01)
+  with RunFiles(tmp_path, tensorboard=True, step=0) as files:
+    (tmp_path / "tensorboard").write_text("in the way")
+    for step in (1, 2):
+      files.row({"step": step, "loss": 1.0})
+    files.text("env.json", "old")
+    files.text("env.json", "new")
+    files.text("x/none.txt", "no such directory")
+    lost = files.end("report.html", "\n".join)
+  assert (tmp_path / "env.json").read_text() == "new"
+  assert (tmp_path / "report.html").read_text().splitlines() == lost
+  assert lost == ["tensorboard: 2 rows lost: File exists", "x/none.txt: 1 version lost: No such file or directory"]
+  assert len(rows(tmp_path / "metrics.jsonl")) == 2
+  assert [r.getMessage() for r in caplog.records if "tensorboard" in r.getMessage()] == [
+    "tensorboard: File exists; training goes on, and it is tried again from time to time"
+  ]
