@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxtext_like.cli.arguments import on_the_host, parse_words, split_configuration
 from maxtext_like.config.load import Loaded, load_config
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.training.lowered import PLATFORMS
 from maxtext_like.training.topologies import TOPOLOGIES, find_topology
@@ -29,8 +30,9 @@ EXAMPLES = """examples:
 def run(argv: list[str]) -> int:
   """Audits; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like audit", add_help=False, allow_abbrev=False, exit_on_error=False)
-  for option in ("platform", "topology", "json"):
+  for option in ("platform", "topology"):
     parser.add_argument(f"--{option}")
+  parser.add_argument("--json", type=local_path)
   own, words = parse_words(parser, argv, {})
   config, overrides = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
   if own.topology and own.platform not in (None, "tpu"):

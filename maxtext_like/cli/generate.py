@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Continues prompts, one from the command line or one a line of a .jsonl file:
@@ -98,11 +99,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", metavar="DIR", help="what to generate with")
+  parser.add_argument("--checkpoint", type=local_path, metavar="DIR", help="what to generate with")
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
-  parser.add_argument("--image", metavar="FILE", action="append", default=[], dest="images", help="an image of the prompt, "
-                      "PNG or JPEG, where it says <image>, else before it; several in order")  # fmt: skip
-  parser.add_argument("--batch", metavar="FILE", help='a .jsonl file with a "prompt" and perhaps "images" in every line')
+  parser.add_argument("--image", type=local_path, metavar="FILE", action="append", default=[], dest="images",
+                      help="PNG or JPEG, put where the prompt says <image>, else before it; several in order")  # fmt: skip
+  parser.add_argument(
+    "--batch", type=local_path, metavar="FILE", help='a .jsonl file with a "prompt" and perhaps "images" in every line'
+  )
   parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="longest answer, in tokens (128)")
   parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 takes the most likely token (1)")
   parser.add_argument("--top-k", type=int, default=0, metavar="N", help="the N most likely tokens only (all)")

@@ -1,14 +1,16 @@
 """``maxtext-like VERB ...``: finds the verb, turns errors into one message and an exit code. Imports nothing heavy."""
 
+import errno
 import importlib
 import keyword
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 
 from maxtext_like import __version__
-from maxtext_like.errors import ExitError
+from maxtext_like.errors import ExitError, UserError
 
 VERBS = {
   "train": "train a model",
@@ -45,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   words = list(sys.argv[1:] if argv is None else argv)
   try:
     return _dispatch(words)
-  except (ExitError, RuntimeError) as raised:
+  except (ExitError, RuntimeError, OSError) as raised:
     if (error := _as_exit(raised)) is None:
       raise
     if os.environ.get("MAXTEXT_LIKE_DEBUG", "") not in ("", "0"):
       traceback.print_exc()
-    print(f"error: {printable(str(error))}", file=sys.stderr)
+    print(f"error: {shortened(printable(str(error)))}", file=sys.stderr)
     return error.exit_code
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
@@ -64,14 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _as_exit(error: Exception) -> ExitError | None:
   if isinstance(error, ExitError):
     return error
+  if isinstance(error, OSError):
+    # Whoever looks at a path first gets this one; it can only have been typed.
+    return UserError(f"{error.filename}: {error.strerror}") if error.errno == errno.ENAMETOOLONG else None
   from maxtext_like.cli.environment import backend_error
 
   return backend_error(error) if isinstance(error, RuntimeError) else None
 
 
 def _dispatch(words: list[str]) -> int:
-  from maxtext_like.errors import UserError
-
   if not words or words[0] in ("-h", "--help", "help"):
     print(usage())
     return 0 if words else UserError.exit_code
@@ -121,6 +124,11 @@ def _unknown_verb(verb: str) -> str:
 def printable(text: str) -> str:
   """Text for a terminal: control characters, which a file name or a value may hold, are written as escapes."""
   return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str) -> str:
+  """The text with the middle of every word of thousands of characters left out."""
+  return re.sub(r"\S{1000,}", lambda word: f"{word[0][:200]}...({len(word[0])} characters)...{word[0][-50:]}", text)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from maxtext_like.cli.arguments import parse_words
+from maxtext_like.config.paths import local_path, require_local
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Looks again through the step that ended a run with exit code 3, from the state and the batch that the run kept:
@@ -30,12 +31,14 @@ def run(argv: list[str]) -> int:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--out", metavar="DIR", help="where xray.json and xray.html go; default: RUN/failed_step/replay")
+  parser.add_argument(
+    "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: RUN/failed_step/replay"
+  )
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
   options, words = parse_words(parser, argv, {})
   if not words or "=" in words[0] or words[0].startswith("-"):
     raise UserError("replay: no run named\n  fix: maxtext-like replay runs/NAME [key=value ...]")
-  place = Path(words[0]).expanduser()
+  place = Path(require_local(words[0])).expanduser()
   if not (place / "config.yml").is_file():
     raise UserError(
       f"{place}: is no run directory, it holds no config.yml\n  fix: maxtext-like replay runs/NAME [key=value ...]"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from maxtext_like.cli.arguments import parse_words, split_configuration
 from maxtext_like.config.load import load_config
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -38,8 +39,12 @@ def run(argv: list[str]) -> int:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", metavar="DIR", help="a run, one of its checkpoints (whole state), or a Hugging Face one")
-  parser.add_argument("--out", metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray")
+  parser.add_argument(
+    "--checkpoint", type=local_path, metavar="DIR", help="a run, one of its checkpoints (whole state), or a Hugging Face one"
+  )
+  parser.add_argument(
+    "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray"
+  )
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
   options, words = parse_words(parser, argv, {})
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
+_INT_LENGTH = 40  # characters; from 4300 digits on Python refuses, with an error of its own
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]")  # octal to some readers, decimal to others
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -103,6 +104,8 @@ def _plain(node: Scalar, kind: str) -> str:
 def _int(node: Scalar) -> int:
   text = _plain(node, "int")
   if _INT.fullmatch(text):
+    if len(text) > _INT_LENGTH or not -(2**63) <= int(text) < 2**63:
+      raise CoercionError(f"{text!r} is not an int of 64 bits")
     return int(text)
   remedy = ""
   if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):

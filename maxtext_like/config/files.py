@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
 
@@ -45,7 +46,7 @@ def find_config(name: str) -> Path:
   """
   if not name:
     raise UserError("no configuration named\n  fix: name a model or a file, as in: maxtext-like train gemma4-tiny")
-  path = Path(name).expanduser()
+  path = Path(require_local(name)).expanduser()
   known = configs_folder() / "models" / f"{name}.yml"
   looks_like_path = path.suffix in SUFFIXES or "/" in name
   if not looks_like_path and known.is_file():

@@ -13,14 +13,18 @@ from maxtext_like.config import maxtext
 from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of
 from maxtext_like.config.overrides import leaf_of, parse_overrides
+from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import Problem, did_you_mean, error_of
 from maxtext_like.config.rules import cross_problems, inactive_precision_keys
-from maxtext_like.config.schema import LEAVES, SECTIONS, Config
+from maxtext_like.config.schema import LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config
 from maxtext_like.config.yaml_file import Entry, Mapping, Scalar, read_yaml, to_text
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
+
+
+MOST_UNKNOWN = 50  # unknown keys of a file that are listed
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def base_values() -> MappingProxyType[str, object]:
 
 
 def _hardware_file(name: str) -> Path:
-  path = Path(name).expanduser()
+  path = Path(require_local(name)).expanduser()
   if not path.is_file():
     kind = "is a directory, not a file" if path.is_dir() else "no such hardware file"
     raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files")
@@ -152,6 +156,8 @@ def _file_entries(path: Path) -> list[Entry]:
       leaf = leaf_of(f"{section}.{key}" if section and key not in maxtext.KNOWN else key)
     except KeyError as error:
       problems.append(Problem(f"{origin}: {_unknown(key, section, error.args[0])}"))
+      if len(problems) == MOST_UNKNOWN:  # this is no configuration, and every suggestion costs a comparison with all keys
+        raise error_of(problems) from None
       return
     ours = maxtext.RENAMED.get(leaf, leaf)
     if ours in seen:
@@ -192,7 +198,9 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
   for leaf, (_, kind) in LEAVES.items():
     entry = entries[leaf]
     try:
-      values[leaf] = coerce(entry.node, kind)
+      values[leaf] = value = coerce(entry.node, kind)
+      if isinstance(value, int) and abs(value) > (most := LARGEST.get(leaf, LARGEST_INT)):
+        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is beyond {most}"))
     except CoercionError as error:
       if isinstance(entry.node, Scalar) and entry.node.text == "null" and entry.origin.startswith("configs/base.yml:"):
         values[leaf] = None

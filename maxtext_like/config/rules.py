@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from maxtext_like.config.layer_precision import layer_problems
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.paths import url_problems
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import Config
 
@@ -145,6 +146,7 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),
       "its tokens are no text: set sample_every to 0, or another dataset",
     )  # fmt: skip
+  yield from url_problems(config)
   yield from layer_problems(config)
 
 

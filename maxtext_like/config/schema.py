@@ -4,6 +4,7 @@
 the values of one section are here, rules across sections in ``rules.py``.
 """
 
+import os
 import re
 import typing
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from maxtext_like.config.problems import InvalidSectionError, Problem, above_zer
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 
+LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -260,6 +262,10 @@ class LoggingConfig(_Checked):
         f"run_name = {self.run_name!r} is not the name of a directory", ("run_name",),
         "one name without '/'; output_dir says where it lies",
       )  # fmt: skip
+    if (length := len(os.fsencode(self.run_name or ""))) > LONGEST_NAME:
+      yield Problem(
+        f"run_name has {length} bytes, the name of a directory at most {LONGEST_NAME}", ("run_name",), "choose a shorter one"
+      )
     if self.compilation_cache_dir == "":
       yield Problem("compilation_cache_dir is empty", ("compilation_cache_dir",), "name a directory, or null for none")
 
@@ -285,3 +291,14 @@ LEAVES: dict[str, tuple[str, object]] = {
   leaf: (section, kind) for section, cls in SECTIONS.items() for leaf, kind in typing.get_type_hints(cls).items()
 }
 """Leaf name to its section and type. A leaf's name is unique over all sections."""
+
+LARGEST_INT = 2**31 - 1
+"""Sizes and counts meet int32 on the device. Checked while values are read: a rule that loops over layers never ends."""
+
+LARGEST: dict[str, int] = {
+  "seed": 2**63 - 1,
+  "data_shuffle_seed": 2**63 - 1,
+  "num_decoder_layers": 10_000,
+  "num_hidden_layers_for_vit": 10_000,
+}
+"""The same for leaves that differ."""

@@ -42,6 +42,7 @@ from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import State
 
 COMPILE_NOTICE_SECONDS = 30.0
+_log = logging.getLogger(__name__)
 
 
 def train(loaded: Loaded) -> int:
@@ -123,7 +124,14 @@ def use_compilation_cache(directory: str | None) -> None:
   if directory is None:
     jax.config.update("jax_enable_compilation_cache", False)
     return
-  jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+  path = os.path.expanduser(directory)
+  try:
+    os.makedirs(path, exist_ok=True)
+  except OSError as error:
+    _log.warning("compilation_cache_dir %s: %s; compiled programs are not kept", directory, error.strerror)
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  jax.config.update("jax_compilation_cache_dir", path)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

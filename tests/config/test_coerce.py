@@ -102,7 +102,13 @@ def test_quoted_null_and_numbers_are_text():
   assert coerce(quoted("5"), str) == "5"
 
 
-@given(st.integers())
+@pytest.mark.parametrize("text", [str(2**63), str(-(2**63) - 1), "1" * 5000, "-" + "9" * 4301])
+def test_an_int_has_64_bits(text):
+  with pytest.raises(CoercionError, match="64 bits"):
+    coerce(Scalar(text, True, 1), int)
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
 def test_every_int_is_read(number):
   assert coerce(Scalar(f"{number}", True, 1), int) == number
   assert coerce(Scalar(f"{number:_}", True, 1), int) == number

@@ -118,7 +118,7 @@ def overrides():
   return st.fixed_dictionaries(
     {},
     optional={
-      "steps": st.integers(1, 10**12),
+      "steps": st.integers(1, 2**31 - 1),
       "seed": st.integers(0, 2**31),
       "learning_rate": st.floats(1e-30, 1e30),
       "adam_eps": st.floats(1e-300, 1.0),

@@ -1,0 +1,57 @@
+"""What cannot be trained is refused by ``train.py`` itself with exit code 2: quickly, without a traceback, nothing written."""
+
+import pytest
+
+ABSURD = "1" * 5000  # more digits than Python turns into a number
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    ({"output_dir": "gs://bucket/runs"}, "output_dir = gs://bucket/runs is a URL"),
+    ({"run_name": "x" * 300}, "run_name has 300 bytes"),
+    ({"output_dir": "x" * 300}, "File name too long"),
+    ({"steps": ABSURD}, "is not an int of 64 bits"),
+    ({"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is beyond 10000"),
+    ({"sample_prompts": "[" * 30000}, "nested more than 20 deep"),
+  ],
+  ids=lambda value: str(value)[:30],
+)
+def test_absurd_values(train, keys, said):
+  process = train.spawn("a", **keys)
+  assert process.wait(timeout=60) == 2, train.log.read_text()
+  text = train.log.read_text()
+  assert said in text
+  assert "Traceback" not in text
+  assert len(text) < 2000
+  assert not (train.output_dir / "a").exists()
+
+
+def test_bombs_in_a_file(train, tmp_path):
+  bomb = tmp_path / "bomb.yml"
+  for text, said in (
+    ("data:\n  text_field: &a [x, x]\n  tokenizer: [*a, *a]\n", "anchor '&a'"),
+    ("data:\n  text_field:\n    " + "- " * 50000, "nested more than 20 deep"),
+    ("training:\n  seed: " + ABSURD, "is not an int of 64 bits"),
+    ("data:\n" + "".join(f"  key{i}: {i}\n" for i in range(20000)), "50 problems"),
+  ):
+    bomb.write_text(text)
+    process = train.spawn("a", hardware=bomb)
+    assert process.wait(timeout=60) == 2, train.log.read_text()
+    assert said in train.log.read_text()
+    assert "Traceback" not in train.log.read_text()
+
+
+@pytest.mark.parametrize(
+  "variables",
+  [
+    {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+    {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+  ],
+  ids=["jax", "slurm"],
+)
+def test_one_of_several_processes(train, variables):
+  process = train.spawn("a", environment=variables)
+  assert process.wait(timeout=60) == 2, train.log.read_text()
+  assert "one process on one host" in train.log.read_text()
+  assert not (train.output_dir / "a").exists()
