@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   words = list(sys.argv[1:] if argv is None else argv)
   try:
     return _dispatch(words)
+  except BrokenPipeError:
+    # The reader of our output is gone (`| head`). Python would complain again when it flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
   except (ExitError, RuntimeError, OSError) as raised:
     if (error := _as_exit(raised)) is None:
       raise
@@ -57,10 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
-  except BrokenPipeError:
-    # The reader of our output is gone (`| head`). Python would complain again when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 def _as_exit(error: Exception) -> ExitError | None:
