@@ -19,6 +19,12 @@ class NonFiniteError(ExitError):
   exit_code = 3
 
 
+class NoProgressError(ExitError):
+  """The run was restarted again and again and did not get on. A retry repeats it."""
+
+  exit_code = 3
+
+
 class DoesNotFitError(ExitError):
   """The run does not fit the memory of the machine."""
 

@@ -3,15 +3,17 @@
 Orbax writes the arrays; everything that decides whether a step exists is ours, because orbax hides the errors of
 asynchronous saves, lists steps that are not there and has no checksums. Layout of a checkpoint directory::
 
-  120/state/          what orbax writes
-  120/COMPLETE.json   our manifest, written last; a step without it is not a checkpoint
-  110.corrupt/        a step that failed its hashes, set aside
+  120/state/             what orbax writes
+  120/COMPLETE.json      our manifest; a step without it is not a checkpoint
+  130.saving-5f0c9a21/   a step that is being written; it gets its number when its manifest stands
+  110.corrupt/           a step that failed its hashes, set aside; 100.incomplete/ one whose manifest was lost
 
-One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest and drops old steps. The
-training loop calls ``poll`` every step; a failed save surfaces there.
+One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest, gives the step its name and
+drops old steps. The training loop calls ``poll`` every step; a failed save surfaces there.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -21,6 +23,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +79,11 @@ class CheckpointManager:
     patience_seconds: how long a save waits for the one before it, before it is skipped. Enough for a small state, so that
       small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
     tokenizer: files that every step carries, by name (``companions.of_tokenizer``).
+    fence: entered around every rename and removal in ``directory``; raises, or never returns, when that is another's by now.
+    watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
 
   Raises:
-    UserError: the directory cannot be made or read.
+    UserError: the directory cannot be made or read, or holds a step under another's name.
     ValueError: an argument out of range.
   """
 
@@ -93,13 +99,16 @@ class CheckpointManager:
     backoff_seconds: float = 1.0,
     patience_seconds: float = 2.0,
     tokenizer: dict[str, bytes] | None = None,
+    fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
   ):
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
     if interval < 1 or attempts < 1:
       raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
     self.directory = Path(os.path.abspath(directory))
-    self._steps = StepDirectories(self.directory)
+    self._steps = StepDirectories(self.directory, fence)
+    self._fence, self._watch = fence, watch
     self.config = compatibility.record({} if config is None else config)
     self.statistics = Statistics()
     self._interval = interval
@@ -231,14 +240,14 @@ class CheckpointManager:
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     try:
-      path = self._steps.path(step)
-      free = _free_bytes(self.directory)
-      if free is not None and free < pending.needed_bytes:  # filling the disk would break the run's other files too
-        raise OSError(errno.ENOSPC, "not started: the disk is too full")
-      if path.exists():  # a damaged or foreign directory in the way; a complete step was met above
-        self._steps.set_aside(step)
-      path.mkdir()
-      self._start_orbax(path / manifest.STATE_NAME, flat)
+      with self._watch("save", f"the save of step {step}"):
+        path = self._steps.saving(step)
+        free = _free_bytes(self.directory)
+        if free is not None and free < pending.needed_bytes:  # filling the disk would break the run's other files too
+          raise OSError(errno.ENOSPC, "not started: the disk is too full")
+        with self._fence():
+          path.mkdir()
+        self._start_orbax(path / manifest.STATE_NAME, flat)
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -261,22 +270,25 @@ class CheckpointManager:
     self._checkpointer.save(path, args=ocp.args.PyTreeSave(flat))
 
   def _finish(self, pending: _Pending, record: manifest.Manifest, begin: float) -> None:
-    """Body of a save's thread: after it either the manifest is on the disk or ``pending.error`` says why not."""
+    """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
     try:
-      self._checkpointer.wait_until_finished()
-      written = time.monotonic()
-      path = self._steps.path(pending.step)
-      # With several processes, process 0 alone gets here after orbax's commit barrier and hashes for all.
-      companions.write(path, self._tokenizer)
-      files = manifest.hash_files(path)
-      manifest.write(path, dataclasses.replace(record, files=files))
-      pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
+      with self._watch("save", f"the save of step {pending.step}"):
+        self._checkpointer.wait_until_finished()
+        written = time.monotonic()
+        path = self._steps.saving(pending.step)
+        # With several processes, process 0 alone gets here after orbax's commit barrier and hashes for all.
+        companions.write(path, self._tokenizer)
+        files = manifest.hash_files(path)
+        manifest.write(path, dataclasses.replace(record, files=files))
+        self._steps.commit(pending.step)
+        atomic.sync_directory(self.directory)
+        pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
     except BaseException as error:
       pending.error = error
       return
     try:
-      atomic.sync_directory(self.directory)
-      self._steps.drop_old(self._max_to_keep)
+      with self._watch("save", "the removal of old checkpoints"):
+        self._steps.drop_old(self._max_to_keep)
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
 
@@ -311,14 +323,15 @@ class CheckpointManager:
     self._consecutive_failures += 1
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
-    path = self._steps.path(pending.step)
     free = _free_bytes(self.directory)  # before the half-written step goes
-    shutil.rmtree(path, ignore_errors=True)  # writers that still run may put files back; the next start cleans again
+    # Writers that still run may put files back; the next start cleans again.
+    shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
     self._checkpointer = None
     last = self._consecutive_failures >= self._attempts
     kept = self.latest_complete()
     message = (
-      f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): {path}: "
+      f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): "
+      f"{self._steps.path(pending.step)}: "
       f"needs {megabytes(pending.needed_bytes)}, {megabytes(free) if free is not None else 'unknown'} were free: "
       f"{_reason(pending.error)}; "
       + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
@@ -332,7 +345,8 @@ class CheckpointManager:
 
   def _join(self, timeout: float | None = None) -> None:
     if self._pending is not None and self._pending.thread.ident is not None:
-      self._pending.thread.join(timeout)
+      with self._watch("save", f"the wait for the save of step {self._pending.step}"):
+        self._pending.thread.join(timeout)
 
   def wait(self) -> bool:
     """Waits for the save under way; returns whether there was none or it is complete.
@@ -409,8 +423,9 @@ class CheckpointManager:
       None when there is no checkpoint at all.
 
     Raises:
-      UserError: all steps are corrupt, or the newest is of another model or has other arrays.
+      UserError: all steps are corrupt, or the newest is of another model or has other arrays, or one has another's name.
     """
+    self._steps.require_names()
     wanted = tree.flatten(like)
     candidates = self._steps.with_manifest()
     if step is not None:

@@ -1,82 +1,171 @@
-"""The numbered directories of a checkpoint directory: which count, which are litter, which are set aside or dropped.
+"""The directories of a checkpoint directory: which are steps, which are litter, which are moved aside or dropped.
 
-Everything is read from the disk each time: a cached list is how phantom steps are born.
+A directory named by a number is a step that was whole once: a save is written under a name of its own and renamed when its
+manifest stands. So whatever is missing in a numbered one was lost later, and a person may want the rest: it is moved aside and
+told, never deleted. Everything is read from the disk each time: a cached list is how phantom steps are born.
 """
 
+import contextlib
 import logging
 import os
+import re
+import secrets
 import shutil
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from maxtext_like.checkpoint import manifest
+from maxtext_like.errors import UserError
 
 _log = logging.getLogger(__name__)
-_CORRUPT = ".corrupt"
+_CORRUPT, _INCOMPLETE = ".corrupt", ".incomplete"
+_PRIVATE = re.compile(r"(\d+)\.(saving|dropping)-[0-9a-f]{8}")
 
 
 class StepDirectories:
-  """The steps under ``directory``, each named by its number."""
+  """The steps under ``directory``, each named by its number.
 
-  def __init__(self, directory: Path):
+  Args:
+    directory: need not exist for the methods that only look.
+    fence: entered around every rename and removal: raises, or does not return, when the directory is no longer ours.
+  """
+
+  def __init__(self, directory: Path, fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext):
     self.directory = directory
+    self._fence = fence
+    self._token = secrets.token_hex(4)  # of this process: nobody else's leftovers have it
 
   def path(self, step: int) -> Path:
-    """Returns the directory of a step, whether it is there or not."""
+    """Returns the directory of a step, whether it is there or not. It may be a link to one elsewhere."""
     return self.directory / str(step)
 
+  def saving(self, step: int) -> Path:
+    """Returns where a step is written until it is whole. Another process that lost its lock cannot meet it there."""
+    return self.directory / f"{step}.saving-{self._token}"
+
   def numbered(self) -> list[int]:
-    """Returns every directory that is named like a step, oldest first."""
-    names = (entry.name for entry in os.scandir(self.directory) if entry.is_dir(follow_symlinks=False))
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    """Returns every directory, or link to one, that is named like a step, oldest first."""
+    names = (entry.name for entry in os.scandir(self.directory) if entry.is_dir())
+    return sorted(int(name) for name in names if _is_number(name))
 
   def with_manifest(self) -> list[int]:
-    """Returns the steps that were complete once, damaged or not, oldest first."""
+    """Returns the steps that have a manifest, damaged or not, oldest first."""
     return [step for step in self.numbered() if (self.path(step) / manifest.FILE_NAME).exists()]
 
   def complete(self) -> list[int]:
-    """Returns the steps whose manifest is whole and whose files have the right sizes, oldest first. Reads no array."""
-    found = []
-    for step in self.numbered():
-      try:
-        manifest.check_sizes(self.path(step), manifest.read(self.path(step)))
-      except manifest.DamageError:
+    """Returns the steps whose manifest is whole and of that step, and whose files have the right sizes, oldest first."""
+    return [step for step in self.numbered() if _is_whole(self.path(step), step)]
+
+  def require_names(self) -> None:
+    """Looks whether every step is what its name says: a renamed one would be taken for progress that was never made.
+
+    Raises:
+      UserError: a directory whose manifest is of another step, or a link to what is not there.
+    """
+    if not self.directory.is_dir():
+      return
+    for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
+      if not _is_number(entry.name):
         continue
-      found.append(step)
-    return found
+      if entry.is_symlink() and not entry.is_dir():
+        raise UserError(
+          f"{entry.path} is a link to {os.readlink(entry.path)}, where no directory is (not mounted?)\n"
+          "  fix: bring it back, or remove the link to go on without this step"
+        )
+      with contextlib.suppress(manifest.DamageError):
+        found = manifest.read(Path(entry.path)).step
+        if found != int(entry.name):
+          raise UserError(
+            f"{entry.path} holds step {found} by its own manifest: it was renamed or copied\n"
+            f"  fix: name it {found}, or move it away; init_from={entry.path} starts a new run from its weights"
+          )
 
   def make(self) -> None:
-    """Makes the directory; removes, and tells, what interrupted saves left. Anybody else's files are only told.
+    """Makes the directory, finishes or removes what interrupted saves left, and moves aside what is no step any more.
 
     Raises:
       OSError: the directory cannot be made, read or cleaned.
+      UserError: see ``require_names``.
     """
+    if self.directory.is_symlink() and not self.directory.exists():
+      raise UserError(
+        f"checkpoint directory {self.directory} is a link to {os.readlink(self.directory)}, which is not there (not mounted?)"
+      )
     self.directory.mkdir(parents=True, exist_ok=True)
+    self.require_names()
+    for path in sorted(self.directory.iterdir()):
+      if found := _PRIVATE.fullmatch(path.name):
+        step, doing = int(found[1]), found[2]
+        if doing == "saving" and _is_whole(path, step) and not self.path(step).exists():
+          _log.warning("%s was whole and only lacked its name; it is step %d now", path, step)
+          self.commit(step, path)
+        else:
+          _log.warning("%s is what an interrupted %s left; removed", path, "save" if doing == "saving" else "removal")
+          shutil.rmtree(path)
     for step in self.numbered():
       path = self.path(step)
       if (path / manifest.FILE_NAME).exists():
         continue
-      names = [entry.name for entry in os.scandir(path)]
-      if all(name.startswith((*manifest.PARTS, manifest.FILE_NAME)) for name in names):
-        _log.warning("%s is not a complete checkpoint (an interrupted save); removed", path)
-        shutil.rmtree(path)
+      names = sorted(entry.name for entry in os.scandir(path))
+      if not names and not path.is_symlink():
+        _log.warning("%s is empty, not a checkpoint; removed", path)
+        path.rmdir()
+      elif all(name.startswith((*manifest.PARTS, manifest.FILE_NAME)) for name in names):
+        aside = self._move_aside(step, _INCOMPLETE)
+        _log.warning("%s has no %s, so it does not count; moved to %s", path, manifest.FILE_NAME, aside.name)
       else:
-        _log.warning("%s is not a checkpoint (it holds %s); left alone", path, ", ".join(sorted(names)[:3]))
+        _log.warning("%s is not a checkpoint (it holds %s); left alone", path, ", ".join(names[:3]))
 
-  def drop_old(self, keep: int | None) -> None:
-    """Keeps the newest ``keep`` complete steps, all with None, and no damaged twin of a complete one.
+  def commit(self, step: int, path: Path | None = None) -> None:
+    """Gives a step that was written whole its name. From here on it counts. What lies in the way is moved aside."""
+    with self._fence():
+      if os.path.lexists(self.path(step)):
+        self._move_aside(step, _INCOMPLETE)
+      (path or self.saving(step)).rename(self.path(step))
 
-    The manifest goes first: a half-deleted step never counts.
+  def drop_old(self, keep: int | None, spare: Collection[int] = ()) -> None:
+    """Keeps the newest ``keep`` complete steps, all with None, and those of ``spare``; no damaged twin of a complete one.
+
+    A step loses its name first: a half-deleted one never counts. Of a linked one only the link is removed.
     """
     complete = self.complete()
     for step in complete:
-      shutil.rmtree(self.directory / f"{step}{_CORRUPT}", ignore_errors=True)
+      for twin in self.directory.glob(f"{step}{_CORRUPT}*"):
+        shutil.rmtree(twin, ignore_errors=True)
     for step in complete[:-keep] if keep else []:
-      (self.path(step) / manifest.FILE_NAME).unlink()
-      shutil.rmtree(self.path(step))
+      if step in spare:
+        continue
+      path, dropping = self.path(step), self.directory / f"{step}.dropping-{self._token}"
+      with self._fence():
+        if path.is_symlink():
+          _log.warning("%s was a link and is removed; what it led to is left: %s", path, os.readlink(path))
+          path.unlink()
+          continue
+        path.rename(dropping)
+      shutil.rmtree(dropping)
 
-  def set_aside(self, step: int) -> None:
-    """Renames a damaged step so that it is no longer met, and keeps it for whoever wants to look."""
-    target = self.directory / f"{step}{_CORRUPT}"
-    if target.exists():
-      shutil.rmtree(target)
+  def set_aside(self, step: int) -> Path:
+    """Renames a damaged step so that it is no longer met, keeps it for whoever wants to look, and returns where."""
+    with self._fence():
+      return self._move_aside(step, _CORRUPT)
+
+  def _move_aside(self, step: int, suffix: str) -> Path:
+    number = 1
+    while os.path.lexists(target := self.directory / f"{step}{suffix}{f'-{number}' if number > 1 else ''}"):
+      number += 1
     self.path(step).rename(target)
+    return target
+
+
+def _is_number(name: str) -> bool:
+  return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _is_whole(path: Path, step: int) -> bool:
+  try:
+    stored = manifest.read(path)
+    manifest.check_sizes(path, stored)
+  except manifest.DamageError:
+    return False
+  return stored.step == step

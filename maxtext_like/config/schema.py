@@ -195,6 +195,33 @@ class CheckpointConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchdogConfig(_Checked):
+  """``watchdog:``, when a run that does not get on ends. Seconds; 0: no limit."""
+
+  watchdog_compile_seconds: float
+  watchdog_step_seconds: float
+  watchdog_data_seconds: float
+  watchdog_save_seconds: float
+  watchdog_exit_seconds: float
+  max_restarts_without_progress: int
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 0, *(f.name for f in fields(self)))
+
+  def limits(self) -> dict[str, float]:
+    """Seconds by kind, as ``training.watchdog.Watchdog`` takes them. Waiting for data ends by itself a minute earlier."""
+    data = self.watchdog_data_seconds
+    return {
+      "compile": self.watchdog_compile_seconds,
+      "step": self.watchdog_step_seconds,
+      "data": data and data + 60,
+      "save": self.watchdog_save_seconds,
+      "exit": self.watchdog_exit_seconds,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeshConfig(_Checked):
   """``mesh:``, how many devices each axis of the mesh has. -1: all that the others leave."""
 
@@ -280,6 +307,7 @@ class Config:
   training: TrainingConfig
   data: DataConfig
   checkpoint: CheckpointConfig
+  watchdog: WatchdogConfig
   mesh: MeshConfig
   logging: LoggingConfig
 

@@ -73,6 +73,7 @@ def make_data(
   process_count: int = 1,
   split: Split = "train",
   vision: VisionConfig | None = None,
+  stall_limit_seconds: float = STALL_LIMIT_SECONDS,
 ) -> "DataSource":
   """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
 
@@ -108,7 +109,10 @@ def make_data(
       process_count=process_count,
       avoid=multimodal.vision.image_token_id if multimodal else None,
     )
-    return DataSource(rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal)
+    return DataSource(
+      rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal,
+      stall_limit_seconds=stall_limit_seconds,
+    )  # fmt: skip
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   multimodal = _multimodal(vision, tokenizer, length)
@@ -161,8 +165,9 @@ def make_data(
   if multimodal:
     identity["vision"] = multimodal.identity()
   source = DataSource(
-    rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal
-  )
+    rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
+    stall_limit_seconds=stall_limit_seconds,
+  )  # fmt: skip
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
     source.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
@@ -275,7 +280,7 @@ class DataSource:
     identity: dict[str, Any],
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
-    stall_warn_seconds: float = STALL_WARN_SECONDS,
+    stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   ):
     """`rows`: where rows come from; `identity`: what must not change between save and resume."""
@@ -283,7 +288,8 @@ class DataSource:
     self.identity = identity
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
-    self._stall = {"warn_seconds": stall_warn_seconds, "limit_seconds": stall_limit_seconds}
+    warn = min(STALL_WARN_SECONDS, stall_limit_seconds / 2) if stall_warn_seconds is None else stall_warn_seconds
+    self._stall = {"warn_seconds": warn, "limit_seconds": stall_limit_seconds}
     self._state = self._initial = {"rows": rows.get_state(), "ended": False}
     self._counts = rows.counts()
     self._ended = False

@@ -96,10 +96,18 @@ def whole_state(program: Program, checkpoint: Path | None) -> State:
 
 
 def find_step(directory: Path) -> Path | None:
-  """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none."""
+  """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none.
+
+  Raises:
+    UserError: the run has a step under another's name.
+  """
   if (directory / manifest.FILE_NAME).is_file():
     return directory
   for place in (directory / "checkpoints", directory):
-    if place.is_dir() and (steps := StepDirectories(place).complete()):
+    if not place.is_dir():
+      continue
+    directories = StepDirectories(place)
+    directories.require_names()
+    if steps := directories.complete():
       return place / str(max(steps))
   return None

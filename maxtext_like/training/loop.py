@@ -25,6 +25,7 @@ from maxtext_like.training.signals import StopRequest
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import Metrics, State
+from maxtext_like.training.watchdog import Watchdog
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Loop:
     flops: of one step on all devices.
     peak_tflops: of one device; None: no mfu.
     failed: keeps and explains the step that ends the run; None: nobody does.
+    watchdog: limits how long a step may take, and what comes between two.
     finite: the newest metrics show a finite state.
   """
 
@@ -59,6 +61,7 @@ class Loop:
   flops: float
   peak_tflops: float | None
   failed: FailedStep | None = None
+  watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   _pending: tuple[int, Metrics, Any, Future[float]] | None = field(default=None, init=False)
   _last_end: float = field(default=0.0, init=False)
@@ -87,7 +90,7 @@ class Loop:
     self._last_end = time.perf_counter()
     step = start
     self._stop_if_asked(step)
-    with ThreadPoolExecutor(1, "step-end") as clock:
+    with self.watchdog.watch("compile", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
       for batch in self._batches(t.steps - start):
         if self.failed is not None:
           self.failed.remember(self.state)
@@ -106,8 +109,9 @@ class Loop:
         if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
           self._settle(self.evaluate if evaluating else None)
         if sampling and self.finite and self.sample is not None:
-          for row in self.sample(step, self.state["params"]):
-            self.files.sample(row)
+          with self.watchdog.watch("compile", f"sampling after step {step}"):
+            for row in self.sample(step, self.state["params"]):
+              self.files.sample(row)
           self._last_end = time.perf_counter()
         if self.manager is not None:
           self.manager.poll()
@@ -117,13 +121,15 @@ class Loop:
             self._last_end = time.perf_counter()
         if step < t.steps:
           self._stop_if_asked(step)
+        self.watchdog.again("step", f"step {step + 1}")
     self._save_and_wait(step)
 
   def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
     # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
     for _ in range(count):
       try:
-        batch = next(self.data)
+        with self.watchdog.watch("data", "the wait for a batch"):
+          batch = next(self.data)
       except ExitError:
         self._keep_finished()
         raise
@@ -189,7 +195,8 @@ class Loop:
     failure = None
     if evaluate is not None and self.finite:
       try:
-        row["eval_loss"] = evaluate(self.state["params"])
+        with self.watchdog.watch("compile", f"the evaluation after step {step}"):
+          row["eval_loss"] = evaluate(self.state["params"])
       except ExitError as raised:
         failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()
@@ -203,7 +210,8 @@ class Loop:
     self.progress.step(row)
     if error is not None:
       if self.failed is not None:
-        error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
+        with self.watchdog.watch("compile", f"the look through step {step}"):
+          error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
       raise error
     if failure is not None:
       self._keep_finished()

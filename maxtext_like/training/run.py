@@ -18,7 +18,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
-from maxtext_like.checkpoint.tree import flatten
+from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
 from maxtext_like.data.loader import DataSource, make_data
@@ -32,6 +32,7 @@ from maxtext_like.training.initial_weights import read_weights, require_source
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
+from maxtext_like.training.restarts import Restarts
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.schedule import make_schedule
@@ -40,6 +41,7 @@ from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
 from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import State
+from maxtext_like.training.watchdog import Watchdog
 
 COMPILE_NOTICE_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -57,9 +59,13 @@ def train(loaded: Loaded) -> int:
   directory = RunDirectory(config.logging.output_dir, name)
   if config.checkpoint.init_from is not None:
     require_source(Path(config.checkpoint.init_from), directory.checkpoints)
-  program = make_program(config)
-  need, limit = memory.require_fit(program)
   with contextlib.ExitStack() as stack:
+    watchdog = stack.enter_context(Watchdog(config.watchdog.limits()))
+    starting = stack.enter_context(contextlib.ExitStack())
+    starting.enter_context(watchdog.watch("compile", "the start"))
+    program = make_program(config)
+    need, limit = memory.require_fit(program)
+    watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
     # The data are opened, and the first batch is made, before anything is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
     data = stack.enter_context(contextlib.closing(open_data(program, "train", settings)))
@@ -72,21 +78,26 @@ def train(loaded: Loaded) -> int:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, progress.say)
     stack.enter_context(directory)
+    watchdog.directory = directory.path
     stack.enter_context(progress)
     manager = None
     if config.checkpoint.enable_checkpointing:
-      manager = stack.enter_context(_manager(config, directory, data))
+      manager = stack.enter_context(_manager(config, directory, data, watchdog))
       if (done := finished_step(program, manager)) is not None:
         progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
         return 0
       if (newest := manager.latest_complete()) is not None:
         tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
-    stop = stack.enter_context(StopRequest())
+      stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
+    watchdog.stop = stop = stack.enter_context(StopRequest())
+    stack.callback(watchdog.leave)
     _introduce(progress, program, directory, need, limit)
     try:
       train_step, start, state = _prepare(program, manager, data, progress)
-      files = stack.enter_context(RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start))
+      files = stack.enter_context(
+        RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
+      )
       files.text("config.yml", loaded.to_yaml())
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
@@ -94,11 +105,13 @@ def train(loaded: Loaded) -> int:
       device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
       loop = Loop(
-        program, train_step, state, data, held_out and Evaluation(program, held_out, progress), samples,
+        program, train_step, state, data, held_out and Evaluation(program, held_out, progress, watchdog), samples,
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
+        watchdog,
       )  # fmt: skip
       del state
+      starting.close()
       begin, outcome = time.monotonic(), "interrupted by an error of the program"
       try:
         loop.run(start)
@@ -108,6 +121,7 @@ def train(loaded: Loaded) -> int:
         outcome = f"stopped: {error}"
         raise
       finally:
+        watchdog.leave()
         page = _Page(directory.path, name, outcome, guard.report, loaded, env)
         for line in files.end("report.html", page.render):
           progress.say(f"lost    {line}")
@@ -154,10 +168,11 @@ def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
     process_count=jax.process_count(),
     split=split,
     vision=config.vision,
+    stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
   )
 
 
-def _manager(config: Config, directory: RunDirectory, data: DataSource) -> CheckpointManager:
+def _manager(config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog) -> CheckpointManager:
   c = config.checkpoint
   return CheckpointManager(
     directory.checkpoints,
@@ -166,6 +181,8 @@ def _manager(config: Config, directory: RunDirectory, data: DataSource) -> Check
     max_to_keep=c.max_to_keep,
     asynchronous=c.async_checkpointing,
     tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
+    fence=directory.exclusive,
+    watch=watchdog.watch,
   )
 
 
@@ -282,8 +299,8 @@ def _compile_notice(progress: Progress) -> Iterator[None]:
 class Evaluation:
   """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones."""
 
-  def __init__(self, program: Program, data: DataSource, progress: Progress):
-    self._program, self._data, self._progress = program, data, progress
+  def __init__(self, program: Program, data: DataSource, progress: Progress, watchdog: Watchdog):
+    self._program, self._data, self._progress, self._watchdog = program, data, progress, watchdog
     self._compiled: Any = None
 
   def __call__(self, params: Any) -> float:
@@ -294,6 +311,7 @@ class Evaluation:
     self._data.reset()
     sums = []
     for _ in range(self._program.config.data.eval_steps):
+      self._watchdog.again()
       sums.append(self._compiled(params, self._program.place(next(self._data))))
       if len(sums) > 1:
         jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory

@@ -3,29 +3,39 @@
 Two runs in one directory destroy each other's checkpoints, so the holder's name lies in ``run.lock``: host, process,
 start. Whether the holder lives is seen in the process table of the same machine; from elsewhere by a heartbeat that
 is watched for change, since the clocks of two hosts need not agree.
+
+A holder that was stopped, or whose disk was away, may find another's name there. So it looks at each beat, and before
+every write that comes when it has not beaten for a while; whoever lost the directory ends at once and writes nothing more.
+What must never be done by two, such as giving a checkpoint its name, is done in ``exclusive``: no takeover falls inside.
 """
 
+import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import platform
+import secrets
 import shlex
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from maxtext_like.checkpoint import atomic
-from maxtext_like.errors import UserError
+from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.training.watchdog import end_now
 
 _log = logging.getLogger(__name__)
 LOCK_NAME = "run.lock"
 _HEARTBEAT_SECONDS = 5.0
 _WATCH_SECONDS = 16.0  # three heartbeats
+_GUARD_SECONDS = 20.0  # how long a new process waits for one that holds the guard, as for the rename of a checkpoint
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -59,6 +69,7 @@ def _identity() -> dict[str, Any]:
     "start_ticks": _start_ticks(os.getpid()),
     "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     "command": shlex.join(sys.argv),
+    "token": secrets.token_hex(8),
   }
 
 
@@ -79,6 +90,9 @@ class RunDirectory:
     self.path = Path(os.path.abspath(Path(os.path.expanduser(output_dir)) / run_name))
     self._lock = self.path / LOCK_NAME
     self._identity: dict[str, Any] | None = None
+    self._sure_until = 0.0  # time.monotonic() before which no other process can have seen three heartbeats missing
+    self._inside = threading.RLock()
+    self._depth = 0
     self._stop = threading.Event()
     self._heart: threading.Thread | None = None
 
@@ -88,7 +102,8 @@ class RunDirectory:
     return self.path / "checkpoints"
 
   def write_text(self, name: str, text: str) -> Path:
-    """Writes one of the run's files atomically and returns its path."""
+    """Writes one of the run's files atomically and returns its path; see ``require_held``."""
+    self.require_held()
     atomic.write_text(self.path / name, text)
     return self.path / name
 
@@ -110,38 +125,144 @@ class RunDirectory:
     self._heart.start()
     return self
 
-  def __exit__(self, *_: object) -> None:
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
     self._stop.set()
     if self._heart is not None:
       self._heart.join()
-    if self._holder() == self._identity:
-      self._lock.unlink(missing_ok=True)
+    why = None
+    try:
+      why = self._why_lost()
+      if why is None:
+        with self._guard():
+          if self._why_lost() is None:
+            self._lock.unlink()
+    except OSError as failure:
+      _log.warning("%s cannot be removed: %s", self._lock, failure.strerror)
     self._identity = None
+    if why is None:
+      return
+    if error is None or isinstance(error, OSError):  # a file that cannot be written because its directory is gone
+      raise RetryableError(f"run directory {self.path}: {why}") from error
+    _log.error("run directory %s: %s", self.path, why)
+
+  # Holding it.
+
+  def require_held(self) -> None:
+    """Returns when the directory is this process's; before every write into it. Else it ends the process, exit code 42.
+
+    Costs a look at the clock within three heartbeats of the last one that succeeded, and reads the lock after that.
+
+    Raises:
+      OSError: the lock cannot be read, so nobody knows.
+    """
+    if self._identity is not None and time.monotonic() >= self._sure_until:
+      self._look()
+
+  @contextlib.contextmanager
+  def exclusive(self) -> Iterator[None]:
+    """Inside, the directory is this process's and cannot be taken over: for renames and removals, which are quick.
+
+    Raises:
+      OSError: the lock cannot be read, so nobody knows.
+    """
+    self._look()
+    with self._guard():
+      self._look()
+      yield
+
+  def _look(self) -> None:
+    why = self._why_lost()
+    if why is not None:
+      self._abandon(why)
+
+  def _why_lost(self) -> str | None:
+    """Returns what became of the lock in a few words; None: it is this process's. OSError as the disk gives it."""
+    try:
+      holder = self._read_lock()
+    except FileNotFoundError:
+      what = f"its {LOCK_NAME} was removed" if self.path.is_dir() else "it was removed or renamed"
+      return f"{what} while this run was going on"
+    if holder == self._identity:
+      return None
+    return f"{_name_of(holder or {})} took it over, because this process had not given a sign of life for a while"
+
+  def _abandon(self, why: str) -> NoReturn:
+    end_now(RetryableError(f"run directory {self.path}: {why}; this process stops here and writes nothing more into it"))
+
+  @contextlib.contextmanager
+  def _guard(self, seconds: float = float("inf")) -> Iterator[None]:
+    """Orders processes and threads that look and act. Freed by the system when its holder dies.
+
+    Raises:
+      BlockingIOError: another process still has it after ``seconds``.
+    """
+    with self._inside:
+      if self._depth:
+        yield
+        return
+      # Opened anew each time, so that a forked data worker that outlives its trainer holds nothing.
+      with open(self.path / f"{LOCK_NAME}.guard", "a", encoding="utf-8") as guard:
+        deadline = time.monotonic() + seconds
+        while True:
+          try:
+            fcntl.flock(guard, fcntl.LOCK_EX | (0 if seconds == float("inf") else fcntl.LOCK_NB))
+            break
+          except BlockingIOError:
+            if time.monotonic() > deadline:
+              raise
+            time.sleep(0.05)
+        self._depth += 1
+        try:
+          yield
+        finally:
+          self._depth -= 1
+
+  # Taking it.
 
   def _acquire(self) -> None:
-    # The flock only orders processes that look at the same moment; it is released when the look is over, so a forked
-    # data worker that outlives its trainer holds nothing.
-    with open(self.path / f"{LOCK_NAME}.guard", "a", encoding="utf-8") as guard:
-      fcntl.flock(guard, fcntl.LOCK_EX)
+    while True:
       holder = self._holder()
-      if holder is not None:
-        name = "process {pid} on {host}, started {started} ({command})".format_map(defaultdict(str, holder))
-        if self._alive(holder):
-          raise UserError(f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name")
-        _log.warning("%s: taking over the lock of %s, which is gone", self.path, name)
-      self._identity = _identity()
-      atomic.write_text(self._lock, json.dumps(self._identity, indent=1) + "\n")
+      # Judged outside the guard: watching a heartbeat takes a while, in which a living holder may need it.
+      if holder is not None and self._alive(holder):
+        raise self._in_use(holder)
+      try:
+        with self._guard(_GUARD_SECONDS):
+          if self._holder() != holder:
+            continue  # somebody was faster
+          if holder is not None:
+            _log.warning("%s: taking over the lock of %s, which is gone", self.path, _name_of(holder))
+          elif self._lock.exists():
+            _log.warning("%s is not a lock file; replaced", self._lock)
+          begin, self._identity = time.monotonic(), _identity()
+          atomic.write_text(self._lock, json.dumps(self._identity, indent=1) + "\n")
+          self._sure_until = begin + self._lease
+          return
+      except BlockingIOError:
+        raise self._in_use(holder or {}) from None
 
-  def _holder(self) -> dict[str, Any] | None:
-    """Returns what the lock file says; None when there is none, or none that can be read (writes are atomic)."""
+  @property
+  def _lease(self) -> float:
+    """Seconds from a heartbeat in which nobody else can have watched three of them missing."""
+    return _WATCH_SECONDS - _HEARTBEAT_SECONDS / 2
+
+  def _in_use(self, holder: dict[str, Any]) -> UserError:
+    name = _name_of(holder)
+    return UserError(f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name")
+
+  def _read_lock(self) -> dict[str, Any] | None:
+    """Returns what the lock file says; None when that is not a lock (writes are atomic)."""
     try:
       holder = json.loads(self._lock.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-      return None
     except ValueError:
-      _log.warning("%s is not a lock file; replaced", self._lock)
       return None
     return holder if isinstance(holder, dict) else None
+
+  def _holder(self) -> dict[str, Any] | None:
+    """Returns who the lock file names; None when there is none, or none that can be read."""
+    try:
+      return self._read_lock()
+    except FileNotFoundError:
+      return None
 
   def _alive(self, holder: dict[str, Any]) -> bool:
     here = _identity()
@@ -161,21 +282,43 @@ class RunDirectory:
         return True
       return True
     _log.warning("%s: held from %s; watching its heartbeat for %d s", self.path, holder.get("host"), _WATCH_SECONDS)
-    before = self._lock.stat().st_mtime_ns
+    before = self._last_beat()
     deadline = time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < deadline:
-      time.sleep(0.5)
-      if not self._lock.exists():
+      time.sleep(min(0.5, _WATCH_SECONDS / 4))
+      now = self._last_beat()
+      if now is None:
         return False
-      if self._lock.stat().st_mtime_ns != before:
+      if now != before:
         return True
     return False
 
+  def _last_beat(self) -> int | None:
+    """Returns when the lock was touched last, by its file server's clock; None without a lock."""
+    try:
+      with open(self._lock, "rb") as lock:  # opening makes a network file system look anew
+        return os.fstat(lock.fileno()).st_mtime_ns
+    except FileNotFoundError:
+      return None
+
   def _beat(self) -> None:
+    failing = False
     while not self._stop.wait(_HEARTBEAT_SECONDS):
+      begin = time.monotonic()
       try:
+        self._look()
         os.utime(self._lock)
       except OSError as error:
-        # Nothing to save here: the directory is gone or its disk is away, and the next write of the run will say so.
-        _log.warning("%s: heartbeat failed: %s", self._lock, error.strerror)
-        return
+        if not failing:
+          reason = error.strerror or os.strerror(error.errno or errno.EIO)
+          _log.warning("%s: heartbeat failed: %s; trying on", self._lock, reason)
+        failing = True
+        continue
+      if failing:
+        _log.warning("%s: heartbeat works again", self._lock)
+      failing = False
+      self._sure_until = begin + self._lease
+
+
+def _name_of(holder: dict[str, Any]) -> str:
+  return "process {pid} on {host}, started {started} ({command})".format_map(defaultdict(lambda: "(unknown)", holder))

@@ -184,7 +184,8 @@ def test_what_orbax_raises_at_once_is_a_failed_save(tmp_path):
 def test_leftovers_are_told_and_removed(tmp_path, caplog):
   """F11 and what F01 leaves: empty directories and unfinished saves are no checkpoints; foreign files stay."""
   (tmp_path / "100").mkdir()
-  (tmp_path / "90" / "state.orbax-checkpoint-tmp" / "d").mkdir(parents=True)
+  (tmp_path / "90.saving-0a1b2c3d" / "state.orbax-checkpoint-tmp" / "d").mkdir(parents=True)
+  (tmp_path / "70.dropping-0a1b2c3d" / "state").mkdir(parents=True)
   (tmp_path / "80").mkdir()
   (tmp_path / "80" / "thesis.tex").write_text("mine")
   (tmp_path / "notes").mkdir()
@@ -192,7 +193,9 @@ def test_leftovers_are_told_and_removed(tmp_path, caplog):
     assert manager.latest_complete() is None
     assert manager.restore({"x": jax.ShapeDtypeStruct((3,), jnp.float32)}) is None
   assert sorted(entry.name for entry in tmp_path.iterdir()) == ["80", "notes"]
-  assert f"{tmp_path}/100 is not a complete checkpoint (an interrupted save); removed" in caplog.text
+  assert f"{tmp_path}/100 is empty, not a checkpoint; removed" in caplog.text
+  assert f"{tmp_path}/90.saving-0a1b2c3d is what an interrupted save left; removed" in caplog.text
+  assert f"{tmp_path}/70.dropping-0a1b2c3d is what an interrupted removal left; removed" in caplog.text
   assert f"{tmp_path}/80 is not a checkpoint (it holds thesis.tex); left alone" in caplog.text
 
 

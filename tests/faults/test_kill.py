@@ -14,7 +14,7 @@ def kill_in_save(runs, name, delay, **keys):
   process = runs.start(name, **keys)
   deadline = time.monotonic() + 60
   while process.poll() is None and time.monotonic() < deadline:
-    new = {path for path in runs.checkpoints(name).glob("*") if path.name.isdecimal()} - before
+    new = set(runs.checkpoints(name).glob("*.saving-*")) - before
     if new and "start " in runs.log.read_text():
       time.sleep(delay)
       break
@@ -31,12 +31,12 @@ def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
     # A fast machine gets further before the kill, and the oldest of the three that are kept make room.
     assert not complete or max(runs.complete("a")) >= max(complete)
   # The leftover of one more killed save, as orbax leaves it, whatever the delays above happened to hit.
-  (runs.checkpoints("a") / "29" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+  (runs.checkpoints("a") / "29.saving-0a1b2c3d" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
   newest = max(runs.complete("a"), default=0)
   code, text = runs.run("a")
   assert code == 0, text
   assert f"start {newest}\n" in text
-  assert "29 is not a complete checkpoint (an interrupted save); removed" in text
+  assert "29.saving-0a1b2c3d is what an interrupted save left; removed" in text
   assert runs.complete("a")[-1] == 30
   assert_bitwise_equal(runs.state("a", 30), unbroken.state("unbroken", 30))
   assert runs.losses("a") == unbroken.losses("unbroken")

@@ -1,35 +1,69 @@
 """Tests maxtext_like/training/run_directory.py: the lock against living, dead and distant holders; unusable paths."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from maxtext_like.errors import UserError
+from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.training import run_directory
 from maxtext_like.training.run_directory import RunDirectory
+
+
+def can_mount():
+  """Says whether this user may mount a tmpfs in a namespace of its own."""
+  if shutil.which("unshare") is None:
+    return False
+  return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+
 
 HOLDER = """
 import sys, time
 from maxtext_like.training import run_directory
-run_directory._HEARTBEAT_SECONDS = 0.2
-with run_directory.RunDirectory(sys.argv[1], sys.argv[2]):
+run_directory._HEARTBEAT_SECONDS, run_directory._WATCH_SECONDS = 0.2, 1.0
+with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
   print("held", flush=True)
-  time.sleep(60)
+  if sys.argv[3:] == ["exclusive"]:
+    with run.exclusive():
+      print("inside", flush=True)
+      time.sleep(60)
+  metrics = open(run.path / "metrics.jsonl", "a")
+  while True:
+    run.require_held()
+    metrics.write("row" + chr(10))
+    metrics.flush()
+    time.sleep(0.002)
 """
+
+
+@contextlib.contextmanager
+def holding(*words):
+  with subprocess.Popen(
+    [sys.executable, "-c", HOLDER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
 
 
 @pytest.fixture
 def holder(tmp_path):
-  process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path, "run"], stdout=subprocess.PIPE, text=True)
-  assert process.stdout is not None
-  assert process.stdout.readline() == "held\n"
-  yield process
-  process.kill()
-  process.communicate()
+  with holding(tmp_path, "run") as process:
+    yield process
+
+
+@pytest.fixture
+def abroad(monkeypatch):
+  """This process sees the holder's as one of another host, whose processes it cannot look at."""
+  identity = run_directory._identity
+  monkeypatch.setattr(run_directory, "_identity", lambda: {**identity(), "host": "far-away", "boot": "another"})
+  monkeypatch.setattr(run_directory, "_WATCH_SECONDS", 1.0)
 
 
 def test_second_process_is_refused_and_told_who(tmp_path, holder):
@@ -66,20 +100,106 @@ def test_a_process_number_that_was_given_out_again_is_not_the_holder(tmp_path, h
     assert "taking over" in caplog.text
 
 
-@pytest.mark.parametrize("beats", [True, False])
-def test_a_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path, holder, caplog, monkeypatch, beats):
-  monkeypatch.setattr(run_directory, "_WATCH_SECONDS", 8.0 if beats else 1.0)
-  path = tmp_path / "run" / "run.lock"
-  lock = json.loads(path.read_text())
-  path.write_text(json.dumps({**lock, "host": "far-away"}))
-  if beats:
-    with pytest.raises(UserError, match="on far-away"), RunDirectory(tmp_path, "run"):
+def test_a_living_holder_on_another_host_is_left_alone(tmp_path, holder, caplog, abroad):
+  with pytest.raises(UserError, match=f"in use by process {holder.pid} on "), RunDirectory(tmp_path, "run"):
+    pass
+  assert "watching its heartbeat for 1 s" in caplog.text
+  assert holder.poll() is None
+
+
+def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, holder, abroad):
+  """Fence: SIGSTOP, a takeover from another host, SIGCONT."""
+  holder.send_signal(signal.SIGSTOP)
+  with RunDirectory(tmp_path, "run") as run:
+    before = {path.name: path.read_bytes() for path in run.path.iterdir()}
+    assert before["metrics.jsonl"]
+    holder.send_signal(signal.SIGCONT)
+    _, said = holder.communicate(timeout=30)
+    assert holder.returncode == 42
+    assert f"error: run directory {run.path}: process {os.getpid()} on far-away, started 20" in said
+    assert "took it over" in said
+    assert "this process stops here and writes nothing more into it" in said
+    assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
+    run.require_held()
+
+
+def test_no_takeover_falls_into_what_two_must_not_do(tmp_path, monkeypatch, abroad):
+  """Stopped while it gives a checkpoint its name, the holder keeps the directory until it is dead."""
+  monkeypatch.setattr(run_directory, "_GUARD_SECONDS", 0.3)
+  with holding(tmp_path, "run", "exclusive") as holder:
+    assert holder.stdout.readline() == "inside\n"
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(UserError, match=f"in use by process {holder.pid} "), RunDirectory(tmp_path, "run"):
       pass
-  else:
     holder.kill()
     holder.wait()
     with RunDirectory(tmp_path, "run"):
-      assert "taking over" in caplog.text
+      pass
+
+
+@pytest.mark.parametrize(
+  ("remove", "what"),
+  [
+    (lambda run: (run / "run.lock").unlink(), "its run.lock was removed while this run was going on"),
+    (lambda run: run.rename(run.with_name("elsewhere")), "it was removed or renamed while this run was going on"),
+  ],
+)
+def test_a_holder_whose_lock_or_directory_is_removed_ends(tmp_path, holder, remove, what):
+  remove(tmp_path / "run")
+  _, said = holder.communicate(timeout=30)
+  assert (holder.returncode, f"error: run directory {tmp_path}/run: {what}" in said) == (42, True), said
+  assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_run_that_ends_without_its_directory_does_not_end_well(tmp_path, caplog):
+  with pytest.raises(RetryableError, match="was removed or renamed"), RunDirectory(tmp_path, "run") as run:
+    shutil.rmtree(run.path)
+  with pytest.raises(RetryableError, match="was removed or renamed"), RunDirectory(tmp_path, "run") as run:  # noqa: PT012
+    shutil.rmtree(run.path)
+    run.write_text("report.html", "")
+  with pytest.raises(UserError, match="the first error"), RunDirectory(tmp_path, "run") as run:  # noqa: PT012
+    shutil.rmtree(run.path)
+    raise UserError("the first error")
+  assert "was removed or renamed" in caplog.text
+  assert not run.path.exists()
+
+
+READ_ONLY = """
+set -e
+mount -t tmpfs -o size=1m none {disk}
+{python} -c '{program}' {disk} &
+until grep -q held {disk}/../log; do sleep 0.05; done
+mount -o remount,ro {disk}
+until grep -q "heartbeat failed: Read-only file system; trying on" {disk}/../log; do sleep 0.05; done
+mount -o remount,rw {disk}
+until grep -q "heartbeat works again" {disk}/../log; do sleep 0.05; done
+touch {disk}/done
+wait $!
+"""
+BEATING = """
+import logging, pathlib, sys, time
+from maxtext_like.training import run_directory
+logging.basicConfig()
+run_directory._HEARTBEAT_SECONDS = 0.1
+with run_directory.RunDirectory(sys.argv[1], "run") as run:
+  print("held", file=sys.stderr)
+  while not (run.path.parent / "done").exists():
+    time.sleep(0.05)
+  before = run._sure_until
+  while run._sure_until == before:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
+def test_the_heart_beats_on_after_a_disk_was_away(tmp_path):
+  disk = tmp_path / "disk"
+  disk.mkdir()
+  script = READ_ONLY.format(disk=disk, python=sys.executable, program=BEATING.replace("'", '"'))
+  with open(tmp_path / "log", "w") as log:
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], stderr=log, timeout=60)
+  assert done.returncode == 0, (tmp_path / "log").read_text()
+  assert (tmp_path / "log").read_text().count("heartbeat failed") == 1
 
 
 def test_twice_in_one_process(tmp_path):

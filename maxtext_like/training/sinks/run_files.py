@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from maxtext_like.checkpoint import atomic
 from maxtext_like.errors import UserError
@@ -24,6 +25,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     directory: of the run.
     tensorboard: write events too.
     step: finished steps when the run starts or goes on; the rows of later ones are dropped.
+    require_held: called before every write; does not return when the directory has become another process's.
 
   Attributes:
     again: the dropped rows: steps that are trained again.
@@ -32,17 +34,18 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     UserError: the files of an earlier life of the run cannot be read or changed.
   """
 
-  def __init__(self, directory: Path, *, tensorboard: bool, step: int):
-    self._directory = directory
+  def __init__(self, directory: Path, *, tensorboard: bool, step: int, require_held: Callable[[], None] = lambda: None):
+    self._directory, self._require_held = directory, require_held
     try:
+      require_held()
       self.again = keep_until(directory / METRICS, step)
       keep_until(directory / SAMPLES, step)  # with or without new ones: the report shows what is there
     except OSError as error:
       raise UserError(f"{error.filename or directory}: {error.strerror}; mend it, or choose another run_name") from error
     metrics, samples = AppendedFile(directory / METRICS), AppendedFile(directory / SAMPLES)
-    self._metrics = Guarded(METRICS, lambda row: metrics.append(line(row)), "row")
-    self._samples = Guarded(SAMPLES, lambda row: samples.append(line(row)), "sample")
-    self._events = Guarded("tensorboard", Events(directory, step).write, "row") if tensorboard else None
+    self._metrics = self._guarded(METRICS, lambda row: metrics.append(line(row)), "row")
+    self._samples = self._guarded(SAMPLES, lambda row: samples.append(line(row)), "sample")
+    self._events = self._guarded("tensorboard", Events(directory, step).write, "row") if tensorboard else None
     self._texts: dict[str, Guarded] = {}
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -76,7 +79,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     """A file that is replaced as a whole; ``make`` is called when it is written."""
     if name not in self._texts:
       write = lambda make: atomic.write_text(self._directory / name, make if isinstance(make, str) else make())
-      self._texts[name] = Guarded(name, write, "version")
+      self._texts[name] = self._guarded(name, write, "version")
     self._texts[name].put(make, key=name)
 
   def flush(self) -> None:
@@ -87,6 +90,13 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
   def lost(self) -> list[str]:
     """What was not written, a line for each place."""
     return [line for place in self._places if (line := place.lost) is not None]
+
+  def _guarded(self, name: str, write: Callable[[Any], None], unit: str) -> Guarded:
+    def write_held(item: Any) -> None:
+      self._require_held()
+      write(item)
+
+    return Guarded(name, write_held, unit)
 
   @property
   def _places(self) -> list[Guarded]:
