@@ -127,6 +127,7 @@ def test_no_takeover_falls_into_what_two_must_not_do(tmp_path, monkeypatch, abro
   """Stopped while it gives a checkpoint its name, the holder keeps the directory until it is dead."""
   monkeypatch.setattr(run_directory, "_GUARD_SECONDS", 0.3)
   with holding(tmp_path, "run", "exclusive") as holder:
+    assert holder.stdout is not None
     assert holder.stdout.readline() == "inside\n"
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(UserError, match=f"in use by process {holder.pid} "), RunDirectory(tmp_path, "run"):
