@@ -86,7 +86,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
       zero, sound = jnp.zeros((), jnp.int32), jnp.ones((len(jax.tree.leaves(params)),), bool)
       return FiniteGuardState(inner.init(params), zero, zero, sound, sound, jnp.ones((), bool))
 
-    def update(updates: Any, state: FiniteGuardState, params: Any = None, **extra: Any) -> tuple[Any, FiniteGuardState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, FiniteGuardState]:
       changes, after = inner.update(updates, state.inner, params, **extra)
       gradients = _sound(updates)
       parameters = _sound(changes if params is None else optax.apply_updates(params, changes))
@@ -106,7 +106,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
     return super().__new__(cls, init, update)
 
   @staticmethod
-  def verdict(state: FiniteGuardState, params: Any) -> Verdict:
+  def verdict(state: Any, params: Any) -> Verdict:
     """What became of the last step. Waits for it.
 
     Args:
@@ -128,7 +128,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
     )
 
   @classmethod
-  def check(cls, state: FiniteGuardState, params: Any, *, max_skipped: int = 1) -> Verdict:
+  def check(cls, state: Any, params: Any, *, max_skipped: int = 1) -> Verdict:
     """``verdict``, which must not show ``max_skipped`` updates left out in a row. Call it as often as waiting is worth it.
 
     Raises:

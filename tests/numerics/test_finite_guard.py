@@ -1,5 +1,7 @@
 """The guard around an optimizer: what is applied is what the optimizer alone would do, what is not finite changes nothing."""
 
+from typing import Any
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from maxtext_like.numerics.finite_guard import FiniteGuard
 
 PARAMS = {"a": jnp.arange(6.0).reshape(2, 3) / 7, "b": {"w": jnp.ones(5, jnp.bfloat16)}}
 GRADS = jax.tree.map(lambda p: (p * 0.3 + 0.1).astype(p.dtype), PARAMS)
-ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 9), weight_decay=0.1))
+ADAM: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 9), weight_decay=0.1))
 
 
 def poisoned(value, leaf="a"):
@@ -30,7 +32,7 @@ def same(one, other):
   "inner", [ADAM, optax.sgd(0.1, momentum=0.9), optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()]
 )
 def test_finite_steps_are_those_of_the_optimizer_alone(inner):
-  guard = FiniteGuard(inner)
+  guard: Any = FiniteGuard(inner)
   plain, guarded, params = inner.init(PARAMS), guard.init(PARAMS), PARAMS
   step = jax.jit(guard.update)
   for _ in range(3):
@@ -45,7 +47,7 @@ def test_finite_steps_are_those_of_the_optimizer_alone(inner):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("leaf", ["a", "w"])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value, leaf):
-  guard = FiniteGuard(ADAM)
+  guard: Any = FiniteGuard(ADAM)
   _, before = guard.update(GRADS, guard.init(PARAMS), PARAMS)
   updates, after = jax.jit(guard.update)(poisoned(value, leaf), before, PARAMS)
   same(updates, jax.tree.map(jnp.zeros_like, PARAMS))
@@ -56,7 +58,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value, leaf)
 
 
 def test_it_never_gives_in_and_goes_on_afterwards():
-  guard = FiniteGuard(ADAM)
+  guard: Any = FiniteGuard(ADAM)
   state = start = guard.init(PARAMS)
   for n in range(1, 8):  # optax.apply_if_finite would have applied one by now
     updates, state = jax.jit(guard.update)(poisoned(np.nan), state, PARAMS)
@@ -73,7 +75,7 @@ def test_it_never_gives_in_and_goes_on_afterwards():
 def test_a_parameter_that_would_leave_its_dtype_is_found():
   """Finite gradients and a finite update, whose sum with a float16 parameter is infinite."""
   params = {"w": jnp.full(3, 6e4, jnp.float16), "v": jnp.zeros(2)}
-  guard = FiniteGuard(optax.sgd(1.0))
+  guard: Any = FiniteGuard(optax.sgd(1.0))
   grads = {"w": jnp.full(3, -3e4, jnp.float16), "v": jnp.ones(2)}
   updates, state = guard.update(grads, guard.init(params), params)
   assert guard.verdict(state, params).parameters == ("w",)
@@ -81,7 +83,7 @@ def test_a_parameter_that_would_leave_its_dtype_is_found():
 
 
 def test_a_state_that_leaves_float32_is_found():
-  guard = FiniteGuard(optax.adam(1e-3))
+  guard: Any = FiniteGuard(optax.adam(1e-3))
   params = {"w": jnp.ones(2)}
   _, state = guard.update({"w": jnp.full(2, 1e25)}, guard.init(params), params)  # its square is infinite in nu
   verdict = guard.verdict(state, params)
