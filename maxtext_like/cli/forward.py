@@ -96,21 +96,15 @@ def forward(
   arrays = read_arrays(inputs)
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
   # The tower is read where there are images for it, unless the command line has a say.
-  words = [*(["use_multimodal=true"] if has_images(arrays) and read_config(checkpoint).vision else []), *overrides]
+  words = [*(["use_multimodal=true"] if has_images(arrays) and read_config(checkpoint).has_tower else []), *overrides]
   # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
   config, loaded = load_checkpoint_config(checkpoint, words, length=max(shape[1], 2) if len(shape) == 2 else None)
   model = loaded.config.model
-  read = make_batch(
-    arrays,
-    str(inputs),
-    vocab_size=model.vocab_size,
-    placeholder_ids=config.placeholder_ids,
-    pad_token_id=model.pad_token_id,
-    vision=loaded.config.vision,
-  )
+  weights = open_weights(checkpoint, config, loaded)
+  lookup = weights.decoder.cfg.lookup
+  read = make_batch(arrays, str(inputs), vocab_size=model.vocab_size, lookup=lookup, vision=loaded.config.vision)
   if gradients and "targets" not in read.batch:
     raise UserError(f"{inputs}: --gradients needs labels, which are missing")
-  weights = open_weights(checkpoint, config, loaded)
   kernels = _settle_kernels(weights, loaded, read.batch)
   outputs = evaluator(weights, loaded.config, gradients=gradients)(weights.load(), read.batch)
   unused = [f"{inputs}: not used: {', '.join(read.unused)}"] if read.unused else []

@@ -88,7 +88,7 @@ def _hugging_face(directory: Path, overrides: list[str], images: bool) -> tuple[
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
   from maxtext_like.data.tokenizer import AUTO
 
-  if images and not read_config(directory).vision:
+  if images and not read_config(directory).has_tower:
     raise UserError(f"{directory}: --image: the model has no vision tower (its config.json has no vision_config)")
   words = [*(["use_multimodal=true"] if images else []), *overrides]
   _, loaded = load_checkpoint_config(directory, words, length=2048)

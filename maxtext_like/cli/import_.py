@@ -68,7 +68,7 @@ def import_checkpoint(source: Path, out: Path, overrides: list[str]) -> tuple[in
   from maxtext_like.layers.param import shardings
   from maxtext_like.training.program import make_program
 
-  words = ["use_multimodal=true"] if read_config(source).vision else []
+  words = ["use_multimodal=true"] if read_config(source).has_tower else []
   config, loaded = load_checkpoint_config(source, [*words, *overrides], length=2048)
   program = make_program(loaded.config, runs_attention=False)
   weights = Weights(source, program.decoder, config)

@@ -110,7 +110,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
     from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
     from maxtext_like.cli.forward import open_weights
 
-    words = [*(["use_multimodal=true"] if read_config(directory).vision else []), *overrides]
+    words = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
     config, loaded = load_checkpoint_config(directory, words)
     weights = open_weights(directory, config, loaded)
     return weights.decoder, weights.part, [*loaded.notes, *weights.notes]

@@ -241,9 +241,11 @@ def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
     vision: dict[str, object] = dict(zip(("image_token_id", "boi_token_id", "eoi_token_id"), tokens, strict=True))
     if family == "gemma3":
       vision["vision_output_length"] = 256
-    elif "use_clipped_linears_for_vit" not in given:
-      small = _text_of(entries, "decoder_block") == "gemma4_small"
-      vision["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = "true"
+    else:
+      vision |= {"video_token_id": 258884, "audio_token_id": 258881}  # Gemma 4's own: MaxText takes neither
+      if "use_clipped_linears_for_vit" not in given:
+        small = _text_of(entries, "decoder_block") == "gemma4_small"
+        vision["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = "true"
     said = {RENAMED.get(key, key) for key in given}
     assumed |= {key: value for key, value in vision.items() if key not in said}
   if family == "gemma4" and number("num_experts") > 1:

@@ -85,6 +85,8 @@ VISION_FAMILIES_OF_KEY: dict[str, tuple[str, ...]] = {
   "image_token_id": GEMMA,
   "boi_token_id": GEMMA,
   "eoi_token_id": GEMMA,
+  "video_token_id": ("gemma4",),
+  "audio_token_id": ("gemma4",),
   "image_placeholder": GEMMA,
   "images_field": GEMMA,
   "max_images_per_row": GEMMA,
@@ -227,9 +229,8 @@ def _vision_problems(config: Config) -> Iterator[Problem]:
   v, model = config.vision, config.model
   if not v.use_multimodal or model.decoder_block not in GEMMA:
     return
-  # Gemma 3's image token lies beyond the 262144 rows that MaxText gives its table; it is never looked up.
-  looked_up = ("boi_token_id", "eoi_token_id") + (("image_token_id",) if model.decoder_block == "gemma4" else ())
-  for name in looked_up:
+  # The image token is never looked up: Gemma 3's lies beyond the 262144 rows that MaxText gives its table.
+  for name in ("boi_token_id", "eoi_token_id"):
     value = getattr(v, name)
     if value is not None and value >= model.vocab_size >= 1:
       yield Problem(f"{name} = {value} is outside the vocabulary of {model.vocab_size}", (name, "vocab_size"))

@@ -44,6 +44,8 @@ class VisionConfig:
   image_token_id: int | None
   boi_token_id: int | None
   eoi_token_id: int | None
+  video_token_id: int | None  # Gemma 4; no video is read, but the token is looked up as padding
+  audio_token_id: int | None  # the same of sound
   image_placeholder: str
   images_field: str
   max_images_per_row: int
@@ -67,9 +69,16 @@ class VisionConfig:
     """Gemma 4: patches that an image has at most, and that every image is padded to."""
     return self.vision_output_length * self.pooling_size_for_vit**2
 
+  @property
+  def placeholder_ids(self) -> tuple[int, ...]:
+    """Gemma 4: tokens that stand for images, video and sound, and are looked up as padding wherever they occur."""
+    ids = (self.image_token_id, self.video_token_id, self.audio_token_id)
+    return tuple(token for token in ids if token is not None)
+
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values, each with the keys that take part."""
     yield from at_least(self, 0, *_NEEDED, "image_size_for_vit", "num_position_embeddings_for_vit")
+    yield from at_least(self, 0, "video_token_id", "audio_token_id")
     yield from at_least(self, 1, "head_dim_for_vit", "pooling_size_for_vit", "max_images_per_row")
     yield from above_zero(self, "normalization_layer_epsilon_for_vit", "rope_theta_for_vit")
     for name in ("image_placeholder", "images_field"):

@@ -28,6 +28,7 @@ from maxtext_like.data.synthetic import SyntheticRows
 from maxtext_like.data.text import TextFiles, stdlib
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.layers.embedding import Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,11 @@ def make_data(
   split: Split = "train",
   vision: VisionConfig | None = None,
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+  lookup: Lookup | None = None,
 ) -> "DataSource":
   """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
 
+  Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
   With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
@@ -94,6 +97,7 @@ def make_data(
       "(per_device_batch_size times the number of devices, times gradient_accumulation_steps)"
     )
   batch = global_batch // process_count
+  lookup = lookup or Lookup(vocab_size=vocab_size)
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
   identity["process"] = f"{process_index} of {process_count}"
   if data.dataset == "synthetic":
@@ -102,7 +106,7 @@ def make_data(
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
     rows: Rows = SyntheticRows(
       length,
-      vocab_size,
+      lookup.rows,
       data.data_shuffle_seed,
       split=split,
       process_index=process_index,
@@ -137,7 +141,7 @@ def make_data(
   )
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packer = Packer(
-    _token_iterator(order, documents, tokenizer, vocab_size, multimodal),
+    _token_iterator(order, documents, tokenizer, lookup, multimodal),
     length=length,
     pad_id=pad_id,
     packing=data.packing,
@@ -227,7 +231,7 @@ class _SkipLog:
 
 
 def _token_iterator(
-  order: Order, documents: Documents, tokenizer: Tokenizer, vocab_size: int, multimodal: Multimodal | None = None
+  order: Order, documents: Documents, tokenizer: Tokenizer, lookup: Lookup, multimodal: Multimodal | None = None
 ) -> Any:
   """A grain iterator of Document, in `order`. Read and tokenised when asked for, nothing ahead (Prefetch does that)."""
   import grain
@@ -248,13 +252,13 @@ def _token_iterator(
     if len(ids) < 2:
       return Document(number)
     array = np.asarray(ids, np.int64)
-    wrong = (array < 0) | (array >= vocab_size)
+    wrong = lookup.missing(array)
     if multimodal:
       wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
     if wrong.any():
       at = int(wrong.argmax())
       raise UserError(
-        f"{documents.place(number)}: token {at} has id {array[at]}, outside model.vocab_size={vocab_size} "
+        f"{documents.place(number)}: token {at} has id {array[at]}: {lookup.why_missing(int(array[at]))} "
         f"(tokenizer: {tokenizer.fingerprint})"
       )
     return Document(number, array.astype(np.int32), images=spans)

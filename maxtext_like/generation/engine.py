@@ -87,7 +87,7 @@ def generate(
     New ids of each row, some at a time, until every row has stopped.
 
   Raises:
-    UserError: an empty prompt or a token that the model has not got.
+    UserError: an empty prompt, or a token that a table of the model has no row for, in a prompt or in an answer.
     NonFiniteError: logits are not finite; says of which row and token.
   """
   check(prompts, decoder, max_tokens)
@@ -103,6 +103,7 @@ def generate(
   calls = -(-max_tokens // TOKENS_PER_CALL)
   cache = decoder.empty_cache(B, T + calls * TOKENS_PER_CALL)
   stops = np.array(sorted(stop), np.int32)
+  lookup = decoder.cfg.lookup
   # The seed is data: another one runs the same program.
   key, rule = jax.random.key(sampling.seed), replace(sampling, seed=0)
   state = _prefill(decoder, rule, params, batch, cache, start, stops, key)
@@ -110,6 +111,7 @@ def generate(
   for made in range(0, max_tokens, TOKENS_PER_CALL):
     state, new, finite = _decode(decoder, rule, params, state, start, stops, key)
     new, finite = np.asarray(new), np.asarray(finite)  # [TOKENS_PER_CALL, B]
+    missing = lookup.missing(new)
     rows: list[list[int]] = [[] for _ in range(B)]
     for t in range(min(TOKENS_PER_CALL, max_tokens - made)):
       for b in np.flatnonzero(~done):
@@ -118,10 +120,16 @@ def generate(
             f"row {b}, token {made + t} of the answer: the logits are not finite\n"
             "  fix: dtype=bfloat16 or dtype=float32; with float16, see the float32_* keys of the model's file"
           )
-        if new[t, b] in stop:
+        token = int(new[t, b])
+        if token in stop:
           done[b] = True
-        else:
-          rows[b].append(int(new[t, b]))
+          continue
+        rows[b].append(token)
+        if made + t + 1 < max_tokens and missing[t, b]:
+          raise UserError(
+            f"row {b}, token {made + t} of the answer is {token}: {lookup.why_missing(token)}, so nothing can follow it\n"
+            "  fix: --stop-id with that token, or a checkpoint whose tables are whole"
+          )
     yield rows
     if done.all():
       return
@@ -129,7 +137,7 @@ def generate(
 
 def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
   """UserError for prompts that ``generate`` does not take."""
-  vocabulary = decoder.cfg.embedding.vocab_size
+  lookup = decoder.cfg.lookup
   # An image's token is never looked up, and lies beyond some tables.
   image = decoder.cfg.image_token_id if prompts.images is not None else None
   if max_tokens < 1:
@@ -137,8 +145,9 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
       raise UserError(f"prompt {row} is empty, and the tokenizer has no token that begins a text")
-    if bad := [i for i in ids if not 0 <= i < vocabulary and i != image]:
-      raise UserError(f"prompt {row}: token id {bad[0]} is not in the model's vocabulary of {vocabulary}")
+    missing = lookup.missing(np.asarray(ids, np.int64))
+    if bad := [i for i, wrong in zip(ids, missing, strict=True) if wrong and i != image]:
+      raise UserError(f"prompt {row}: token id {bad[0]}: {lookup.why_missing(bad[0])}")
 
 
 def _left(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:

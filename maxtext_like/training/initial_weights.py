@@ -51,7 +51,8 @@ def read_weights(directory: Path, program: Program) -> Any:
   params = program.abstract_state["params"]
   if (directory / "config.json").is_file():
     places = jax.tree.map(lambda x: x.sharding, params)
-    return load_hugging_face(directory, program.decoder, model=program.config.model, shardings=places)
+    config = program.config
+    return load_hugging_face(directory, program.decoder, model=config.model, vision=config.vision, shardings=places)
   step = find_step(directory)
   if step is None:
     raise _no_checkpoint(f"init_from: {directory}", directory)

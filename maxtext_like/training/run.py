@@ -169,6 +169,7 @@ def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
     split=split,
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
+    lookup=program.decoder.cfg.lookup,
   )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext_like.config.schema import LoggingConfig
 from maxtext_like.data.tokenizer import Tokenizer
-from maxtext_like.errors import NonFiniteError
+from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.engine import check, generate
 from maxtext_like.generation.prompts import Prompt, continuation, encode
 from maxtext_like.generation.sampling import Sampling
@@ -50,7 +50,8 @@ class Samples:
     """Samples from the parameters after ``step`` steps.
 
     Returns:
-      Rows of samples.jsonl: step, prompt, text, tokens; and "error" where logits are not finite.
+      Rows of samples.jsonl: step, prompt, text, tokens; and "error" where logits are not finite, or nothing
+      can follow a token.
     """
     answers: list[list[int]] = [[] for _ in self._texts]
     error = None
@@ -61,7 +62,7 @@ class Samples:
         ):
           for answer, new in zip(answers, rows, strict=True):
             answer.extend(new)
-    except NonFiniteError as raised:
+    except (NonFiniteError, UserError) as raised:
       # Whether the training is sound is for its own checks to say; float16 may overflow in a prompt and nowhere else.
       error = str(raised).splitlines()[0]
       _log.warning("step %d: no samples: %s", step, error)

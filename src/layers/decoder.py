@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.blocks import CAPTURES, PROBED, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
 from maxtext_like.layers.cache import Step
-from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, PerLayerInput, PerLayerInputConfig, soft_cap
+from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, PerLayerInput, PerLayerInputConfig, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import stack
@@ -100,7 +100,8 @@ class DecoderConfig:
     kv_slots: (name, key-value heads, head dimension) of keys and values that travel between layers.
     vision: the tower that turns images into tokens; None: text only.
     image_token_id: the token whose embedding an image's features take the place of.
-    pad_token_id: the token that is looked up for an image, in the per-layer table too.
+    placeholder_ids: tokens that stand for images, video and sound, and have no row of their own (Gemma 4).
+    pad_token_id: the token that is looked up in their place, in the per-layer table too.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same blocks over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
   """
@@ -113,9 +114,21 @@ class DecoderConfig:
   kv_slots: tuple[tuple[str, int, int], ...] = ()
   vision: SiglipConfig | Gemma4VisionConfig | None = None
   image_token_id: int = -1
+  placeholder_ids: tuple[int, ...] = ()
   pad_token_id: int = 0
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
+
+  @property
+  def lookup(self) -> Lookup:
+    """Which row a token is looked up in: whatever makes, checks or takes tokens asks here."""
+    per_layer = self.per_layer_input.vocab_size if self.per_layer_input else None
+    return Lookup(
+      vocab_size=self.embedding.vocab_size,
+      per_layer_rows=per_layer,
+      placeholders=self.placeholder_ids,
+      padding=self.pad_token_id,
+    )
 
 
 @dataclass(frozen=True)
@@ -254,12 +267,12 @@ class Decoder:
     types = batch.get("token_types")
     blocks = None if types is None else image_blocks(types)
     ctx = Context(positions, Tokens(batch.get("segments"), blocks), step, frozenset(capture))
-    x, tokens, vision_aux = self._embed(p, batch)
+    x, tokens, held, vision_aux = self._embed(p, batch)
     x = constrain_batch(x)
     embedded = x
     per_layer = None
     if self.cfg.per_layer_input:
-      inputs = PerLayerInput(self.cfg.per_layer_input, self.precision)(p["ple"], tokens, x)
+      inputs = PerLayerInput(self.cfg.per_layer_input, self.precision)(p["ple"], tokens, x, held)
       per_layer = inputs.transpose(2, 0, 1, 3)  # [L, B, T, P]
     carry: Carry = {"x": x}
     if self.cfg.kv_slots:
@@ -290,11 +303,12 @@ class Decoder:
           return cache[s.name][f"layer_{j}"]["k"].shape[2]
     raise ValueError(f"no layer writes keys and values to {kv_slot!r}")
 
-  def _embed(self, p: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-    """Embedded input [B, T, D], the tokens that were looked up, and the tower's aux."""
-    tokens, vision = batch["tokens"], self._vision
+  def _embed(self, p: dict, batch: dict) -> tuple[jax.Array, jax.Array, jax.Array | None, dict]:
+    """Embedded input [B, T, D], the rows that were looked up and where they stand for placeholders, the tower's aux."""
+    vision = self._vision
+    tokens, held = self.cfg.lookup(batch["tokens"])
     if vision is None or "pixel_values" not in batch:
-      return self._embedding(p["embedding"], tokens), tokens, {}
+      return self._embedding(p["embedding"], tokens, held), tokens, held, {}
     # Images by row [B, M, ...] lie on the devices as the rows do; images alone [I, ...] are those of all rows together.
     images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
     by_row = images["pixel_values"].ndim > vision.pixel_rank
@@ -302,9 +316,9 @@ class Decoder:
       images = {name: x.reshape(-1, *x.shape[2:]) for name, x in images.items()}
     wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone_in_scan=True)
     features, valid, aux = vision(p["vision"], images["pixel_values"], images.get("image_position_ids"), wrap=wrap)
-    is_image = tokens == self.cfg.image_token_id
-    tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
-    x = self._embedding(p["embedding"], tokens)
+    is_image = batch["tokens"] == self.cfg.image_token_id
+    tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)  # Gemma 3's has a row, or lies beyond the table
+    x = self._embedding(p["embedding"], tokens, held)
     # The n-th image token of a row (of the batch, in reading order) takes its n-th valid feature.
     groups = tokens.shape[0] if by_row else 1
     flat = features.reshape(groups, -1, features.shape[-1]).astype(x.dtype)
@@ -312,7 +326,7 @@ class Decoder:
     nth = jnp.cumsum(is_image.reshape(groups, -1), axis=1) - 1
     place = jnp.take_along_axis(order, jnp.clip(nth, 0, flat.shape[1] - 1), axis=1)
     chosen = jnp.take_along_axis(flat, place[..., None], axis=1).reshape(x.shape)
-    return jnp.where(is_image[..., None], chosen, x), tokens, aux | {"vision.valid": valid}
+    return jnp.where(is_image[..., None], chosen, x), tokens, held, aux | {"vision.valid": valid}
 
   def _run(
     self,

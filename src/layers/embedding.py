@@ -7,10 +7,58 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+  """Which row a token is looked up in, in the embedding and in the per-layer embedding alike.
+
+  Attributes:
+    vocab_size: tokens of the model, from 0.
+    per_layer_rows: rows of the per-layer table, which may have fewer; None: there is no such table.
+    placeholders: tokens that stand for images, video and sound; they are looked up as ``padding`` (Gemma 4).
+    padding: the token of padding.
+  """
+
+  vocab_size: int
+  per_layer_rows: int | None = None
+  placeholders: tuple[int, ...] = ()
+  padding: int = 0
+
+  @property
+  def rows(self) -> int:
+    """Rows that every table has."""
+    return min(self.vocab_size, self.per_layer_rows or self.vocab_size)
+
+  def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The rows int32 [B, T], and where they stand for a placeholder, bool [B, T]; None: no token is one."""
+    if not self.placeholders:
+      return tokens_BT, None
+    held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, tokens_BT.dtype), axis=-1)
+    return jnp.where(held_BT, self.padding, tokens_BT), held_BT
+
+  def missing(self, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens no table, or not every table, has a row for: bool, of their shape. On the device they would be clamped."""
+    return ((tokens < 0) | (tokens >= self.rows)) & ~np.isin(tokens, self.placeholders)
+
+  def why_missing(self, token: int) -> str:
+    """Why a token of ``missing`` has no row, for an error."""
+    if 0 <= token < self.vocab_size:
+      return f"the per-layer embedding has rows for ids 0 to {self.rows - 1} (vocab_size_per_layer_input)"
+    return f"the vocabulary has ids 0 to {self.vocab_size - 1}"
+
+
+def constant(rows: jax.Array, held_BT: jax.Array | None) -> jax.Array:
+  """Rows [B, T, ...] that give the table no gradient where they stand for placeholders, as ``torch.nn.Embedding`` gives
+  its ``padding_idx`` none."""
+  if held_BT is None:
+    return rows
+  return jnp.where(held_BT.reshape(*held_BT.shape, *(1,) * (rows.ndim - 2)), jax.lax.stop_gradient(rows), rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +83,10 @@ class Embedding:
     return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, normal(c.emb_dim**-0.5))}
 
   @jax.named_scope("embedding")
-  def __call__(self, p: dict, tokens_BT: jax.Array) -> jax.Array:
-    """tokens: int32 [B, T], each below V (JAX clamps silently: check on the host). Returns [B, T, D], residual dtype."""
-    rows = self.precision.cast(p["table"][tokens_BT]).astype(self.precision.residual)
+  def __call__(self, p: dict, tokens_BT: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
+    """tokens: int32 [B, T], each below V (JAX clamps silently: ``Lookup.missing`` checks on the host); held: see ``constant``.
+    Returns [B, T, D], residual dtype."""
+    rows = constant(self.precision.cast(p["table"][tokens_BT]), held_BT).astype(self.precision.residual)
     if self.cfg.scale_by_sqrt_dim:
       # Gemma was trained with sqrt(D) rounded to the dtype of activations: 73.5 in bfloat16 for D = 5376.
       rows = rows * jnp.asarray(self.cfg.emb_dim**0.5, self.precision.dtype).astype(rows.dtype)
@@ -111,10 +160,10 @@ class PerLayerInput:
     }
 
   @jax.named_scope("per_layer_input")
-  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    """tokens: int32 [B, T]; x: embedded input [B, T, D]. Returns [B, T, L, P] in ``dtype``."""
+  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
+    """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
     c, precision = self.cfg, self.precision
-    identity = precision.cast(p["table"][tokens_BT]) * jnp.asarray(c.width**0.5, precision.dtype)
+    identity = constant(precision.cast(p["table"][tokens_BT]), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
     context = precision.einsum("BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
     context = self._norm(p["norm"], context, "float32")
     return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)

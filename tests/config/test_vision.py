@@ -43,7 +43,9 @@ def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
     ("gemma4-tiny", ["hidden_size_for_vit=0", "use_multimodal=true"], "hidden_size_for_vit is not set"),
     ("gemma4-tiny", ["image_token_id=null", "use_multimodal=true"], "image_token_id is not set"),
     ("gemma4-tiny", ["image_token_id=261", "use_multimodal=true"], "are 261, 261 and 262"),
-    ("gemma4-tiny", ["image_token_id=512", "use_multimodal=true"], "image_token_id = 512 is outside the vocabulary of 512"),
+    ("gemma4-tiny", ["eoi_token_id=512", "use_multimodal=true"], "eoi_token_id = 512 is outside the vocabulary of 512"),
+    ("gemma4-tiny", ["video_token_id=-1"], "video_token_id = -1 is below 0"),
+    ("gemma3-tiny", ["audio_token_id=7"], "audio_token_id = 7 does nothing in decoder_block gemma3"),
     ("gemma3-tiny", ["boi_token_id=600", "use_multimodal=true"], "boi_token_id = 600 is outside the vocabulary"),
     ("gemma3-tiny", ["image_size_for_vit=33", "use_multimodal=true"], "not a multiple of patch_size_for_vit = 4"),
     ("gemma3-tiny", ["vision_output_length=15", "use_multimodal=true"], "cannot be pooled to vision_output_length = 15"),
@@ -66,6 +68,7 @@ def test_sizes_do_not_matter_without_the_tower():
   assert dataclasses.replace(vision, hidden_size_for_vit=0).max_patches == 144
 
 
-def test_the_image_token_of_gemma_3_may_lie_beyond_the_table():
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
+def test_the_image_token_may_lie_beyond_the_table(name):
   """262144 with MaxText's vocabulary of 262144: it is never looked up."""
-  assert load_config("gemma3-tiny", ["image_token_id=512", "use_multimodal=true"]).config.vision.image_token_id == 512
+  assert load_config(name, ["image_token_id=512", "use_multimodal=true"]).config.vision.image_token_id == 512

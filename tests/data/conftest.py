@@ -27,6 +27,7 @@ ARGUMENTS = {
   "process_count": 1,
   "split": "train",
   "vision": None,
+  "lookup": None,
 }
 
 

@@ -14,6 +14,7 @@ from maxtext_like.data import loader
 from maxtext_like.data.pack import IGNORED, KEYS
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.layers.embedding import Lookup
 
 
 def write(path, texts):
@@ -290,9 +291,21 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_device(make, path, mon
       return [*super().encode(text)[:3], token] if text.startswith("07") else super().encode(text)
 
   monkeypatch.setattr(loader, "load_tokenizer", lambda *_: Liar())
-  message = rf"a\.jsonl:8: token 4 has id {token}, outside model.vocab_size=259"
+  message = rf"a\.jsonl:8: token 4 has id {token}: the vocabulary has ids 0 to 258"
   with pytest.raises(UserError, match=message):
     take(make(dataset_path=path, on_bad_record="skip"), 60)
+
+
+def test_a_token_without_a_row_in_a_smaller_table_never_reaches_the_device(make, path):
+  """The table of per-layer embeddings; a placeholder is looked up as padding, wherever it lies."""
+  b = ord("b") + 3
+  with pytest.raises(UserError, match=rf"token \d+ has id \d+: the per-layer embedding has rows for ids 0 to {b - 2}"):
+    take(make(dataset_path=path, lookup=Lookup(vocab_size=259, per_layer_rows=b - 1)), 1)
+  higher = tuple(range(b - 1, 259))
+  rows = take(make(dataset_path=path, lookup=Lookup(vocab_size=259, per_layer_rows=b - 1, placeholders=higher)), 1)
+  assert max(row["tokens"].max() for row in rows) >= b - 1
+  drawn = take(make(dataset="synthetic", lookup=Lookup(vocab_size=259, per_layer_rows=7)), 3)
+  assert max(row["tokens"].max() for row in drawn) == 6
 
 
 def test_text_files_have_bos_and_eos_at_their_ends_only(make, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Generation: equal to taking the whole text through the model for every token, row by row and whatever the padding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ MODELS = {
 @pytest.fixture(scope="module", params=["gemma4-e2b-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def model(request):
   config = load_config(request.param, ["dtype=float32", *MODELS[request.param]]).config
-  decoder = build_decoder(config.model, precision_of(config.precision))
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   return decoder, jax.jit(lambda: init(decoder.params(), jax.random.key(3)))()
 
 
@@ -80,6 +82,56 @@ def test_nan_is_an_error_and_not_a_token(model):
 def test_impossible_prompts_are_refused(model, prompts, match):
   with pytest.raises(UserError, match=match):
     run(model, prompts)
+
+
+@pytest.fixture(scope="module")
+def with_per_layer_embeddings():
+  words = ["dtype=float32", "num_decoder_layers=2", "num_kv_shared_layers=1", "layer_types=[global,global]", "emb_dim=24"]
+  config = load_config("gemma4-e2b-tiny", words).config
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  # Far from an initial model, which says its last token again and again.
+  leaves, tree = jax.tree.flatten(decoder.params())
+  draws = [np.random.default_rng(i).normal(size=leaf.shape).astype(np.float32) for i, leaf in enumerate(leaves)]
+  return decoder, jax.tree.unflatten(tree, draws)
+
+
+def changed(model, **values):
+  """The model with other values of its decoder's configuration."""
+  decoder, params = model
+  return dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, **values)), params
+
+
+def test_placeholders_are_padding_in_a_prompt_and_in_an_answer(with_per_layer_embeddings):
+  decoder, _ = with_per_layer_embeddings
+  assert decoder.cfg.placeholder_ids == (260, 263, 264)  # the model file's, without a tower
+  padding = decoder.cfg.pad_token_id
+  prompts = [[2, 260, 9, 263, 8], [2, padding, 9, padding, 8]]
+  one, two = run(with_per_layer_embeddings, prompts)
+  assert one == two
+  # A token that the model gives itself, made a placeholder: what follows is what padding in its place is followed by.
+  free = run(with_per_layer_embeddings, [[2, 5, 9]])[0]
+  marked = changed(with_per_layer_embeddings, placeholder_ids=(free[3],))
+  answer = run(marked, [[2, 5, 9]])[0]
+  assert answer[:4] == free[:4]
+  assert answer[4:] == run(with_per_layer_embeddings, [[2, 5, 9, *free[:3], padding]], max_tokens=LENGTH - 4)[0]
+  assert answer != free
+
+
+def test_a_token_without_a_row_in_the_per_layer_table_ends_in_an_error(with_per_layer_embeddings):
+  """There transformers has an IndexError; a clamped row would go on with wrong numbers."""
+  free = run(with_per_layer_embeddings, [[2, 5, 9]])[0]
+  decoder, params = with_per_layer_embeddings
+  small = dataclasses.replace(decoder.cfg.per_layer_input, vocab_size=max(free[:4], default=0))
+  rows = params["ple"] | {"table": params["ple"]["table"][: small.vocab_size]}
+  cut = changed((decoder, params | {"ple": rows}), per_layer_input=small)
+  assert small.vocab_size > 9
+  at = free.index(small.vocab_size)
+  with pytest.raises(UserError, match=rf"token {at} of the answer is {small.vocab_size}: the per-layer embedding has rows for"):
+    run(cut, [[2, 5, 9]])
+  assert run(cut, [[2, 5, 9]], max_tokens=at + 1)[0] == free[: at + 1], "nothing looks the last token up"
+  assert run(cut, [[2, 5, 9]], stop=frozenset({small.vocab_size}))[0] == free[:at]
+  with pytest.raises(UserError, match=f"prompt 0: token id {small.vocab_size}: the per-layer embedding"):
+    run(cut, [[2, small.vocab_size]])
 
 
 def test_padding_on_either_side_is_left_out():

@@ -28,9 +28,7 @@ def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
   vision = ["use_multimodal=true"] if "pixel_values" in case.inputs else []
   directory = GOLDEN / name / "checkpoint"
   config, loaded = load_checkpoint_config(directory, [*vision, *words], length=case.inputs["input_ids"].shape[1])
-  model = loaded.config.model
-  settings = {"pad_token_id": model.pad_token_id, "placeholder_ids": config.placeholder_ids, "vision": loaded.config.vision}
-  batch = make_batch(case.inputs, name, vocab_size=model.vocab_size, **settings).batch
+  batch = make_batch(case.inputs, name, vocab_size=loaded.config.model.vocab_size, vision=loaded.config.vision).batch
   tokens = batch["tokens"]
   B, S = tokens.shape
   weights = open_weights(directory, config, loaded)

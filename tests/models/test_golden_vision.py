@@ -36,10 +36,8 @@ class VisionCase(Case):
     return {name: array for name, array in self.inputs.items() if not (run == "nommtt" and name in TYPES)}
 
   def batch(self, run: str = "base") -> dict[str, np.ndarray]:
-    config, loaded = load_checkpoint_config(GOLDEN / self.name / "checkpoint", ["use_multimodal=true"])
-    model, placeholders = loaded.config.model, config.placeholder_ids
-    settings = {"pad_token_id": model.pad_token_id, "placeholder_ids": placeholders, "vision": loaded.config.vision}
-    return make_batch(self.arrays(run), run, vocab_size=model.vocab_size, **settings).batch
+    _, loaded = load_checkpoint_config(GOLDEN / self.name / "checkpoint", ["use_multimodal=true"])
+    return make_batch(self.arrays(run), run, vocab_size=loaded.config.model.vocab_size, vision=loaded.config.vision).batch
 
   def prepare(self, *overrides: str, gradients: bool = False):
     """The compiled model as a function of parameters and a run, and the parameters."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from maxtext_like.checkpoint.huggingface.config_deepseek import read_deepseek, write_deepseek
 from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_gemma4, write_gemma
-from maxtext_like.checkpoint.huggingface.config_vision import read_vision, with_tower
+from maxtext_like.checkpoint.huggingface.config_vision import PLACEHOLDERS, read_vision, with_tower
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.config.model import ModelConfig
@@ -38,9 +38,8 @@ class HuggingFaceConfig:
   Attributes:
     model_type: as in the file.
     model: values of the ``model:`` section by leaf name; what is not among them keeps the default of configs/base.yml.
-    vision: values of the ``vision:`` section in the same way; empty where the file describes no vision tower.
+    vision: values of the ``vision:`` section in the same way.
     multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
-    placeholder_ids: token ids that stand for images, videos and sound, looked up as padding (Gemma 4).
     float8_block: rows and columns that share a ``_scale_inv``.
     dtype: the dtype the file names for its weights, if any.
   """
@@ -49,9 +48,13 @@ class HuggingFaceConfig:
   model: dict[str, Any]
   vision: dict[str, Any]
   multimodal: bool
-  placeholder_ids: tuple[int, ...]
   float8_block: tuple[int, int]
   dtype: str | None
+
+  @property
+  def has_tower(self) -> bool:
+    """Whether the file describes a vision tower."""
+    return "hidden_size_for_vit" in self.vision
 
 
 def read_config(directory: Path) -> HuggingFaceConfig:
@@ -82,13 +85,11 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   if multimodal and not isinstance(values.get("text_config"), dict):
     raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
   model = _READERS[model_type](top)
-  placeholders = (("image_token_id", 258880), ("video_token_id", 258884), ("audio_token_id", 258881))
   return HuggingFaceConfig(
     model_type=model_type,
     model={"model_name": model_type} | model,
     vision=read_vision(top),
     multimodal=multimodal,
-    placeholder_ids=tuple(top.token(*item) for item in placeholders) if model_type == "gemma4" else (),
     float8_block=_float8_block(top),
     dtype=top.text("dtype", top.text("torch_dtype", "")) or None,
   )
@@ -101,8 +102,16 @@ _NOT_THE_MODEL = frozenset(
 )
 
 
-def require_same_model(config: HuggingFaceConfig, model: ModelConfig, directory: Path) -> None:
+def require_same_model(
+  config: HuggingFaceConfig, model: ModelConfig, directory: Path, vision: VisionConfig | None = None
+) -> None:
   """Refuses a checkpoint whose config.json describes another model, though every shape may agree.
+
+  Args:
+    config: what the file says.
+    model: the ``model:`` section of the run.
+    directory: of the checkpoint.
+    vision: the ``vision:`` section of the run, whose placeholders count without a tower too; None: they are not compared.
 
   Raises:
     UserError: lists the keys that differ.
@@ -111,11 +120,18 @@ def require_same_model(config: HuggingFaceConfig, model: ModelConfig, directory:
     raise UserError(f"{printable(directory)}: a {config.model['decoder_block']}; this run trains a {model.decoder_block}")
   names = {key for key in config.model if key not in _NOT_THE_MODEL}
   theirs = dataclasses.replace(model, **config.model)
-  if not config.vision or theirs.decoder_block == "gemma4":
+  if not config.has_tower or theirs.decoder_block == "gemma4":
     names.discard("use_bidirectional_image_attn")  # without a tower there are no images
-  changed = [key for key in sorted(names) if _meaning(theirs, key) != _meaning(model, key)]
+  pairs = {key: (_meaning(theirs, key), _meaning(model, key)) for key in sorted(names)}
+  if vision is not None and config.model_type == "gemma4":
+    # What lies beyond the vocabulary never occurs where there is no placeholder.
+    known = range(model.vocab_size)
+    for key in PLACEHOLDERS:
+      there, here = config.vision[key], getattr(vision, key)
+      pairs[key] = (there if there in known else None, here if here in known else None)
+  changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
   if changed:
-    table = "\n".join(f"  {key}: config.json {_meaning(theirs, key)}, this run {_meaning(model, key)}" for key in changed)
+    table = "\n".join(f"  {key}: config.json {there}, this run {here}" for key, (there, here) in changed.items())
     raise UserError(
       f"{printable(directory)}: a checkpoint of another model:\n{table}\n"
       "  fix: train a model file with the checkpoint's values; maxtext-like import writes one"

@@ -9,15 +9,24 @@ from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 
+PLACEHOLDERS = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
+"""Gemma 4's tokens that are looked up as padding, whether there is a tower or not, and the class's defaults."""
 _SOFT_TOKENS = 280  # of Gemma 4's image processor; config.json does not say
 
 
 def read_vision(top: Fields) -> dict[str, Any]:
-  """The vision section of a ``gemma3`` or ``gemma4`` config.json; empty where it describes no tower."""
-  if "vision_config" not in top or top.values["model_type"] not in ("gemma3", "gemma4"):
-    return {}
+  """The vision section of a ``gemma3`` or ``gemma4`` config.json; without a tower nothing but Gemma 4's placeholders."""
+  model_type = top.values["model_type"]
+  placeholders = _placeholders(top) if model_type == "gemma4" else {}
+  if "vision_config" not in top or model_type not in ("gemma3", "gemma4"):
+    return placeholders
   vision = top.section("vision_config")
-  return _read_gemma3(top, vision) if top.values["model_type"] == "gemma3" else _read_gemma4(top, vision)
+  return _read_gemma3(top, vision) if model_type == "gemma3" else _read_gemma4(top, vision) | placeholders
+
+
+def _placeholders(top: Fields) -> dict[str, Any]:
+  """Null: there is no such token."""
+  return {key: top.optional_token(key, default) for key, default in PLACEHOLDERS.items()}
 
 
 def _read_gemma3(top: Fields, vision: Fields) -> dict[str, Any]:
@@ -70,7 +79,6 @@ def _read_gemma4(top: Fields, vision: Fields) -> dict[str, Any]:
     "use_clipped_linears_for_vit": vision.boolean("use_clipped_linears", False),
     # A table too short for a line of so many tokens is that of a smaller model.
     "vision_output_length": min(vision.integer("default_output_length", _SOFT_TOKENS), max(rows // pooling, 1)),
-    "image_token_id": top.token("image_token_id", 258880),
     "boi_token_id": top.token("boi_token_id", 255999),
     "eoi_token_id": top.token("eoi_token_id", 258882),
   }
@@ -81,6 +89,8 @@ def with_tower(text: dict[str, Any], model: ModelConfig, vision: VisionConfig) -
   gemma4 = model.decoder_block == "gemma4"
   nested = {key: value for key, value in text.items() if key != "architectures"}
   tokens = {"image": vision.image_token_id, "boi": vision.boi_token_id, "eoi": vision.eoi_token_id}
+  if gemma4:
+    tokens |= {"video": vision.video_token_id, "audio": vision.audio_token_id}
   config: dict[str, Any] = {
     "architectures": ["Gemma4ForConditionalGeneration" if gemma4 else "Gemma3ForConditionalGeneration"],
     "model_type": model.decoder_block,

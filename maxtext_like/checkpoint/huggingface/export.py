@@ -53,7 +53,7 @@ def read_origin(directory: Path) -> Origin:
   return Origin(
     files=companions.beside(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
-    nested=config.model_type == "gemma4" and not config.vision,
+    nested=config.model_type == "gemma4" and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
   )
 

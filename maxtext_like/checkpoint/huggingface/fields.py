@@ -42,6 +42,12 @@ class Fields:
       return None
     return default if key not in self.values else self.integer(key, 0, least=least)
 
+  def optional_token(self, key: str, default: int) -> int | None:
+    """As ``token``, but null where the key is present means None: no such token."""
+    if key in self.values and self.values[key] is None:
+      return None
+    return self.token(key, default)
+
   def number(self, key: str, default: float, *, above: float = 0.0) -> float:
     """A finite number above ``above``; null is the default."""
     value = self.values.get(key)

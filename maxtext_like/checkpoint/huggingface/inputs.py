@@ -15,6 +15,7 @@ from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS, TOKE
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
+from maxtext_like.layers.embedding import Lookup
 
 IGNORED = -100
 TEXT_INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
@@ -60,31 +61,22 @@ def read_inputs(
   path: Path,
   *,
   vocab_size: int,
-  placeholder_ids: tuple[int, ...] = (),
-  pad_token_id: int | None = None,
+  lookup: Lookup | None = None,
   vision: VisionConfig | None = None,
 ) -> Inputs:
   """Reads and checks an .npz file of inputs; the meaning of every array is Hugging Face's (tests/golden, README).
 
   Args:
     path: the file.
-    vocab_size: rows of the embedding table, which every token id must be below.
-    placeholder_ids: ids that stand for images and sound; they are looked up as ``pad_token_id``, as Gemma 4 does.
-    pad_token_id: of the model.
+    vocab_size: tokens of the model, which every label must be below.
+    lookup: of its decoder, which must have a row for every token; None: tokens are below ``vocab_size``.
     vision: the model's vision tower, if it has one; images without one are an error.
 
   Raises:
     UserError: an array that is missing, or of a wrong type, shape or range; the message names it.
   """
   arrays = read_arrays(path)
-  return make_batch(
-    arrays,
-    printable(path),
-    vocab_size=vocab_size,
-    placeholder_ids=placeholder_ids,
-    pad_token_id=pad_token_id,
-    vision=vision,
-  )
+  return make_batch(arrays, printable(path), vocab_size=vocab_size, lookup=lookup, vision=vision)
 
 
 def make_batch(
@@ -92,8 +84,7 @@ def make_batch(
   where: str,
   *,
   vocab_size: int,
-  placeholder_ids: tuple[int, ...] = (),
-  pad_token_id: int | None = None,
+  lookup: Lookup | None = None,
   vision: VisionConfig | None = None,
 ) -> Inputs:
   """As ``read_inputs``, of arrays in memory.
@@ -112,14 +103,12 @@ def make_batch(
   images = image_batch(arrays, tokens, where, vision)
   # An image token is never looked up where images take its place; the decoder sees to that.
   placed = tokens == vision.image_token_id if images and vision else np.zeros(tokens.shape, bool)
-  if placeholder_ids and pad_token_id is not None:
-    tokens = np.where(np.isin(tokens, placeholder_ids) & ~placed, pad_token_id, tokens)
-  outside = (tokens >= vocab_size) & ~placed
+  lookup = lookup or Lookup(vocab_size=vocab_size)
+  outside = lookup.missing(tokens) & ~placed
   if outside.any():
     row, column = np.argwhere(outside)[0]
-    raise UserError(
-      f"{where}: input_ids[{row}, {column}] = {tokens[row, column]}: the vocabulary has ids 0 to {vocab_size - 1}"
-    )
+    token = int(tokens[row, column])
+    raise UserError(f"{where}: input_ids[{row}, {column}] = {token}: {lookup.why_missing(token)}")
   B, T = tokens.shape
   mask = check.optional("attention_mask", (B, T), 0, 1)
   positions = check.optional("position_ids", (B, T), 0, 2**31 - 1, one_row=True)

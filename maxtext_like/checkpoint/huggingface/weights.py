@@ -15,6 +15,7 @@ from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 
@@ -239,7 +240,12 @@ class Weights:
 
 
 def load_hugging_face(
-  directory: Path | str, decoder: Decoder, *, model: ModelConfig | None = None, shardings: Any = None
+  directory: Path | str,
+  decoder: Decoder,
+  *,
+  model: ModelConfig | None = None,
+  vision: VisionConfig | None = None,
+  shardings: Any = None,
 ) -> dict:
   """The parameters of a Hugging Face checkpoint directory for a decoder.
 
@@ -247,6 +253,7 @@ def load_hugging_face(
     directory: with config.json and safetensors.
     decoder: the model; each array gets the dtype that it declares (``weight_dtype``).
     model: the configuration the decoder was built from, when that is not config.json itself; the two are compared.
+    vision: its ``vision:`` section, in the same way.
     shardings: as for ``Weights.load``.
 
   Raises:
@@ -255,7 +262,7 @@ def load_hugging_face(
   directory = Path(directory)
   config = read_config(directory)
   if model is not None:
-    require_same_model(config, model, directory)
+    require_same_model(config, model, directory, vision)
   return Weights(directory, decoder, config).load(shardings)
 
 

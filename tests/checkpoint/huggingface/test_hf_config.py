@@ -30,7 +30,7 @@ def test_both_forms_give_the_same_model(case: str):
   saved = json.loads((GOLDEN / case / "config_as_saved_by_transformers.json").read_text())
   from_hub, from_saved = read_config(GOLDEN / case / "checkpoint"), interpret(saved, "saved")
   assert from_hub.model == from_saved.model
-  assert from_hub.placeholder_ids == from_saved.placeholder_ids
+  assert from_hub.vision == from_saved.vision
   assert build(from_hub.model) == build(from_saved.model)
 
 
@@ -195,6 +195,15 @@ def test_another_model_of_the_same_shapes_is_refused(case: str, change: dict[str
   config = read_config(GOLDEN / case / "checkpoint")
   with pytest.raises(UserError, match=f"another model:\n  .*{next(iter(change))}: config.json"):
     require_same_model(config, dataclasses.replace(build(config.model), **change), GOLDEN)
+
+
+def test_other_placeholders_are_refused_unless_they_never_occur():
+  config = read_config(GOLDEN / "gemma4_e2b" / "checkpoint")  # 10000, 10003 and 10004, beyond the 128 of the vocabulary
+  model = build(config.model)
+  vision = load_config("gemma4-tiny").config.vision  # 260, 263 and 264
+  require_same_model(config, model, GOLDEN, vision)
+  with pytest.raises(UserError, match=r"another model:\n  audio_token_id: config.json None, this run 7"):
+    require_same_model(config, model, GOLDEN, dataclasses.replace(vision, audio_token_id=7))
 
 
 def test_values_that_mean_the_same_are_the_same():

@@ -11,6 +11,7 @@ import pytest
 
 from maxtext_like.checkpoint.huggingface.inputs import make_batch, read_arrays, read_inputs
 from maxtext_like.errors import UserError
+from maxtext_like.layers.embedding import Lookup
 
 IDS = np.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]])
 
@@ -62,10 +63,14 @@ def test_segments_restart_positions_and_part_targets():
   np.testing.assert_array_equal(found["positions"][0], range(5))
 
 
-def test_placeholders_are_looked_up_as_padding_and_may_lie_beyond_the_vocabulary():
-  arrays = {"input_ids": np.array([[1, 500, 3]])}
-  found = make_batch(arrays, "in.npz", vocab_size=10, placeholder_ids=(500, 501), pad_token_id=0).batch
-  np.testing.assert_array_equal(found["tokens"], [[1, 0, 3]])
+def test_placeholders_may_lie_beyond_the_vocabulary_and_every_other_token_has_a_row():
+  lookup = Lookup(vocab_size=10, per_layer_rows=8, placeholders=(500, 9))
+  found = make_batch({"input_ids": np.array([[1, 500, 9, 7]])}, "in.npz", vocab_size=10, lookup=lookup).batch
+  np.testing.assert_array_equal(found["tokens"], [[1, 500, 9, 7]])
+  with pytest.raises(UserError, match=r"input_ids\[0, 1\] = 8: the per-layer embedding has rows for ids 0 to 7"):
+    make_batch({"input_ids": np.array([[1, 8]])}, "in.npz", vocab_size=10, lookup=lookup)
+  with pytest.raises(UserError, match="= 501: the vocabulary has ids 0 to 9"):
+    make_batch({"input_ids": np.array([[501]])}, "in.npz", vocab_size=10, lookup=lookup)
 
 
 def test_names_without_a_meaning_are_told():

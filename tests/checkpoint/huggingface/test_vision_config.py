@@ -39,7 +39,9 @@ def test_both_forms_give_the_same_tower_and_it_is_written_back(case: str):
 
 def test_a_text_model_has_no_tower():
   assert read_config(GOLDEN / "gemma3_text" / "checkpoint").vision == {}
-  assert read_config(GOLDEN / "gemma4_moe" / "checkpoint").vision == {}
+  nested = read_config(GOLDEN / "gemma4_moe" / "checkpoint")
+  assert not nested.has_tower
+  assert nested.vision == {"image_token_id": 10000, "video_token_id": 10003, "audio_token_id": 10004}
   model = section(ModelConfig, read_config(GOLDEN / "gemma3_text" / "checkpoint").model)
   assert "vision_config" not in export_config(model, "bfloat16", section(VisionConfig, {}))
 
