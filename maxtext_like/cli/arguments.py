@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import re
+from collections.abc import Iterable
 
 from maxtext_like.errors import UserError
 
@@ -16,7 +18,7 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
     epilog: printed below the help, as it is.
 
   Raises:
-    UserError: the first word is no configuration.
+    UserError: the first word is no configuration, and no word is ``model_name=MODEL``.
 
   Returns:
     The configuration and the other words in order. Words that look like options (``--steps=5``) are left in, since
@@ -24,10 +26,23 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
   """
   if "-h" in argv or "--help" in argv:
     configuration_parser(verb, description, epilog).parse_args(["--help"])
-  if not argv or argv[0].startswith("-") or "=" in argv[0]:
+  if not argv or argv[0].startswith("-") or "=" in argv[0] or argv[0] == "model_name":
+    if names_model(argv):
+      return "base.yml", argv
     written = f"; {argv[0]!r} is not one" if argv else ""
     raise UserError(f"no configuration named{written}\n  fix: maxtext-like {verb} MODEL [key=value ...], as in gemma4-tiny")
   return argv[0], argv[1:]
+
+
+def names_model(words: list[str]) -> bool:
+  """Whether the words name the model as MaxText's commands do, by ``model_name``, which is laid over the defaults."""
+  return any(re.match(r"-*(model\.)?model_name(=|$)", word) for word in words)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+  """What a configuration has to say to whoever runs it."""
+  for note in notes:
+    print("note: " + note.replace("\n", "\n  "))
 
 
 def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from maxtext_like.cli.arguments import on_the_host, parse_words, split_configuration
+from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
@@ -43,6 +43,7 @@ def run(argv: list[str]) -> int:
     raise UserError(f"audit: {said} {', '.join(PLATFORMS)}")
   topology = find_topology(own.topology) if own.topology else None
   loaded = load_config(config, overrides)
+  print_notes(loaded.notes)
 
   on_the_host()
   import jax

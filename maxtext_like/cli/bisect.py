@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.cli.arguments import parse_words
+from maxtext_like.cli.arguments import names_model, parse_words, print_notes
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
 
@@ -37,8 +37,7 @@ def run(argv: list[str]) -> int:
     raise UserError(f"--checkpoint {options.checkpoint}: no such directory")
   load = _loader(options.config, checkpoint)
   loaded = load(words)
-  for note in loaded.notes:
-    print(f"note: {note}")
+  print_notes(loaded.notes)
   search = prepare(loaded, checkpoint, options.tolerance)
   result = search.run(cost_repeats=COST_REPEATS)
   if result.outcome == "mended":
@@ -69,6 +68,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options.config, words = None, [options.config, *words]
   elif options.config is None and words and "=" not in words[0] and not words[0].startswith("-"):
     options.config, words = words[0], words[1:]  # behind an option, where Python 3.11's argparse overlooks it
+  if options.config is None and options.checkpoint is None and names_model(words):
+    options.config = "base.yml"
   if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
     raise UserError(f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: as in --tolerance 0.5")
   return options, words

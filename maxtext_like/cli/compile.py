@@ -1,6 +1,6 @@
 """``maxtext-like compile``: the train step compiled for a TPU slice on this machine, and whether it fits there."""
 
-from maxtext_like.cli.arguments import split_configuration
+from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
@@ -29,6 +29,7 @@ def run(argv: list[str]) -> int:
 
   # Later than the configuration's errors, which should come at once.
   loaded = load_config(config, overrides)
+  print_notes(loaded.notes)
   from maxtext_like.training import ahead_of_time
 
   group = own.get("xla_flags", "base")

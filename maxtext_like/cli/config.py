@@ -15,5 +15,5 @@ def run(argv: list[str]) -> int:
   loaded = load_config(config, overrides)
   print(loaded.to_yaml(), end="")
   for note in loaded.notes:
-    print(f"# note: {note}")
+    print("# note: " + note.replace("\n", "\n#   "))
   return 0

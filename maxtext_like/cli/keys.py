@@ -3,7 +3,7 @@
 import re
 import sys
 
-from maxtext_like.config import maxtext
+from maxtext_like.config import foreign_names, maxtext
 from maxtext_like.config.document import Key, keys
 from maxtext_like.config.problems import did_you_mean
 from maxtext_like.errors import UserError
@@ -20,7 +20,10 @@ def run(argv: list[str]) -> int:
     raise UserError(f"--help-keys {pattern!r}: not a regular expression: {error}") from error
   found = [k for k in keys() if matches(f"{k.section}.{k.name}") or matches(k.meaning)]
   renamed = {theirs: ours for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)}
-  if not found and not renamed:
+  foreign = {theirs: said for theirs, said in foreign_names.NAMES.items() if pattern and re.fullmatch(pattern, theirs, re.I)}
+  if not found and not renamed and not foreign and (said := foreign_names.find(pattern)) is not None:
+    foreign = {pattern: said}
+  if not found and not renamed and not foreign:
     raise UserError(f"--help-keys {pattern!r}: no such key{did_you_mean(pattern, [k.name for k in keys()])}")
   if sys.stdout.isatty():
     _print_table(found)
@@ -29,6 +32,8 @@ def run(argv: list[str]) -> int:
       print(f"{k.section}.{k.name}  ({k.kind}; default {k.default})  {k.meaning}")
   for theirs, ours in renamed.items():
     print(f"{theirs}: MaxText's name of {ours}")
+  for theirs, said in foreign.items():
+    print(f"{theirs}: no key here: {said.says}\n  fix: {said.fix('VALUE')}")
   return 0
 
 

@@ -1,6 +1,6 @@
 """``maxtext-like train``: trains a model; also behind ``python train.py``."""
 
-from maxtext_like.cli.arguments import split_configuration
+from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.processes import require_one_process
 
@@ -23,8 +23,7 @@ def run(argv: list[str]) -> int:
   config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
   require_one_process()
   loaded = load_config(config, overrides)
-  for note in loaded.notes:
-    print(f"note: {note}")
+  print_notes(loaded.notes)
   from maxtext_like.training.run import train
 
   return train(loaded)

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxtext_like.cli.arguments import parse_words, split_configuration
+from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.config.load import load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
@@ -49,8 +49,7 @@ def run(argv: list[str]) -> int:
   options, words = parse_words(parser, argv, {})
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(model, overrides)
-  for note in loaded.notes:
-    print(f"note: {note}")
+  print_notes(loaded.notes)
   import contextlib
 
   from maxtext_like.training import memory, tokenizer

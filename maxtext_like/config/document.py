@@ -5,6 +5,7 @@
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,17 +97,21 @@ def _maxtext_page() -> list[str]:
     "A model file of MaxText for these families loads as it is and means what MaxText does with it: its vocabulary of",
     "262144 for Gemma 3 (the released models have 262208), no routing groups for DeepSeek unless it sets them, rotary",
     "magnitudes equal. What MaxText decides by the model's name (the layer pattern of E2B, the score scale of Gemma 3",
-    "27B) follows the name of the file. Precision flags that it does not mention keep the defaults above.",
+    "27B) or by the family (tokens of an image see each other both ways) holds here too. How a model is trained is not",
+    "the file's: there the defaults above hold, and what differs from MaxText's is listed when the file is used.",
+    "",
+    "MaxText's commands work: `train model_name=gemma3-4b steps=20` and `train configs/base.yml model_name=gemma3-4b`",
+    "take this project's file of that name. MaxText's own base.yml is not read.",
     "",
     "| MaxText | here |",
     "|---|---|",
     *(f"| `{theirs}` | `{ours}` |" for theirs, ours in maxtext.RENAMED.items()),
     "| `mlp_activations: [gelu, linear]` | `mlp_activation: gelu` |",
     "| `global_rope_max_timescale` | `rope_max_timescale` |",
-    "| `decoder_block: gemma4_small` | `decoder_block: gemma4` |",
-    "| `n_routing_groups: -1`, `topk_routing_group: -1` | `1` |",
-    "| `learning_rate_schedule_steps: -1` | `lr_schedule_steps: null`; beyond its end MaxText's rate is 0, here the last one |",
-    "| `global_head_dim: 0`, `global_num_kv_heads: 0`, `final_logits_soft_cap: 0` | `null` |",
+    *_value_rows(),
+    "| `per_device_batch_size: 1.0` | `1`; a share of a row is refused |",
+    "| `lr_schedule_steps` | beyond its end MaxText's rate is 0, here the last one |",
+    "| `num_experts: 1` in a model file | `0` |",
     "| `mscale` in a model file | `mscale` and `mscale_all_dim` |",
     "| `shared_experts: 1` of Gemma 4 | the dense MLP beside the experts, always there |",
     "",
@@ -115,12 +120,30 @@ def _maxtext_page() -> list[str]:
     "| key | value |",
     "|---|---|",
   ]
-  for key, by_family in maxtext.FIXED.items():
-    values = [f"`{to_text(v[0])}` ({', '.join(families)})" for families, v in by_family.items()]
-    lines.append(f"| `{key}` | {', '.join(values)} |")
+  lines += _grouped(
+    (key, ", ".join(f"{' or '.join(f'`{to_text(v)}`' for v in values)} ({', '.join(of)})" for of, values in by_family.items()))
+    for key, by_family in maxtext.FIXED.items()
+  )
   lines += ["", "Accepted and noted, without effect:", "", "| key | why |", "|---|---|"]
-  lines += [f"| `{key}` | {reason} |" for key, reason in maxtext.WITHOUT_EFFECT.items()]
+  lines += _grouped(maxtext.WITHOUT_EFFECT.items())
   return [*lines, "| `image_size_for_vit` (gemma4) | images keep their aspect ratio, up to `vision_output_length` tokens |"]
+
+
+def _value_rows() -> list[str]:
+  rows = []
+  for key, meanings in maxtext.VALUES.items():
+    for theirs, meaning in meanings.items():
+      here = f"refused: {meaning.refused}" if meaning.refused else f"`{to_text(meaning.value)}`"
+      rows.append((f"{key}: {theirs}", f"{here}; {meaning.note}" if meaning.note else here))
+  return _grouped(rows)
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
+  """Rows of a table, those with the same right side as one."""
+  rows: dict[str, list[str]] = {}
+  for left, right in pairs:
+    rows.setdefault(right, []).append(f"`{left}`")
+  return [f"| {', '.join(lefts)} | {right} |" for right, lefts in rows.items()]
 
 
 def _cell(text: str) -> str:

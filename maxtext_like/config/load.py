@@ -9,15 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.config import maxtext
+from maxtext_like.config import maxtext, maxtext_file
 from maxtext_like.config.coerce import CoercionError, coerce, describe
-from maxtext_like.config.files import configs_folder, find_config, label_of
-from maxtext_like.config.overrides import leaf_of, parse_overrides
+from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
+from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
 from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import Problem, did_you_mean, error_of
 from maxtext_like.config.rules import cross_problems, inactive_precision_keys
 from maxtext_like.config.schema import LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config
-from maxtext_like.config.yaml_file import Entry, Mapping, Scalar, read_yaml, to_text
+from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,29 +76,31 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   Raises:
     UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
   """
-  hardware, words = parse_overrides(list(overrides))
-  file = find_config(str(path))
+  hardware, words, problems = parse_overrides(list(overrides))
+  file, words = _model_file(str(path), words)
+  entries = _file_entries(file)
+  theirs = maxtext_file.is_maxtext_file(entries)
   merged = dict(_base_entries())
   defaults = {leaf: entry.origin for leaf, entry in merged.items()}
   notes: list[str] = []
-  problems: list[Problem] = []
 
-  def lay_over(entries: list[Entry], *, whole_file: bool) -> None:
-    if whole_file and maxtext.is_maxtext_file(entries):
-      done, said, wrong = maxtext.translate_file(entries, file.stem)
-    else:
-      family = merged["decoder_block"].node
-      done, said, wrong = maxtext.translate_keys(entries, family.text if isinstance(family, Scalar) else "")
+  def lay_over(translated: tuple[list[Entry], list[str], list[Problem]]) -> None:
+    done, said, wrong = translated
     merged.update((e.key, e) for e in done)
     notes.extend(said)
     problems.extend(wrong)
 
-  if file.resolve() == (configs_folder() / "base.yml").resolve():
-    raise UserError("configs/base.yml: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny")
-  lay_over(_file_entries(file), whole_file=True)
+  def family() -> str:
+    node = merged["decoder_block"].node
+    return node.text if isinstance(node, Scalar) else ""
+
+  block = next((e.node.text for e in entries if e.key == "decoder_block" and isinstance(e.node, Scalar)), "")
+  lay_over(maxtext_file.translate_file(entries, file.stem) if theirs else maxtext.translate_keys(entries, block))
+  of_model = dict(merged)
+  _require_its_name(merged, words, file)
   for name in hardware:
-    lay_over(_file_entries(_hardware_file(name)), whole_file=False)
-  lay_over(words, whole_file=False)
+    lay_over(maxtext.translate_keys(_file_entries(_hardware_file(name)), family()))
+  lay_over(maxtext.translate_keys(words, family()))
 
   if merged["model_name"].origin == defaults["model_name"]:
     merged["model_name"] = Entry("model_name", Scalar(file.stem, plain=True, line=1), f"name of {label_of(file)}")
@@ -112,6 +114,11 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   _check(values, merged, explicit)
   config = Config(**{section: cls(**_of_section(values, section)) for section, cls in SECTIONS.items()})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
+  if theirs or is_base(str(path)):
+    said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not of_model[leaf])
+    if theirs:
+      notes += maxtext_file.note_on_images(values, label_of(file))
+    notes.append(maxtext_file.table(label_of(file), maxtext_file.differences(values, said, decoder=theirs)))
   return Loaded(config, origins, _config_dict(values), tuple(notes), file)
 
 
@@ -125,9 +132,49 @@ def base_values() -> MappingProxyType[str, object]:
   return MappingProxyType(values)
 
 
+def is_base(path: str) -> bool:
+  """Whether a path means the defaults, ``configs/base.yml``: MaxText's commands begin with it, wherever it lies."""
+  file = Path(path).expanduser()
+  return file.name == "base.yml" and (not file.exists() or file.resolve() == (configs_folder() / "base.yml").resolve())
+
+
+def _model_file(path: str, words: list[Entry]) -> tuple[Path, list[Entry]]:
+  """The model file and the words that are left: with the defaults in its place, ``model_name`` names it, as in MaxText."""
+  if not is_base(path):
+    return find_config(path), words
+  named = [word.node.text for word in words if word.key == "model_name" and isinstance(word.node, Scalar)]
+  if not named:
+    raise UserError(f"{path}: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny")
+  return find_config(named[-1]), [word for word in words if word.key != "model_name"]
+
+
+_OTHER_MODELS = ("llama", "qwen", "mistral", "mixtral", "gpt", "olmo", "kimi", "gemma-", "gemma2", "deepseek2", "deepseek4")
+
+
+def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Path) -> None:
+  """Refuses ``model_name`` as the name of another model: beside a model file it is a label, which MaxText's is not."""
+  own = merged["model_name"].node
+  for word in words:
+    if word.key != "model_name" or not isinstance(word.node, Scalar):
+      continue
+    name = word.node.text
+    if name in (file.stem, own.text if isinstance(own, Scalar) else None):
+      continue
+    if name in model_names() or name.startswith(_OTHER_MODELS):
+      raise UserError(
+        f"{word.origin}: the model is {label_of(file)}, and model_name is its label; {name} is another model"
+        f"\n  fix: name the model first, as in: maxtext-like train {name if name in model_names() else 'gemma3-4b'}"
+      )
+
+
 def _hardware_file(name: str) -> Path:
   path = Path(require_local(name)).expanduser()
   if not path.is_file():
+    if name in ("tpu", "gpu", "gpu_multiprocess", "cpu"):  # MaxText's hardware
+      raise UserError(
+        f"hardware={name}: the device is found, and hardware is a file of keys for it"
+        "\n  fix: leave it out; JAX_PLATFORMS=cpu before the command takes the CPU though there is an accelerator"
+      )
     kind = "is a directory, not a file" if path.is_dir() else "no such hardware file"
     raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files")
   return path
@@ -146,6 +193,11 @@ def _file_entries(path: Path) -> list[Entry]:
   """Every leaf of a file, whether in sections, dotted or flat."""
   label = label_of(path)
   top = read_yaml(path, label)
+  if maxtext_file.RUN_KEYS & top.items.keys():
+    raise UserError(
+      f"{label}: MaxText's settings of a run, not a model\n  fix: name the model instead, as in: maxtext-like train gemma3-4b "
+      "steps=20; what you changed in that file is written behind it as KEY=VALUE"
+    )
   entries: list[Entry] = []
   problems: list[Problem] = []
   seen: dict[str, str] = {}
@@ -154,8 +206,8 @@ def _file_entries(path: Path) -> list[Entry]:
     origin = f"{label}:{line}"
     try:
       leaf = leaf_of(f"{section}.{key}" if section and key not in maxtext.KNOWN else key)
-    except KeyError as error:
-      problems.append(Problem(f"{origin}: {_unknown(key, section, error.args[0])}"))
+    except UnknownKeyError as error:
+      problems.append(_unknown(key, section, error, origin, node))
       if len(problems) == MOST_UNKNOWN:  # this is no configuration, and every suggestion costs a comparison with all keys
         raise error_of(problems) from None
       return
@@ -183,13 +235,13 @@ def _file_entries(path: Path) -> list[Entry]:
   return entries
 
 
-def _unknown(key: str, section: str | None, reason: str) -> str:
-  if section is None:
-    return reason
+def _unknown(key: str, section: str | None, error: UnknownKeyError, origin: str, node: Node) -> Problem:
+  if error.foreign is not None or section is None:
+    return error.problem(origin, node.text if isinstance(node, Scalar) else "VALUE")
   if key in LEAVES:
-    return f"{key!r} is a key of {LEAVES[key][0]}, not of {section}"
+    return Problem(f"{origin}: {key!r} is a key of {LEAVES[key][0]}, not of {section}")
   here = [leaf for leaf, (s, _) in LEAVES.items() if s == section]
-  return f"unknown key {section + '.' + key!r}{did_you_mean(key, here) or did_you_mean(key, LEAVES)}"
+  return Problem(f"{origin}: unknown key {section + '.' + key!r}{did_you_mean(key, here) or did_you_mean(key, LEAVES)}")
 
 
 def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""MaxText's names: what each means here. One table, used for whole model files and for single keys.
+"""MaxText's names and values: what each means here. One table, for whole model files and for single keys.
 
-A MaxText model file means what MaxText does with it. Where MaxText leaves a choice to its code, to the model's name or
-to a default that differs from ours, ``_completed`` states it. Precision flags that a file does not mention keep this
-project's defaults, which are the more exact ones.
+``maxtext_file.py`` reads MaxText's model files; names of MaxText's without a meaning here are in ``foreign_names.py``.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from maxtext_like.config import foreign_names
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import LEAVES
@@ -25,6 +25,7 @@ RENAMED = {
   "max_num_checkpoints_to_keep": "max_to_keep",
   "load_parameters_path": "init_from",
   "tokenizer_path": "tokenizer",
+  "dataset_type": "dataset",
   "enable_data_shuffling": "shuffle",
   "init_weights_seed": "seed",
   "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
@@ -35,6 +36,11 @@ RENAMED = {
 """Other name, same meaning."""
 
 GEMMA, DEEPSEEK, ALL = ("gemma3", "gemma4"), ("deepseek",), ("gemma3", "gemma4", "deepseek")
+
+_AXES = "data fsdp fsdp_transpose sequence context context_autoregressive tensor tensor_sequence pipeline expert autoregressive"
+_AXES_OF_ONE = {f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in _AXES.split()} - {
+  "ici_data_parallelism", "ici_fsdp_parallelism", "dcn_data_parallelism",
+}  # fmt: skip
 
 FIXED: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {
   "use_post_attn_norm": {GEMMA: (True,), DEEPSEEK: (False,)},
@@ -58,19 +64,31 @@ FIXED: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {
   "quantization": {ALL: ("",)},
   "num_channels_for_vit": {GEMMA: (3,)},
   "vision_encoder_block": {("gemma3",): ("gemma3",), ("gemma4",): ("gemma4",)},
-  "ici_tensor_parallelism": {ALL: (1,)},
-  "ici_expert_parallelism": {ALL: (1,)},
-  "ici_context_parallelism": {ALL: (1,)},
-  "ici_pipeline_parallelism": {ALL: (1,)},
+  "wsd_decay_style": {ALL: ("linear",)},
+  "adam_eps_root": {ALL: (0.0,)},
+  "add_bos": {ALL: (True,)},
+  "add_eos": {ALL: (True,)},
+  "dcn_data_parallelism": {ALL: (1, -1)},
+  **{name: {ALL: (1,)} for name in sorted(_AXES_OF_ONE)},
 }
 """Keys that say what these families always do (or a machine axis that is not there): accepted with that value only."""
 
+_LAYOUT = "where arrays lie follows from the mesh, by a table of this project's own; no number depends on it"
 WITHOUT_EFFECT = {
   "conv_stride_for_vit": "the step between patches is their size",
   "ple_pad_substitute_image_rows": "the per-layer embedding always looks up padding at the tokens of an image",
   "ple_pad_mode": "the per-layer embedding always looks up padding at the tokens of an image",
+  "mesh_axes": "the mesh has two axes, data and fsdp: ici_data_parallelism, ici_fsdp_parallelism",
+  "logical_axis_rules": _LAYOUT,
+  "override_logical_axis_rules": _LAYOUT,
+  "data_sharding": _LAYOUT,
+  "shard_mode": _LAYOUT,
+  "remove_size_one_mesh_axis_from_type": _LAYOUT,
+  "use_batch_split_schedule": "it overlaps the transfers of expert parallelism, which is not here; no number depends on it",
+  "override_model_config": "a value on the command line always overrides the model file's",
+  "log_period": "metrics.jsonl and TensorBoard have every step; log_interval is for the lines on the screen",
 }
-"""Keys that say what the vision towers always do, each with what that is; accepted and noted."""
+"""Keys that change nothing here, each with what holds instead; accepted and noted."""
 
 CONVERTED = ("mlp_activations", "global_rope_max_timescale")
 """Keys whose value takes another form here."""
@@ -78,29 +96,64 @@ CONVERTED = ("mlp_activations", "global_rope_max_timescale")
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
-def is_maxtext_file(entries: list[Entry]) -> bool:
-  """Whether a flat file speaks MaxText: it has a key that only MaxText has."""
-  return any(e.key in KNOWN for e in entries)
+@dataclass(frozen=True)
+class Meaning:
+  """What a value of MaxText's is here.
 
-
-def translate_file(entries: list[Entry], stem: str) -> tuple[list[Entry], list[str], list[Problem]]:
-  """A whole MaxText model file in our keys.
-
-  Args:
-    entries: its keys.
-    stem: its name without ``.yml``, which is the model's name in MaxText.
-
-  Returns:
-    The entries in our names, notes on keys without effect, problems.
+  Attributes:
+    value: ours.
+    note: what to know about it; empty where it is simply the same.
+    refused: there is none: what to write instead. Empty where there is one.
   """
-  block = _text_of(entries, "decoder_block")
-  family = "gemma4" if block == "gemma4_small" else block
-  done, notes, problems = translate_keys(_completed(entries, family, stem), family)
-  return done, notes, problems
+
+  value: object = None
+  note: str = ""
+  refused: str = ""
+
+
+_FILES = Meaning(refused="the text comes from files of yours: write dataset=jsonl (or text, parquet) dataset_path=FILES")
+_KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_attention, full (nothing is kept) or none")
+_MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
+
+VALUES: dict[str, dict[str, Meaning]] = {
+  "decoder_block": {"gemma4_small": Meaning("gemma4")},
+  "attention": {
+    "autoselected": Meaning("auto"),
+    "flash": Meaning("auto", note="the fastest fused kernel that device, mask and precision allow; splash on TPU"),
+    "cudnn_flash_te": Meaning("cudnn_flash"),
+    "cudnn_flash_jax": Meaning("cudnn_flash"),
+  },
+  "opt_type": {
+    "adam_pax": Meaning("adamw", note="the same equation; but norms, scalars and biases have no weight decay here"),
+    "muon": Meaning(refused="write opt_type=adamw, adafactor, lion or sgd"),
+  },
+  "remat_policy": dict.fromkeys([*_MANY.split(), "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj", "custom"], _KEPT),
+  "matmul_precision": {"bfloat16": Meaning("default"), "float32": Meaning("highest")},
+  "dataset": dict.fromkeys(("hf", "grain", "tfds", "c4_mlperf", "olmo_grain"), _FILES),
+  "eval_interval": {"-1": Meaning(0)},
+  "eval_steps": {"-1": Meaning(refused="write how many batches an evaluation has, as in eval_steps=10")},
+  "max_to_keep": {"None": Meaning(refused="write how many of the newest checkpoints are kept, as in max_to_keep=3")},
+  "lr_schedule_steps": {"-1": Meaning(None)},
+  "global_head_dim": {"0": Meaning(None)},
+  "global_num_kv_heads": {"0": Meaning(None)},
+  "vocab_size_per_layer_input": {"0": Meaning(None)},
+  "final_logits_soft_cap": {"0": Meaning(None)},
+  "n_routing_groups": {"-1": Meaning(1)},
+  "topk_routing_group": {"-1": Meaning(1)},
+}
+"""Values of MaxText's that our keys do not have, by our key: so each can only mean one thing, wherever it is written."""
 
 
 def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list[str], list[Problem]]:
-  """Single keys in our names; keys of ours pass unchanged. See ``translate_file``."""
+  """Single keys in our names and values; what is ours passes unchanged.
+
+  Args:
+    entries: of a file or of the command line.
+    family: ``decoder_block`` of the model that they are for.
+
+  Returns:
+    The entries in our names, notes on what changes nothing or something else, problems.
+  """
   done: list[Entry] = []
   notes: list[str] = []
   problems: list[Problem] = []
@@ -114,10 +167,28 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
     else:
       ours = Entry(RENAMED.get(entry.key, entry.key), entry.node, entry.origin)
       try:
-        done += [ours] if (convert := _CONVERTERS.get(ours.key)) is None else convert(ours)
+        converted = convert(ours) if (convert := _CONVERTERS.get(ours.key)) else _by_value(ours, notes)
+        done.append(converted)
       except CoercionError as error:
         problems.append(Problem(f"{entry.origin}: {entry.key}: {error}"))
   return done, notes, problems
+
+
+def _by_value(entry: Entry, notes: list[str]) -> Entry:
+  """The entry with what ``VALUES`` says of its value; a number counts however it is written."""
+  if not isinstance(entry.node, Scalar):
+    return entry
+  text, meanings = entry.node.text, VALUES.get(entry.key, {})
+  for theirs, meaning in meanings.items():
+    if text != theirs and not (entry.node.plain and same_number(text, theirs)):
+      continue
+    if meaning.refused:
+      raise CoercionError(f"{text!r} is MaxText's: {meaning.refused}")
+    made = entry_of(entry.key, meaning.value, entry)
+    if meaning.note:
+      notes.append(f"{entry.origin}: {entry.key} is {meaning.value} here: {meaning.note}")
+    return made
+  return entry
 
 
 def _check_fixed(entry: Entry, family: str) -> list[Problem]:
@@ -131,6 +202,9 @@ def _check_fixed(entry: Entry, family: str) -> list[Problem]:
           return []
       except CoercionError:
         continue
+    if (foreign := foreign_names.find(entry.key)) is not None:
+      what = f"{entry.origin}: {entry.key} = {_shown(entry)} is not supported: {foreign.says}"
+      return [Problem(what, fix=foreign.fix("VALUE"))]
     return [
       Problem(
         f"{entry.origin}: {entry.key} = {_shown(entry)} is not supported in decoder_block {family}",
@@ -144,124 +218,41 @@ def _shown(entry: Entry) -> str:
   return repr(entry.node.text) if isinstance(entry.node, Scalar) else "(a list or mapping)"
 
 
-def _activation(entry: Entry) -> list[Entry]:
+def _activation(entry: Entry) -> Entry:
   names = coerce(entry.node, tuple[str, ...]) if isinstance(entry.node, Sequence) else ()
   if not (isinstance(names, tuple) and len(names) == 2 and names[1] == "linear" and names[0] in ("gelu", "silu")):
     raise CoercionError("only [gelu, linear] and [silu, linear], a gated MLP, are supported")
-  return [_entry("mlp_activation", names[0], entry)]
+  return entry_of("mlp_activation", names[0], entry)
 
 
-def _without(absent: str, instead: object) -> Callable[[Entry], list[Entry]]:
-  """Replaces MaxText's number for "none" by ours."""
+def _whole_rows(entry: Entry) -> Entry:
+  """MaxText's rows of a device are a float, which may be a share of a row."""
+  text = entry.node.text.replace("_", "") if isinstance(entry.node, Scalar) and entry.node.plain else ""
+  if not same_number(text, text) or "." not in text:
+    return entry
+  if not float(text).is_integer():
+    raise CoercionError(f"{text}: a device works on whole rows: write 1 or more, and a shorter max_target_length for less")
+  return entry_of(entry.key, int(float(text)), entry)
 
-  def convert(entry: Entry) -> list[Entry]:
-    none = isinstance(entry.node, Scalar) and entry.node.plain and _same_number(entry.node.text, absent)
-    return [_entry(entry.key, instead, entry) if none else entry]
 
-  return convert
+_CONVERTERS: dict[str, Callable[[Entry], Entry]] = {
+  "mlp_activations": _activation,
+  "global_rope_max_timescale": lambda e: Entry("rope_max_timescale", e.node, e.origin),
+  "per_device_batch_size": _whole_rows,
+}
 
 
-def _same_number(text: str, number: str) -> bool:
+def same_number(text: str, number: str) -> bool:
+  """Whether two texts are numbers, and the same."""
   try:
     return float(text) == float(number)
   except ValueError:
     return False
 
 
-def _choice(key: str, names: dict[str, str]) -> Callable[[Entry], list[Entry]]:
-  def convert(entry: Entry) -> list[Entry]:
-    if isinstance(entry.node, Scalar) and entry.node.text in names:
-      return [_entry(key, names[entry.node.text], entry)]
-    return [entry]
-
-  return convert
-
-
-_CONVERTERS: dict[str, Callable[[Entry], list[Entry]]] = {
-  "mlp_activations": _activation,
-  "decoder_block": _choice("decoder_block", {"gemma4_small": "gemma4"}),
-  "attention": _choice("attention", {"autoselected": "auto"}),
-  "global_rope_max_timescale": lambda e: [Entry("rope_max_timescale", e.node, e.origin)],
-  "global_head_dim": _without("0", None),
-  "global_num_kv_heads": _without("0", None),
-  "final_logits_soft_cap": _without("0", None),
-  "num_experts": _without("1", 0),
-  "n_routing_groups": _without("-1", 1),
-  "topk_routing_group": _without("-1", 1),
-  "lr_schedule_steps": _without("-1", None),
-}
-
-
-def _entry(key: str, value: object, source: Entry) -> Entry:
+def entry_of(key: str, value: object, source: Entry) -> Entry:
   """An entry with a value of ours, told to come from where the source was written."""
-  node = Scalar("null" if value is None else str(value), plain=True, line=source.node.line)
-  return Entry(key, node, source.origin)
-
-
-def _text_of(entries: list[Entry], key: str) -> str:
-  for entry in entries:
-    if entry.key == key and isinstance(entry.node, Scalar):
-      return entry.node.text
-  return ""
-
-
-def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
-  """The file with what MaxText itself adds, and without what it ignores."""
-  given = {e.key: e for e in entries}
-  name = _text_of(entries, "model_name") or stem
-  place = given.get("decoder_block", entries[0])
-  assumed: dict[str, object] = {}
-  dropped: set[str] = set()
-  extra: list[Entry] = []
-
-  def number(key: str) -> float:
-    text = _text_of(entries, key).replace("_", "")
-    return float(text) if _same_number(text, text) else 0.0
-
-  if number("global_rope_max_timescale") > 0:
-    dropped.add("rope_max_timescale")  # every Gemma 4 layer has a table of its own
-  elif "global_rope_max_timescale" in given:
-    dropped.add("global_rope_max_timescale")
-  if family in GEMMA:
-    # The pattern is written in MaxText's code, E2B's by its name; a file may repeat it.
-    e2b = "e2b" in name or number("base_num_decoder_layers") == 35
-    cycle = 5 if _text_of(entries, "decoder_block") == "gemma4_small" and e2b else 6
-    if "inhomogeneous_layer_cycle_interval" not in given:
-      assumed["inhomogeneous_layer_cycle_interval"] = cycle
-  if family == "gemma3":
-    if number("rope_linear_scaling_factor") not in (0.0, 1.0):
-      assumed["rope_type"] = "linear"
-      dropped.add("rope_type")
-    released_27b = (number("base_emb_dim"), number("head_dim")) == (5376, 128)
-    if "query_pre_attn_scalar" not in given and (name == "gemma3-27b" or released_27b):
-      assumed["query_pre_attn_scalar"] = number("base_emb_dim") // max(number("base_num_query_heads"), 1)
-  if family in GEMMA:
-    # What MaxText writes in its code about the vision towers.
-    tokens = {"gemma3": (262144, 255999, 256000), "gemma4": (258880, 255999, 258882)}[family]
-    vision: dict[str, object] = dict(zip(("image_token_id", "boi_token_id", "eoi_token_id"), tokens, strict=True))
-    if family == "gemma3":
-      vision["vision_output_length"] = 256
-    else:
-      vision |= {"video_token_id": 258884, "audio_token_id": 258881}  # Gemma 4's own: MaxText takes neither
-      if "use_clipped_linears_for_vit" not in given:
-        small = _text_of(entries, "decoder_block") == "gemma4_small"
-        vision["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = "true"
-    said = {RENAMED.get(key, key) for key in given}
-    assumed |= {key: value for key, value in vision.items() if key not in said}
-  if family == "gemma4" and number("num_experts") > 1:
-    if number("shared_experts") == 1:
-      dropped.add("shared_experts")  # the dense MLP beside the experts, which is always there
-    if "norm_topk_prob" not in given:
-      assumed["norm_topk_prob"] = "false"
-  if family == "deepseek":
-    dropped.add("norm_topk_prob")  # sigmoid routing divides by the sum, whatever the key says
-    dropped.add("head_dim")  # latent attention has its own head sizes
-    if "mscale" in given:
-      # MaxText scales the softmax by mscale and leaves the rotary table alone: ours with both magnitudes equal.
-      extra.append(Entry("mscale_all_dim", given["mscale"].node, given["mscale"].origin))
-  kept = [e for e in entries if e.key not in dropped]
-  source = Entry("", place.node, f"what MaxText does for {name}")
-  return kept + extra + [_entry(key, value, source) for key, value in assumed.items()]
+  return Entry(key, Scalar(to_text(value), plain=True, line=source.node.line), source.origin)
 
 
 assert not KNOWN & set(LEAVES), "a MaxText name must not be a name of ours"

@@ -2,19 +2,36 @@
 
 from pathlib import Path
 
-from maxtext_like.config import maxtext
+from maxtext_like.config import foreign_names, maxtext
 from maxtext_like.config.files import SUFFIXES
-from maxtext_like.config.problems import did_you_mean
+from maxtext_like.config.problems import Problem, did_you_mean, is_misspelling, nearest
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
 from maxtext_like.errors import UserError
+
+
+class UnknownKeyError(KeyError):
+  """No key of ours, nor one of MaxText's that has a meaning here.
+
+  Attributes:
+    what: one sentence, with the nearest name or what other trainers mean by it.
+    foreign: what is known of the name, where it is another trainer's.
+  """
+
+  def __init__(self, what: str, foreign: foreign_names.Foreign | None = None):
+    super().__init__(what)
+    self.what, self.foreign = what, foreign
+
+  def problem(self, place: str, value: str) -> Problem:
+    """What to say about it where it was written with that value."""
+    return Problem(f"{place}: {self.what}", fix=self.foreign.fix(value) if self.foreign else "")
 
 
 def leaf_of(key: str) -> str:
   """The leaf that a key on the command line or in a file names: ``steps``, ``training.steps`` or a MaxText name.
 
   Raises:
-    KeyError: unknown; the argument is the reason with the nearest name.
+    UnknownKeyError: with the nearest name, or what another trainer means by it.
   """
   if key in LEAVES or key in maxtext.KNOWN:
     return key
@@ -23,27 +40,41 @@ def leaf_of(key: str) -> str:
     if leaf in LEAVES and LEAVES[leaf][0] == section:
       return leaf
     if leaf in LEAVES:
-      raise KeyError(f"unknown key {key!r}, did you mean {LEAVES[leaf][0] + '.' + leaf!r}?")
+      raise UnknownKeyError(f"unknown key {key!r}, did you mean {LEAVES[leaf][0] + '.' + leaf!r}?")
     if leaf in maxtext.KNOWN:
       return leaf
-  if "." in key:
-    dotted = [f"{section}.{leaf}" for leaf, (section, _) in LEAVES.items()]
-    near = did_you_mean(key, dotted) or did_you_mean(leaf, LEAVES)
+  raise _unknown(key, leaf)
+
+
+def _unknown(key: str, leaf: str) -> UnknownKeyError:
+  """Whole foreign names, then slips of the fingers, then families of foreign names, then what is near."""
+  if key in SECTIONS:
+    return UnknownKeyError(f"unknown key {key!r}: it is a section, whose keys stand without it, as steps")
+  foreign = foreign_names.NAMES.get(foreign_names.fold(leaf))
+  if foreign is None and not any(is_misspelling(leaf, known) for known in (*LEAVES, *maxtext.KNOWN)):
+    foreign = foreign_names.find(leaf)
+  if foreign is not None:
+    return UnknownKeyError(f"unknown key {key!r}: {foreign.says}", foreign)
+  if leaf != key:
+    near = did_you_mean(key, [f"{section}.{name}" for name, (section, _) in LEAVES.items()]) or did_you_mean(leaf, LEAVES)
   else:
-    near = did_you_mean(key, [*LEAVES, *maxtext.KNOWN])
-  raise KeyError(f"unknown key {key!r}{near or '; see maxtext-like train --help-keys'}")
+    near = did_you_mean(key, LEAVES) or did_you_mean(key, maxtext.KNOWN)
+  if not near and (others := nearest(leaf, foreign_names.NAMES)):
+    foreign = foreign_names.NAMES[others[0]]
+    return UnknownKeyError(f"unknown key {key!r}, perhaps {others[0]!r}: {foreign.says}", foreign)
+  return UnknownKeyError(f"unknown key {key!r}{near or '; see maxtext-like train --help-keys'}")
 
 
 def is_key(word: str) -> bool:
   """Whether a word is a key as it stands."""
   try:
     leaf_of(word)
-  except KeyError:
+  except UnknownKeyError:
     return False
   return True
 
 
-def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry]]:
+def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Problem]]:
   """Splits the words after the model into hardware files and values.
 
   Args:
@@ -51,13 +82,12 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry]]:
       ``hardware=file.yml``.
 
   Returns:
-    Paths of hardware files and entries, each in the order of the command line.
-
-  Raises:
-    UserError: a word that is none of these, an empty key, an empty value, an unknown key.
+    Paths of hardware files and entries, each in the order of the command line; a problem for every word that is none of
+    these, every empty key, empty value and unknown key.
   """
   hardware: list[str] = []
   entries: list[Entry] = []
+  problems: list[Problem] = []
   rest = list(words)
   while rest:
     word = rest.pop(0)
@@ -66,45 +96,54 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry]]:
     bare = key.lstrip("-") if key.startswith("-") else key
     if equals:
       shown = f"{key}={value}"
+    elif not key.startswith("-") and Path(word).suffix in SUFFIXES:
+      hardware.append(word)
+      continue
     else:
-      if not key.startswith("-") and Path(word).suffix in SUFFIXES:
-        hardware.append(word)
+      known = is_key(bare) or bare == "hardware"
+      follows = bool(rest) and "=" not in rest[0] and not rest[0].startswith("--") and not is_key(rest[0])
+      if not known:
+        problems.append(_not_understood(word, bare))
+        if word.startswith("-") and follows and Path(rest[0]).suffix not in SUFFIXES:
+          rest.pop(0)  # the value of an option that is not known
         continue
-      if not is_key(bare) and bare != "hardware":
-        raise _not_understood(word, bare)
-      if not rest or "=" in rest[0] or rest[0].startswith("--") or is_key(rest[0]):
-        raise UserError(f"command line {word!r}: no value\n  fix: write {bare}=VALUE{_spaces_hint(rest)}")
+      if not follows:
+        problems.append(Problem(f"command line {word!r}: no value", fix=f"write {bare}=VALUE{_spaces_hint(rest)}"))
+        continue
       value = rest.pop(0)
       shown = f"{word} {value}"
-    if not bare:
-      raise UserError(f"command line {word!r}: no key before '='\n  fix: write KEY{equals}{value}, without a space")
     value = value.strip()
-    if not value:
-      raise UserError(
-        f"command line {shown!r}: no value after '='\n  fix: write {bare}=VALUE without spaces, null for no value"
-      )
-    if bare == "hardware":
-      hardware.append(value)
-      continue
     origin = f'command line "{shown}"'
-    try:
-      leaf = leaf_of(bare)
-    except KeyError as error:
-      raise UserError(f"{origin}: {error.args[0]}") from error
-    entries.append(Entry(leaf, parse_value(value, origin), origin))
-  return hardware, entries
+    if not bare:
+      problems.append(Problem(f"command line {word!r}: no key before '='", fix=f"write KEY{equals}{value}, without a space"))
+    elif not value:
+      fix = f"write {bare}=VALUE without spaces, null for no value"
+      problems.append(Problem(f"command line {shown!r}: no value after '='", fix=fix))
+    elif bare == "hardware":
+      hardware.append(value)
+    else:
+      try:
+        entries.append(Entry(leaf_of(bare), parse_value(value, origin), origin))
+      except UnknownKeyError as error:
+        problems.append(error.problem(origin, value))
+      except UserError as error:
+        problems.append(Problem(str(error)))
+  return hardware, entries, problems
 
 
 def _spaces_hint(rest: list[str]) -> str:
   return " without spaces around '='" if rest and rest[0].startswith("=") else ""
 
 
-def _not_understood(word: str, bare: str) -> UserError:
+def _not_understood(word: str, bare: str) -> Problem:
+  place = f"command line {word!r}"
   if bare.endswith(":") and is_key(bare[:-1]):
-    return UserError(f"command line {word!r}: not understood\n  fix: write {bare[:-1]}=VALUE")
+    return Problem(f"{place}: not understood", fix=f"write {bare[:-1]}=VALUE")
   try:
     leaf_of(bare)
-  except KeyError as error:
-    reason = error.args[0] if word.startswith("-") or "did you mean" in error.args[0] else "not a key=value"
-    return UserError(f"command line {word!r}: {reason}\n  fix: write KEY=VALUE, as in steps=20; see --help")
-  return UserError(f"command line {word!r}: not understood\n  fix: write KEY=VALUE, as in steps=20")
+  except UnknownKeyError as error:
+    if error.foreign is not None and (word.startswith("-") or bare in foreign_names.NAMES):
+      return error.problem(place, "VALUE")
+    reason = error.what if word.startswith("-") or "did you mean" in error.what else "not a key=value"
+    return Problem(f"{place}: {reason}", fix="write KEY=VALUE, as in steps=20; see --help")
+  return Problem(f"{place}: not understood", fix="write KEY=VALUE, as in steps=20")

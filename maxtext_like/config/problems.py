@@ -1,6 +1,8 @@
 """What is wrong with a configuration, where, and what to do: how ``maxtext_like.config`` reports faults."""
 
 import difflib
+import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,10 +33,55 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-  """The known names closest to a misspelt one, best first; upper case and dashes do not count as differences."""
-  by_folded = {k.lower().replace("-", "_"): k for k in known}
-  folded = name.lower().replace("-", "_")
-  return [by_folded[m] for m in difflib.get_close_matches(folded, by_folded, n=count, cutoff=0.6)]
+  """The known names closest to a given one, best first, by their letters or by their words.
+
+  By letters ``flaot32_logits`` is near ``float32_logits``, by words ``batch_size`` is near ``per_device_batch_size``;
+  ``data_sharding`` is near ``allow_data_change`` by neither. Upper case and dashes do not count as differences.
+  """
+  rated = sorted(((max(_by_letters(name, k) / _LETTERS, _by_words(name, k) / _WORDS), k) for k in known), key=lambda r: -r[0])
+  return [k for rating, k in rated[:count] if rating >= 1]
+
+
+def is_misspelling(name: str, known: str) -> bool:
+  """Whether each word of a name is a word of the known one with a slip of the fingers in it."""
+  given, meant = _words(name), _words(known)
+  return len(given) == len(meant) and all(_ratio(a, b, _LETTERS) for a, b in zip(given, meant, strict=True))
+
+
+_LETTERS, _WORDS = 0.7, 0.66  # least similarities that make names near
+
+
+def _fold(name: str) -> str:
+  return name.lower().replace("-", "_")
+
+
+@functools.cache
+def _words(name: str) -> list[str]:
+  return re.split(r"[_.]+", _fold(name))
+
+
+def _ratio(a: str, b: str, least: float) -> float:
+  """difflib's similarity of two texts, or 0 where it is below ``least``, which is mostly known at once."""
+  if 2 * min(len(a), len(b)) < least * (len(a) + len(b)):
+    return 0.0
+  matcher = difflib.SequenceMatcher(None, a, b)
+  return ratio if matcher.quick_ratio() >= least and (ratio := matcher.ratio()) >= least else 0.0
+
+
+def _by_letters(a: str, b: str) -> float:
+  return _ratio(_fold(a), _fold(b), _LETTERS)
+
+
+def _by_words(a: str, b: str) -> float:
+  """Words that two names share, as a share of the words of both (Dice's coefficient)."""
+  ours, theirs = _words(a), _words(b)
+  return 2 * sum(any(map(functools.partial(_same_word, w), theirs)) for w in ours) / (len(ours) + len(theirs))
+
+
+def _same_word(a: str, b: str) -> bool:
+  """Equal but for a slip of the fingers, or one cut short, as ``len`` for ``length``."""
+  short, long = sorted((a, b), key=len)
+  return a == b or (len(short) > 2 and long.startswith(short)) or (len(short) > 3 and _ratio(a, b, 0.8) > 0)
 
 
 def error_of(problems: list[Problem]) -> UserError:

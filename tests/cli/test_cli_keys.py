@@ -15,7 +15,7 @@ def test_all_keys(capsys):
 def test_pattern_matches_names_and_meanings(capsys):
   assert main(["train", "gemma4-tiny", "--help-keys", "^training.*steps$"]) == 0
   names = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
-  leaves = ("steps", "gradient_accumulation_steps", "finite_check_steps", "max_skipped_steps")
+  leaves = ("steps", "gradient_accumulation_steps", "lr_schedule_steps", "finite_check_steps", "max_skipped_steps")
   assert names == [f"training.{leaf}" for leaf in leaves]
   assert main(["train", "--help-keys", "RMSNorm"]) == 0
   assert "model.normalization_layer_epsilon  (float; default 1e-06)" in capsys.readouterr().out

@@ -106,17 +106,18 @@ def test_random_keys_are_known_or_refused_with_the_key(key):
     return
   with pytest.raises(KeyError, match=re.escape(repr(key))):
     leaf_of(key)
-  with pytest.raises(UserError):
-    parse_overrides([f"{key}=1"])
+  assert len(parse_overrides([f"{key}=1"])[2]) == 1
 
 
 @given(st.lists(st.sampled_from([*LEAVES, "5", "=", "steps=3", "x", "-", "--", "--seed=1", "", "a=b"]), max_size=5))
 def test_no_word_is_ignored(words):
   try:
-    hardware, entries = parse_overrides(words)
+    hardware, entries, problems = parse_overrides(words)
   except UserError:
     return
   assert not hardware
+  if problems:
+    return
   used = sum(1 if "=" in e.origin else 2 for e in entries)
   assert used == len(words)
 

@@ -1,0 +1,261 @@
+"""Names that other trainers have and this one has not: what to write instead, or what is lacking here. One table.
+
+A key that is misspelt is best answered with the nearest name. A key of MaxText, transformers, TRL, LLaMA-Factory or
+nanoGPT is not misspelt, and its nearest name here is often something else (``lora_rank`` is not ``q_lora_rank``), so it
+is looked up first. MaxText's names with a meaning here are in ``maxtext.py``, which translates them.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Foreign:
+  """What is to be said about a name.
+
+  Attributes:
+    says: the end of the sentence ``unknown key 'lr': ...``.
+    write: what to write; ``{value}`` is what was written. Empty: leave the key out.
+  """
+
+  says: str
+  write: str = ""
+
+  def fix(self, value: str) -> str:
+    """What to do, for the value that was given."""
+    if "{value}" not in self.write and value.lower() in ("false", "none", "null"):
+      return "leave it out"
+    return f"write {self.write.replace('{value}', value)}" if self.write else "leave it out"
+
+
+def _renamed(ours: str, *names: str) -> dict[str, Foreign]:
+  return {name: Foreign(f"here it is {ours}", f"{ours}={{value}}") for name in names}
+
+
+def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
+  return {name: Foreign(says, write) for name in names}
+
+
+_EPOCHS = "a run is counted in steps, and goes through the documents as often as it takes"
+_AXES = "the mesh of this version has two axes, data and fsdp, on one host"
+_HUB = "nothing is downloaded or uploaded by this program"
+_ADAPTERS = "adapters (LoRA and its kin) are not in this version"
+_PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
+_METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html"
+
+NAMES: dict[str, Foreign] = {
+  # Steps, batches, lengths.
+  **_renamed("steps", "max_steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "total_steps"),
+  **_renamed("steps", "max_iters", "iterations", "num_iterations"),
+  **_told(_EPOCHS, "steps=N", "epochs", "num_epoch", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"),
+  **_renamed("per_device_batch_size", "batch_size", "bs", "micro_batch_size", "train_batch_size", "train_micro_batch_size"),
+  **_renamed("per_device_batch_size", "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size"),
+  **_told(
+    "the batch of all devices is per_device_batch_size x devices x gradient_accumulation_steps",
+    "per_device_batch_size=ROWS",
+    "global_batch_size", "total_batch_size", "global_train_batch_size",
+  ),
+  **_told(
+    "an evaluation has the batches of training, eval_steps of them", "eval_steps=N",
+    "eval_batch_size", "per_device_eval_batch_size", "eval_per_device_batch_size", "eval_iters", "max_eval_steps",
+  ),
+  **_renamed("gradient_accumulation_steps", "grad_accum", "gradient_accumulation", "grad_accum_steps", "accum_steps"),
+  **_renamed("gradient_accumulation_steps", "grad_accumulation_steps", "accumulate_grad_batches"),
+  **_renamed("max_target_length", "max_seq_len", "max_seq_length", "seq_len", "seq_length", "sequence_length", "max_length"),
+  **_renamed("max_target_length", "context_length", "max_context_length", "cutoff_len", "block_size", "model_max_length"),
+  # The optimizer and its schedule.
+  **_renamed("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "peak_learning_rate", "max_learning_rate"),
+  **_told(
+    "the last learning rate is a share of the peak, learning_rate_final_fraction", "learning_rate_final_fraction=SHARE",
+    "min_lr", "min_learning_rate", "final_lr", "end_lr", "min_lr_ratio", "min_lr_rate",
+  ),
+  **_renamed("warmup_steps_fraction", "warmup_ratio", "warmup_fraction", "warmup_proportion"),
+  **_told(
+    "the warm-up is a share of the steps, warmup_steps_fraction", "warmup_steps_fraction=SHARE",
+    "warmup", "warmup_steps", "num_warmup_steps", "warmup_iters",
+  ),
+  **_renamed("lr_schedule_type", "lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule", "lr_decay_style"),
+  **_renamed("opt_type", "optim", "optimizer", "optimizer_type", "optimizer_name"),
+  **_renamed("adam_weight_decay", "weight_decay", "wd", "decoupled_weight_decay"),
+  **_renamed("adam_b1", "adam_beta1", "beta1", "b1"),
+  **_renamed("adam_b2", "adam_beta2", "beta2", "b2"),
+  **_renamed("adam_eps", "adam_epsilon", "epsilon", "eps"),
+  **_renamed("sgd_momentum", "momentum"),
+  **_renamed("gradient_clipping_threshold", "max_grad_norm", "grad_clip", "clip_grad_norm", "gradient_clipping", "clip_norm"),
+  **_renamed("gradient_clipping_threshold", "gradient_clip_val", "grad_clip_norm", "max_gradient_norm"),
+  **_renamed("z_loss_multiplier", "z_loss", "z_loss_weight", "z_loss_coef"),
+  **_told(
+    "weight decay is never on norms, scalars and biases, and on everything else", "",
+    "adamw_mask", "weight_decay_mask", "no_decay_params",
+  ),
+  # Numbers.
+  **_told("the dtype of the activations is a key", "dtype=bfloat16", "bf16", "use_bf16", "bfloat16"),
+  **_told("the dtype of the activations is a key", "dtype=float16", "fp16", "use_fp16", "half", "float16"),
+  **_told("the dtype of the activations is a key", "dtype=float32", "fp32", "float32", "no_cuda_amp"),
+  **_told("both dtypes are keys", "dtype=bfloat16 weight_dtype=bfloat16", "pure_bf16", "bf16_full_eval"),
+  **_told("the precision of float32 matrix products is a key", "matmul_precision=default", "tf32", "allow_tf32", "use_tf32"),
+  **_told(
+    "activations and parameters have a dtype each", "dtype=bfloat16 weight_dtype=float32",
+    "mixed_precision", "precision", "torch_dtype", "compute_type", "compute_dtype", "param_dtype", "amp",
+  ),
+  **_told(
+    "what the backward pass computes again is remat_policy: none, minimal, full or save_attention", "remat_policy=full",
+    "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing", "remat", "recompute",
+    "disable_gradient_checkpointing", "enable_activation_checkpointing", "activation_checkpoint",
+  ),
+  **_told(
+    "auto takes the fastest attention kernel that is possible", "attention=auto",
+    "flash_attn", "use_flash_attention", "use_flash_attn", "flash_attention", "attn_implementation", "attention_kernel", "sdpa",
+  ),
+  **_told("every step is compiled", "", "compile", "torch_compile", "jit", "use_compile"),
+  # Data.
+  **_told(
+    "the text comes from files of yours", "dataset=jsonl dataset_path=FILES (or text, parquet, synthetic, python-stdlib)",
+    "dataset_dir", "dataset_name", "datasets", "train_dataset", "data", "train_data", "eval_dataset",
+  ),
+  **_renamed("dataset_path", "data_path", "data_files", "train_file", "train_files", "train_path", "data_dir", "dataset_files"),
+  **_renamed("text_field", "dataset_text_field", "text_column", "text_key", "content_field"),
+  **_renamed("images_field", "image_column", "image_field", "images_column"),
+  **_renamed("eval_fraction", "val_size", "val_split", "validation_split", "test_size", "val_fraction", "eval_ratio"),
+  **_renamed("dataset_documents_max", "max_samples", "max_train_samples", "max_documents", "num_examples"),
+  **_renamed("packing", "neat_packing", "sample_packing", "pack_sequences"),
+  **_renamed("tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_file", "tokenizer_model"),
+  **_told("the library follows the file of the tokenizer", "", "tokenizer_type", "use_fast_tokenizer"),
+  **_told("documents are read and packed in a thread of their own", "", "num_workers", "preprocessing_num_workers"),
+  **_told("documents are read and packed in a thread of their own", "", "dataloader_num_workers", "num_proc", "streaming"),
+  # Where a run begins, what it keeps and what it shows.
+  **_told(
+    "the model is the first word, its weights are init_from", "MODEL init_from={value}",
+    "model", "base_model", "pretrained", "model_path", "model_id", "model_name_or_path", "pretrained_model_name_or_path",
+  ),
+  **_renamed("init_from", "load_from", "from_pretrained", "ckpt_path", "checkpoint_path", "checkpoint", "finetune_from"),
+  **_told(
+    "the same command with the same run_name goes on from its newest checkpoint", "run_name=NAME",
+    "resume_from_checkpoint", "resume_from", "load_full_state_path", "restore_from",
+  ),
+  **_renamed("output_dir", "out_dir", "save_dir", "output", "logging_dir", "work_dir", "default_root_dir"),
+  **_renamed("run_name", "exp_name", "experiment_name", "job_name", "wandb_run_name"),
+  **_renamed("log_interval", "logging_steps", "log_every", "log_every_n_steps", "print_every", "log_freq"),
+  **_renamed("checkpoint_interval", "save_steps", "save_interval", "save_every", "checkpoint_every", "ckpt_interval"),
+  **_renamed("max_to_keep", "save_total_limit", "keep_last", "keep_last_n", "max_checkpoints"),
+  **_renamed("eval_interval", "eval_every", "eval_freq", "evaluation_steps", "val_check_interval", "test_interval"),
+  **_told("a key gives the steps between evaluations", "eval_interval=N", "eval_strategy", "evaluation_strategy", "do_eval"),
+  **_told("a key gives the steps between checkpoints", "checkpoint_interval=N", "save_strategy", "save_only_model"),
+  **_told(_METRICS, "enable_tensorboard=true", "report_to", "logger"),
+  **_told(
+    "the first parameters have a seed and the order of the documents has one", "seed={value} data_shuffle_seed={value}",
+    "rng_seed", "random_seed", "manual_seed", "global_seed",
+  ),
+  **_renamed("data_shuffle_seed", "data_seed", "shuffle_seed", "dataset_seed"),
+  **_told("train is a verb", "", "do_train", "do_predict", "overwrite_output_dir", "stage"),
+  # Sizes of a model, as config.json has them.
+  **_renamed("num_decoder_layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+  **_renamed("emb_dim", "hidden_size", "d_model", "n_embd", "hidden_dim", "embed_dim"),
+  **_renamed("mlp_dim", "intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size"),
+  **_renamed("num_query_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+  **_renamed("num_kv_heads", "num_key_value_heads", "n_kv_heads", "num_query_groups"),
+  **_renamed("rope_max_timescale", "rope_theta", "rope_base", "rotary_base"),
+  **_renamed("normalization_layer_epsilon", "rms_norm_eps", "norm_eps", "layer_norm_eps"),
+  **_renamed("logits_via_embedding", "tie_word_embeddings", "tie_embeddings"),
+  **_renamed("sliding_window_size", "sliding_window", "window_size"),
+  **_renamed("final_logits_soft_cap", "final_logit_softcapping", "final_logit_softcap"),
+  **_renamed("mlp_activation", "hidden_act", "hidden_activation", "activation_function"),
+  **_renamed("num_experts", "n_routed_experts", "num_local_experts"),
+  **_renamed("num_experts_per_tok", "moe_topk", "top_k_experts", "router_topk"),
+  **_renamed("moe_mlp_dim", "moe_intermediate_size"),
+  **_renamed("shared_experts", "n_shared_experts", "num_shared_experts"),
+  **_renamed("first_num_dense_layers", "first_k_dense_replace"),
+  **_renamed("n_routing_groups", "n_group"),
+  **_renamed("topk_routing_group", "topk_group"),
+  **_renamed("indexer_topk", "index_topk"),
+  **_renamed("indexer_head_dim", "index_head_dim"),
+  **_renamed("indexer_n_heads", "index_n_heads"),
+  **_renamed("load_balance_loss_weight", "router_aux_loss_coef", "aux_loss_alpha", "moe_aux_loss_coeff"),
+  # What is not here, where a family of names below would be too wide or a name of ours too near.
+  **_told(_ADAPTERS, _PART, "lora_rank", "lora_r", "lora_alpha", "lora_target", "lora_target_modules", "target_modules"),
+  **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
+  **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage", "ddp"),
+  **_told(_AXES, "", "tp", "pp", "cp", "ep", "dp", "num_gpus", "n_gpus", "nproc_per_node", "devices", "num_nodes", "nnodes"),
+}  # fmt: skip
+"""Whole names. Upper case and dashes count as lower case and underscores."""
+
+FAMILIES: tuple[tuple[str, Foreign], ...] = (
+  (
+    "lora_* *_lora *_lora_* qlora* dora* use_dora use_rslora loftq* peft* adapter* *_adapter *_adapters finetuning_type",
+    Foreign(_ADAPTERS, _PART),
+  ),
+  (
+    "freeze_* unfreeze_* trainable_layers trainable_params",
+    Foreign("what is trained is a list of patterns of parameter names", _PART),
+  ),
+  (
+    "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* fp8* *_fp8 int8 gptq* awq* "
+    "constant_bound_config",
+    Foreign("quantisation is not in this version: numbers are float32, bfloat16 or float16", "weight_dtype=bfloat16"),
+  ),
+  (
+    "ici_*_parallelism dcn_*_parallelism tensor_parallel* pipeline_* sequence_parallel* expert_parallel* context_* "
+    "num_pipeline_* tensor_model_parallel* num_layers_per_pipeline_stage num_slices custom_mesh* scan_pipeline_*",
+    Foreign(_AXES, "ici_data_parallelism and ici_fsdp_parallelism"),
+  ),
+  (
+    "use_sft sft_* use_dpo dpo_* grpo_* ppo_* kto_* orpo_* rl_* reward_* distill_* train_on_* completion_only* mask_history "
+    "mtp_* label_smoothing* training_objective block_diffusion_*",
+    Foreign("the one objective of this version is the next token of a text, over every token of it"),
+  ),
+  (
+    "template chat_template* use_chat_template apply_chat_template default_system system_prompt",
+    Foreign("a conversation is text that you have rendered", "dataset=jsonl text_field=NAME"),
+  ),
+  ("*dropout* neftune*", Foreign("no model of this project has dropout or noise")),
+  ("hf_* hub_* push_to_hub", Foreign(_HUB, "dataset=parquet dataset_path=FILES, tokenizer=FILE, init_from=DIRECTORY")),
+  ("wandb* enable_wandb mlflow* comet* swanlab* neptune* metrics_file", Foreign(_METRICS, "enable_tensorboard=true")),
+  (
+    "early_stopping* load_best_model* metric_for_best* greater_is_better target_eval_loss",
+    Foreign("a run ends after its steps, and keeps the newest checkpoints, not the best"),
+  ),
+  (
+    "grain_* olmo_* tfds_* train_split eval_split eval_dataset_name train_data_columns eval_data_columns max_corpus_chars",
+    Foreign("the text comes from files of yours", "dataset=jsonl dataset_path=FILES text_field=NAME (or parquet, text)"),
+  ),
+  ("muon* galore* badam* apollo*", Foreign("the optimizers are adamw, adafactor, lion and sgd", "opt_type=adamw")),
+  ("dump_hlo* dump_jaxpr* dump_step", Foreign("XLA writes its programs", "XLA_FLAGS=--xla_dump_to=DIR before the command")),
+  ("*goodput* *gcs* *_gcp_* *vertex* *mldiagnostics* *heartbeat* record_internal_* monitor_step_*", Foreign(_METRICS)),
+  (
+    "*multi_tier* *emergency* local_checkpoint* checkpoint_storage_* checkpoint_todelete_* save_checkpoint_on_* enable_orbax* "
+    "enable_autocheckpoint enable_continuous_checkpointing enable_single_replica* elastic_*",
+    Foreign("checkpoints have one form and one place", "checkpoint_interval=N max_to_keep=N"),
+  ),
+  (
+    "inference_* prefill_* decode_* vllm_* maxengine_* prometheus_* max_prefill_predict_length prompt",
+    Foreign("generating text is a verb of its own", "maxtext-like generate --checkpoint RUN --prompt TEXT"),
+  ),
+  (
+    "compile_topology* compiled_trainstep_file",
+    Foreign("compiling ahead of time is a verb of its own", "maxtext-like compile MODEL topology=v6e-8"),
+  ),
+  (
+    "sa_* local_sa_* wi_tile_* wo_tile_* megablox sparse_matmul *_gmm *_gmm_* ragged_* use_ragged_* use_iota_embed "
+    "use_tokamax_* fused_qkv fused_mlp shardy param_scan_axis allow_split_physical_axes optimize_mesh_* enable_nnx pure_nnx*",
+    Foreign("it chooses among implementations of MaxText's, and no result depends on it"),
+  ),
+  (
+    "*diloco* mhc_* *_mhc_* sinkhorn_* engram_* gdn_* *_for_audio use_audio* moba* mrope_* compress_ratios compressed_* "
+    "use_qk_clip skip_step_* *rampup* attention_sink",
+    Foreign("a part of MaxText that this project has not got"),
+  ),
+)  # fmt: skip
+"""Families of names, as patterns of whole names (``*`` is any text); the first that matches counts."""
+
+
+def fold(name: str) -> str:
+  """A name as it is compared: lower case with underscores."""
+  return name.lower().replace("-", "_")
+
+
+def find(name: str) -> Foreign | None:
+  """What is to be said about a name of another trainer; None: none is known."""
+  folded = fold(name)
+  if folded in NAMES:
+    return NAMES[folded]
+  return next((said for patterns, said in FAMILIES if any(fnmatchcase(folded, p) for p in patterns.split())), None)

@@ -1,0 +1,115 @@
+"""Names of other trainers: answered by what they mean, never by a name that only looks alike."""
+
+import re
+
+import pytest
+
+from maxtext_like.config import foreign_names, maxtext
+from maxtext_like.config.load import load_config
+from maxtext_like.config.overrides import leaf_of
+from maxtext_like.config.problems import nearest
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.errors import UserError
+
+# What MaxText, transformers, TRL, LLaMA-Factory and nanoGPT call it, and a piece of the answer.
+ANSWERS = {
+  "lr": "learning_rate=7",
+  "bf16": "dtype=bfloat16",
+  "fp16": "dtype=float16",
+  "num_epochs": "steps=N",
+  "num_train_epochs": "steps=N",
+  "batch_size": "per_device_batch_size=7",
+  "per_device_train_batch_size": "per_device_batch_size=7",
+  "max_seq_len": "max_target_length=7",
+  "cutoff_len": "max_target_length=7",
+  "warmup_ratio": "warmup_steps_fraction=7",
+  "warmup_steps": "warmup_steps_fraction=SHARE",
+  "weight_decay": "adam_weight_decay=7",
+  "max_grad_norm": "gradient_clipping_threshold=7",
+  "gradient_checkpointing": "remat_policy=full",
+  "optim": "opt_type=7",
+  "lr_scheduler_type": "lr_schedule_type=7",
+  "save_steps": "checkpoint_interval=7",
+  "logging_steps": "log_interval=7",
+  "model_name_or_path": "init_from=7",
+  "max_steps": "steps=7",
+  "hidden_size": "emb_dim=7",
+  "rng_seed": "seed=7 data_shuffle_seed=7",
+  "lora_rank": "adapters (LoRA and its kin) are not in this version",
+  "lora_alpha": "adapters",
+  "use_dora": "adapters",
+  "load_in_4bit": "quantisation is not in this version",
+  "quantization_bit": "quantisation",
+  "deepspeed": "ici_fsdp_parallelism",
+  "tensor_parallel_size": "two axes",
+  "ici_diloco_parallelism": "two axes",
+  "hidden_dropout": "dropout",
+  "use_dpo": "the next token",
+  "report_to": "metrics.jsonl",
+  "push_to_hub": "nothing is downloaded or uploaded",
+  "grain_train_files": "dataset=jsonl",
+  "sa_block_q": "no result depends on it",
+  "enable_goodput_recording": "metrics.jsonl",
+  "NUM-TRAIN-EPOCHS": "steps=N",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers(name):
+  with pytest.raises(UserError) as refused:
+    load_config("gemma4-tiny", [f"{name}=7"])
+  text = str(refused.value)
+  assert text.startswith(f'command line "{name}=7": unknown key {name!r}: ')
+  assert ANSWERS[name] in text
+  assert "did you mean" not in text
+
+
+def test_a_flag_that_is_off_is_to_be_left_out():
+  with pytest.raises(UserError, match="fix: leave it out"):
+    load_config("gemma4-tiny", ["bf16=false"])
+
+
+def test_unknown_keys_are_listed_all_at_once(tmp_path):
+  words = ["lr=1", "--fast", "3", "stepz=2", "steps=five", "lora_rank=8", "seed="]
+  with pytest.raises(UserError) as refused:
+    load_config("gemma4-tiny", words)
+  text = str(refused.value)
+  assert text.startswith("6 problems in the configuration")
+  for name in ("'lr'", "'fast'", "'stepz', did you mean 'steps'?", "'five' is not an int", "'lora_rank'", "seed=VALUE"):
+    assert name in text
+  (tmp_path / "m.yml").write_text("lr: 1\nlora_rank: 8\ndecoder_block: gemma3\n")
+  with pytest.raises(
+    UserError, match=r"(?s)m.yml:1: unknown key 'lr'.*write learning_rate=1.*m.yml:2: unknown key 'lora_rank'"
+  ):
+    load_config(tmp_path / "m.yml")
+
+
+def test_the_table_is_sound():
+  assert not set(foreign_names.NAMES) & {*LEAVES, *maxtext.KNOWN}
+  assert all(name == foreign_names.fold(name) for name in foreign_names.NAMES)
+  for name, said in foreign_names.NAMES.items():
+    for key in re.findall(r"(\w+)=", said.write):
+      assert key in LEAVES, f"{name} leads to {key}"
+
+
+@pytest.mark.parametrize(
+  ("name", "meant"),
+  [
+    ("flaot32_logits", "float32_logits"),
+    ("q_lora_rnak", "q_lora_rank"),  # a slip of the fingers, not an adapter
+    ("max_len", "max_target_length"),
+    ("checkpoint_freq", "checkpoint_interval"),
+    ("btch_size", "per_device_batch_size"),
+    ("cache_dir", "compilation_cache_dir"),
+    ("mask_trainable_parameters", "trainable_parameters_mask"),
+  ],
+)
+def test_suggestions_compare_words_as_well_as_letters(name, meant):
+  with pytest.raises(KeyError, match=f"did you mean '{meant}'"):
+    leaf_of(name)
+
+
+def test_what_is_not_near_is_not_offered():
+  assert nearest("data_sharding", LEAVES) == []
+  assert nearest("xyzzy", LEAVES) == []
+  assert nearest("", LEAVES) == []
