@@ -75,13 +75,15 @@ def _by_letters(a: str, b: str) -> float:
 def _by_words(a: str, b: str) -> float:
   """Words that two names share, as a share of the words of both (Dice's coefficient)."""
   ours, theirs = _words(a), _words(b)
-  return 2 * sum(any(map(functools.partial(_same_word, w), theirs)) for w in ours) / (len(ours) + len(theirs))
+  return 2 * sum(max(_alike(a, b) for b in theirs) for a in ours) / (len(ours) + len(theirs))
 
 
-def _same_word(a: str, b: str) -> bool:
-  """Equal but for a slip of the fingers, or one cut short, as ``len`` for ``length``."""
+def _alike(a: str, b: str) -> float:
+  """1 for the same word, less with a slip of the fingers or when one is cut short, as ``len`` for ``length``; else 0."""
   short, long = sorted((a, b), key=len)
-  return a == b or (len(short) > 2 and long.startswith(short)) or (len(short) > 3 and _ratio(a, b, 0.8) > 0)
+  if a == b:
+    return 1.0
+  return 0.8 if len(short) > 2 and long.startswith(short) else _ratio(a, b, 0.8) if len(short) > 3 else 0.0
 
 
 def error_of(problems: list[Problem]) -> UserError:
