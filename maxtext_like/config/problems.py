@@ -79,11 +79,13 @@ def _by_words(a: str, b: str) -> float:
 
 
 def _alike(a: str, b: str) -> float:
-  """1 for the same word, less with a slip of the fingers or when one is cut short, as ``len`` for ``length``; else 0."""
+  """1 for the same word, also with a slip of the fingers; 0.8 when one is cut short, as ``len`` for ``length``; else 0."""
   short, long = sorted((a, b), key=len)
   if a == b:
     return 1.0
-  return 0.8 if len(short) > 2 and long.startswith(short) else _ratio(a, b, 0.8) if len(short) > 3 else 0.0
+  if len(short) > 2 and long.startswith(short):
+    return 0.8
+  return float(len(short) > 3 and _ratio(a, b, 0.8) > 0)
 
 
 def error_of(problems: list[Problem]) -> UserError:
