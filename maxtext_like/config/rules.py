@@ -127,10 +127,11 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
   yield from _foreign_keys(config, defaults, explicit)
   yield from _vision_problems(config)
   yield from _pointless_model_values(model)
-  for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-    value = getattr(model, name)
-    if value is not None and value >= model.vocab_size >= 1:
-      yield Problem(f"{name} = {value} is outside the vocabulary of {model.vocab_size}", (name, "vocab_size"))
+  # Only padding is looked up by the model's own number: bos and eos of the data are the tokenizer's, which has to fit.
+  if model.pad_token_id is not None and model.pad_token_id >= model.vocab_size >= 1:
+    yield Problem(
+      f"pad_token_id = {model.pad_token_id} is outside the vocabulary of {model.vocab_size}", ("pad_token_id", "vocab_size")
+    )
   length, longest = config.training.max_target_length, model.max_position_embeddings
   if length > longest >= 1:
     yield Problem(

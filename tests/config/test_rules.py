@@ -55,7 +55,7 @@ def test_turning_checkpoints_off_turns_resume_off():
     ("gemma3-tiny", ["rope_linear_scaling_factor=1"], "rope_type: linear with rope_linear_scaling_factor = 1"),
     ("deepseek3-tiny", ["num_kv_heads=2"], "num_kv_heads = 2 differs from num_query_heads = 4"),
     ("deepseek3-tiny", ["beta_slow=32"], "beta_fast = 32 is not above beta_slow = 32"),
-    ("gemma4-tiny", ["eos_token_id=512"], "eos_token_id = 512 is outside the vocabulary of 512"),
+    ("gemma4-tiny", ["pad_token_id=512"], "pad_token_id = 512 is outside the vocabulary of 512"),
     ("gemma4-tiny", ["sample_every=5", "dataset=synthetic"], "sample_every = 5 with dataset: synthetic"),
     ("gemma4-tiny", ["sample_every=5", "sample_prompts=[]"], "sample_every = 5 without sample_prompts"),
     ("gemma4-tiny", ["sample_tokens=0"], "sample_tokens = 0"),
@@ -102,3 +102,14 @@ def test_inactive_precision_keys_are_keys():
 
 def test_keys_of_families_are_model_keys():
   assert all(LEAVES[key][0] == "model" for key in FAMILIES_OF_KEY)
+
+
+def test_what_nothing_looks_up_may_lie_beyond_the_vocabulary():
+  model = load_config("gemma4-tiny", ["bos_token_id=600", "eos_token_id=512"]).config.model
+  assert (model.bos_token_id, model.eos_token_id) == (600, 512)
+
+
+def test_numbers_of_experts_mean_what_they_say_outside_maxtexts_files():
+  one = load_config("gemma4-moe-tiny", ["num_experts=1", "num_experts_per_tok=1"]).config.model
+  assert one.num_experts == 1
+  assert load_config("deepseek3-tiny", ["shared_experts=0"]).config.model.shared_experts == 0
