@@ -111,6 +111,9 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   if not values["enable_checkpointing"] and "resume" not in explicit:
     values["resume"] = False
     merged["resume"] = Entry("resume", merged["resume"].node, "follows from enable_checkpointing: false")
+  if values["eval_path"] and "eval_fraction" not in explicit:
+    values["eval_fraction"] = 0.0
+    merged["eval_fraction"] = Entry("eval_fraction", merged["eval_fraction"].node, "follows from eval_path")
   _check(values, merged, explicit)
   config = Config(**{section: cls(**_of_section(values, section)) for section, cls in SECTIONS.items()})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
 
-PATH_KEYS = ("dataset_path", "tokenizer", "init_from", "output_dir", "compilation_cache_dir")
+PATH_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "output_dir", "compilation_cache_dir")
 """Keys whose value names something in the file system of this machine."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

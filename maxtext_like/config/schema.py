@@ -133,9 +133,11 @@ class DataConfig(_Checked):
   dataset_path: str | tuple[str, ...] | None
   tokenizer: str
   text_field: str
+  special_tokens_in_text: Literal["parse", "literal", "error"] | None
   on_bad_record: Literal["error", "skip"]
   packing: bool
   eval_fraction: float
+  eval_path: str | tuple[str, ...] | None
   eval_interval: int
   eval_steps: int
   shuffle: bool
@@ -148,10 +150,20 @@ class DataConfig(_Checked):
     yield from at_least(self, 1, "eval_steps", "dataset_documents_max")
     if not 0 <= self.eval_fraction < 1:
       yield Problem(f"eval_fraction = {self.eval_fraction} is outside [0, 1)", ("eval_fraction",))
-    if self.eval_interval > 0 and self.eval_fraction == 0:
+    if self.eval_path and self.eval_fraction > 0:
+      yield Problem(
+        f"eval_path with eval_fraction = {self.eval_fraction}", ("eval_path", "eval_fraction"),
+        "evaluate on files of their own or on a share of the documents: leave one of them out",
+      )  # fmt: skip
+    if self.eval_path and self.eval_interval == 0:
+      yield Problem(
+        "eval_path without eval_interval: nothing evaluates", ("eval_path", "eval_interval"),
+        "set the steps between evaluations, as in eval_interval=100",
+      )  # fmt: skip
+    if self.eval_interval > 0 and self.eval_fraction == 0 and not self.eval_path:
       yield Problem(
         f"eval_interval = {self.eval_interval} with eval_fraction = 0", ("eval_interval", "eval_fraction"),
-        "hold a part of the documents out, as in eval_fraction=0.05, or set eval_interval to 0",
+        "hold a part of the documents out, as in eval_fraction=0.05, name other files in eval_path, or set eval_interval to 0",
       )  # fmt: skip
     reads_files = self.dataset in ("text", "jsonl", "parquet")
     if reads_files and not self.dataset_path:
@@ -163,6 +175,16 @@ class DataConfig(_Checked):
       yield Problem(
         f"dataset: {self.dataset} reads no files, but dataset_path is set", ("dataset", "dataset_path"),
         "set dataset to text, jsonl or parquet, or leave dataset_path out",
+      )  # fmt: skip
+    if not reads_files and self.eval_path:
+      yield Problem(
+        f"dataset: {self.dataset} reads no files, but eval_path is set", ("dataset", "eval_path"),
+        "eval_path has files of the same kind as dataset_path",
+      )  # fmt: skip
+    if self.dataset == "synthetic" and self.special_tokens_in_text is not None:
+      yield Problem(
+        f"special_tokens_in_text: {self.special_tokens_in_text} with dataset: synthetic, which has no text",
+        ("special_tokens_in_text", "dataset"), "leave it out",
       )  # fmt: skip
     for name in ("tokenizer", "text_field"):
       if not getattr(self, name):

@@ -1,6 +1,6 @@
 """What every source of text promises to the rest of the input pipeline (text.py, jsonl.py, parquet.py implement it)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,10 @@ class Documents(Protocol):
 
   def read(self, index: int) -> Record:
     """Document `index`. Raises BadRecordError, UserError (file gone, damaged) or RetryableError (storage)."""
+    ...
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    """All of them in order, in one pass. Raises UserError and RetryableError as `read`."""
     ...
 
   def place(self, index: int) -> str:

@@ -1,29 +1,35 @@
 """From data.dataset_path (a path, a list or globs) to a sorted list of files, and what identifies their contents."""
 
 import glob
+import io
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxtext_like.errors import RetryableError, UserError
 
 HASH_CONTENTS_UP_TO = 64 * 2**20  # reading this much takes a fraction of a second; larger sets go by size and time
 LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
+UNPACKED_UP_TO = 256 * 2**20  # compressed data may always become so many bytes,
+EXPANSION_UP_TO = 200  # and beyond that so many times their own; text is packed 3 to 10 times, repetitive text up to 100
+
+_KINDS = {
+  stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device",
+  stat.S_ISBLK: "a device",
+}  # fmt: skip
 
 
-def find(dataset_path: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: str) -> list[str]:
-  """Absolute paths of the files that `dataset_path` names, sorted, each once.
+def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: str, key: str = "dataset_path") -> list[str]:
+  """Absolute paths of the files that `paths`, the value of data.`key`, names, sorted, each once.
 
   Every entry is a file, a directory (all files below it whose name ends in one of `suffixes`; any suffix when that is
   empty; hidden files and folders are left out) or a glob, where ** matches folders. An entry that is the name of an
   existing file is never read as a glob. Raises UserError for an entry that matches nothing, is not a regular file or
   cannot be read.
   """
-  entries = [dataset_path] if isinstance(dataset_path, str) else list(dataset_path or ())
+  entries = [paths] if isinstance(paths, str) else list(paths or ())
   if not entries or any(not entry for entry in entries):
-    raise UserError(
-      f"data.dataset_path is empty, but dataset={dataset} reads files: give a file, a folder, a glob or a list of them"
-    )
+    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files: give a file, a folder, a glob or a list of them")
   found: set[str] = set()
   for entry in entries:
     path = os.path.expanduser(entry)
@@ -33,24 +39,24 @@ def find(dataset_path: str | Sequence[str] | None, suffixes: tuple[str, ...], da
       matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
-        raise UserError(f"data.dataset_path {entry!r}: {hint} (working directory {os.getcwd()})")
-    files = [file for match in sorted(matches) for file in _expand(match, suffixes, entry)]
+        raise UserError(f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})")
+    files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
-      raise UserError(f"data.dataset_path {entry!r}: {len(matches)} match(es), but no {kind} file in them")
+      raise UserError(f"data.{key} {entry!r}: {len(matches)} match(es), but no {kind} file in them")
     found.update(files)
   for file in sorted(found):
     if not os.access(file, os.R_OK):
-      raise UserError(f"{file}: no permission to read it (data.dataset_path)")
+      raise UserError(f"{file}: no permission to read it (data.{key})")
   return sorted(found)
 
 
-def _expand(path: str, suffixes: tuple[str, ...], entry: str) -> list[str]:
+def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
   if not os.path.exists(path):
-    raise UserError(f"data.dataset_path {entry!r}: {path} is a link to nothing")
+    raise UserError(f"{where}: {path} is a link to nothing")
   if os.path.isdir(path):
     if not os.access(path, os.R_OK | os.X_OK):
-      raise UserError(f"data.dataset_path {entry!r}: no permission to list {path}")
+      raise UserError(f"{where}: no permission to list {path}")
     files = []
     for folder, folders, names in os.walk(path):
       folders[:] = [name for name in folders if not name.startswith(".")]
@@ -59,15 +65,54 @@ def _expand(path: str, suffixes: tuple[str, ...], entry: str) -> list[str]:
         if not name.startswith(".") and name.endswith(suffixes or "") and os.path.isfile(file):
           files.append(os.path.abspath(file))
     return files
-  if not stat.S_ISREG(os.stat(path).st_mode):
-    raise UserError(f"data.dataset_path {entry!r}: {path} is not a regular file")
+  if (kind := other_kind(os.stat(path).st_mode)) is not None:
+    raise UserError(f"{where}: {path} is {kind}, not a regular file")
   return [os.path.abspath(path)]
 
 
-def read_bytes(path: str, start: int = 0, length: int | None = None) -> bytes:
-  """Bytes [start, start + length) of a file. UserError when it is gone or forbidden, RetryableError on I/O errors."""
+def other_kind(mode: int) -> str | None:
+  """What a file is that is not a regular one ("a FIFO"), from its `st_mode`; None for a regular file."""
+  if stat.S_ISREG(mode):
+    return None
+  return next((name for test, name in _KINDS.items() if test(mode)), "no file")
+
+
+class NotRegularError(OSError):
+  """A FIFO, a device, a socket or a folder where a file is wanted; `strerror` says which."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
+  """Opens a regular file for reading, unbuffered. OSError as `open`, NotRegularError for anything else.
+
+  Never waits for the other end of a FIFO, and opens no device, which may do something.
+  """
+  require_regular(path, os.stat(path).st_mode)
+  file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
   try:
-    with open(path, "rb", buffering=0) as file:
+    require_regular(path, os.fstat(file.fileno()).st_mode)  # what was looked at may have been replaced
+  except BaseException:
+    file.close()
+    raise
+  return file
+
+
+def require_regular(path: str | os.PathLike[str], mode: int) -> None:
+  """NotRegularError unless `mode`, the `st_mode` of `path`, is that of a regular file."""
+  if (kind := other_kind(mode)) is not None:
+    raise NotRegularError(0, f"{kind}, not a regular file", os.fspath(path))
+
+
+def read_bytes(
+  path: str, start: int = 0, length: int | None = None, *, check: Callable[[os.stat_result], None] | None = None
+) -> bytes:
+  """Bytes [start, start + length) of a file. UserError when it is gone or forbidden, RetryableError on I/O errors.
+
+  `check` sees the state of the file that is read.
+  """
+  try:
+    with open_regular(path) as file:
+      if check is not None:
+        check(os.fstat(file.fileno()))
       if start:
         file.seek(start)
       if length is None:
@@ -77,10 +122,24 @@ def read_bytes(path: str, start: int = 0, length: int | None = None) -> bytes:
         parts.append(part)
         length -= len(part)
       return b"".join(parts)
-  except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-    raise UserError(f"{path}: {error.strerror} (it was there when the run started)") from error
   except OSError as error:
-    raise RetryableError(f"{path}: reading failed: {error}") from error
+    raise reading_failed(path, error) from error
+
+
+def reading_failed(path: str, error: OSError) -> UserError | RetryableError:
+  """What to raise for an error of a file that was there when the run started: a retry may mend the storage's own only."""
+  if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError):
+    return UserError(f"{path}: {error.strerror} (it was there when the run started)")
+  return RetryableError(f"{path}: reading failed: {error}")
+
+
+def check_expansion(path: str, packed: int, unpacked: int) -> None:
+  """UserError for data of `packed` bytes that become `unpacked` bytes or more: what no text does is meant to harm."""
+  if unpacked > max(UNPACKED_UP_TO, EXPANSION_UP_TO * packed):
+    raise UserError(
+      f"{path}: {packed:,} bytes become {unpacked:,} or more, over {EXPANSION_UP_TO} times as many: refused as a "
+      "decompression bomb; if these are your data, store them without compression"
+    )
 
 
 def sizes(files: Sequence[str]) -> list[int]:

@@ -7,8 +7,10 @@ look at all the pixels that a smaller picture's pixel covers. Pillow is needed: 
 C colours, I images, P patches.
 """
 
+import contextlib
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.files import NotRegularError, open_regular
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,13 +99,31 @@ def load_image(path: Path, vision: VisionConfig) -> TowerImage:
 
 def read_image(path: Path) -> "Image":
   """An image file in RGB, upright as its EXIF orientation says; transparency is dropped, as transformers does."""
-  from PIL import Image, ImageOps, UnidentifiedImageError
+  from PIL import ImageOps
+
+  with _opened(path) as image:
+    ImageOps.exif_transpose(image, in_place=True)  # which spares a copy: a large file is unpacked twice as it is
+    return image.convert("RGB")
+
+
+def check_header(path: Path) -> None:
+  """BadImageError when a file is plainly no image that can be used, from its first bytes; the picture is not unpacked."""
+  with _opened(path):
+    pass
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> "Iterator[Image]":
+  """An image file, of which no pixel has been unpacked. BadImageError for what goes wrong, inside too."""
+  from PIL import Image, UnidentifiedImageError
 
   try:
-    with Image.open(path, formats=FORMATS) as image:
+    with io.BufferedReader(open_regular(path)) as file, Image.open(file, formats=FORMATS) as image:
       if image.width * image.height > MAX_PIXELS:
         raise BadImageError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS}")
-      return ImageOps.exif_transpose(image).convert("RGB")
+      yield image
+  except NotRegularError as error:
+    raise BadImageError(error.strerror) from None
   except FileNotFoundError:
     raise BadImageError("no such file") from None
   except UnidentifiedImageError:

@@ -1,63 +1,21 @@
-"""JSON-lines files as documents: an index of line offsets, so that any record is one read away."""
+"""JSON-lines files as documents, plain or compressed."""
 
 import json
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from maxtext_like.data import files as data_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
-from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.data.lines import KEPT_BYTES, BlockCache, LineFile
+from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 2**24
-COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-
-
-class LineIndex(NamedTuple):
-  """Where the lines of one file are. Empty lines have no entry."""
-
-  starts: np.ndarray  # [N] int64, bytes
-  ends: np.ndarray  # [N] int64, bytes, without the newline
-  numbers: np.ndarray  # [N] int64, line number from 1
-  digest: str  # of the contents
-  terminated: bool  # the file ends with a newline
-
-
-def index_lines(path: str) -> LineIndex:
-  """One pass over the file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
-  import xxhash
-
-  digest = xxhash.xxh3_128()
-  newlines, size, head = [], 0, b""
-  try:
-    with open(path, "rb", buffering=0) as file:
-      while block := file.read(BLOCK_BYTES):
-        head = head or block[:8]
-        digest.update(block)
-        newlines.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A) + size)
-        size += len(block)
-  except PermissionError as error:
-    raise UserError(f"{path}: no permission to read it (data.dataset_path)") from error
-  except OSError as error:
-    raise RetryableError(f"{path}: reading failed: {error}") from error
-  for magic, name in COMPRESSED.items():
-    if head.startswith(magic):
-      raise UserError(f"{path} is {name} compressed; decompress it first (random access needs plain lines)")
-  breaks = np.concatenate([np.empty(0, np.int64), *newlines])
-  starts = np.concatenate([[3 if head.startswith(b"\xef\xbb\xbf") else 0], breaks + 1])
-  ends = np.concatenate([breaks, [size]])
-  numbers = np.arange(1, len(starts) + 1)
-  kept = ends > starts
-  return LineIndex(
-    starts[kept], ends[kept], numbers[kept], f"xxh3 {digest.hexdigest()}", bool(len(breaks)) and int(breaks[-1]) == size - 1
-  )
+SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
 
 
 class JsonLines:
@@ -65,9 +23,9 @@ class JsonLines:
 
   Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, no such field, a
   field that is not a string, NaN or Infinity, a key twice in one object, a line above MAX_RECORD_BYTES.
-  """
 
-  groups: Sequence[int] | None = None
+  What compressed files hold is kept in memory up to KEPT_BYTES in all; where there is more, their blocks are the groups.
+  """
 
   def __init__(self, files: Sequence[str], text_field: str, images_field: str | None = None, *, take_images: bool = True):
     """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any.
@@ -77,8 +35,15 @@ class JsonLines:
     self._files = list(files)
     self._field, self._images_field, self._take_images = text_field, images_field, take_images
     self._warned = False
-    self._index = [index_lines(file) for file in self._files]
-    self._stops = list(accumulate(len(index.starts) for index in self._index))
+    cache = BlockCache()
+    self._lines = [LineFile(file, cache) for file in self._files]
+    self._stops = list(accumulate(map(len, self._lines)))
+    self.groups: Sequence[int] | None = None
+    if sum(lines.index.size for lines in self._lines if lines.packed) > KEPT_BYTES:
+      begins = [0, *self._stops[:-1]]
+      self.groups = [
+        begin + row for begin, lines in zip(begins, self._lines, strict=True) if len(lines) for row in lines.blocks
+      ]
     if not self._stops[-1]:
       size = sum(data_files.sizes(self._files))
       raise UserError(
@@ -94,23 +59,34 @@ class JsonLines:
 
   def place(self, index: int) -> str:
     file, row = self._locate(index)
-    return f"{self._files[file]}:{self._index[file].numbers[row]}"
+    return f"{self._files[file]}:{self._lines[file].index.numbers[row]}"
 
   def read(self, index: int) -> Record:
     file, row = self._locate(index)
-    lines = self._index[file]
-    start, length = int(lines.starts[row]), int(lines.ends[row] - lines.starts[row])
-    place = self.place(index)
-    if length > MAX_RECORD_BYTES:
-      raise BadRecordError(place, f"the line has {length} bytes, more than the limit of {MAX_RECORD_BYTES}")
-    data = data_files.read_bytes(self._files[file], start, length)
+    lines = self._lines[file]
+    return self._record(lines.read(row) if lines.size(row) <= MAX_RECORD_BYTES else None, file, row)
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for file, lines in enumerate(self._lines):
+      for row, line in enumerate(lines.lines()):
+        try:
+          yield self._record(line, file, row)
+        except BadRecordError as bad:
+          yield bad
+
+  def _record(self, data: bytes | None, file: int, row: int) -> Record:
+    """The record of a line; None: of one above MAX_RECORD_BYTES."""
+    lines = self._lines[file]
+    place = f"{self._files[file]}:{lines.index.numbers[row]}"
+    if data is None:
+      raise BadRecordError(place, f"the line has {lines.size(row)} bytes, more than the limit of {MAX_RECORD_BYTES}")
     if not data.strip():
       return Record("")
     try:
       record = parse(data)
     except (ValueError, RecursionError) as error:
       reason = _reason(error)
-      if row == len(lines.starts) - 1 and not lines.terminated:
+      if row == len(lines) - 1 and not lines.index.terminated:
         reason += " (the last line, and it has no newline: was the file cut off?)"
       raise BadRecordError(place, reason) from None
     if not isinstance(record, dict):
@@ -143,7 +119,7 @@ class JsonLines:
     return tuple(paths)
 
   def fingerprint(self) -> dict[str, str]:
-    return data_files.fingerprint(self._files, [index.digest for index in self._index])
+    return data_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
 
 
 def parse(data: bytes) -> Any:

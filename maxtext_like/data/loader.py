@@ -1,6 +1,7 @@
 """From the configuration to an iterator of batches with exact, checkpointable state: make_data.
 
-  files -> documents (text, jsonl, parquet) -> order (held-out split, shuffle, process share) -> tokens [grain]
+  files -> documents (text, jsonl, parquet), every one looked at once                              [sources, inspection.py]
+        -> order (held-out split, shuffle, process share) -> tokens [grain]                                 [tokenise.py]
         -> packed rows -> rows shuffled in blocks -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
 
@@ -10,22 +11,22 @@ T and the number of processes; not on the batch size, the number of devices or t
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import files as data_files
 from maxtext_like.data.documents import BadRecordError, Documents
-from maxtext_like.data.jsonl import JsonLines
+from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Split, seed_for, split_indices
-from maxtext_like.data.pack import KEYS, BlockShuffle, Document, ImageSpan, Packer, Row, Rows
-from maxtext_like.data.parquet import Parquet
+from maxtext_like.data.pack import KEYS, BlockShuffle, Packer, Row, Rows
 from maxtext_like.data.prefetch import Prefetch
+from maxtext_like.data.sources import DataConfig, held_out_fraction, open_documents, path_key, refuse_path
+from maxtext_like.data.special_tokens import Spellings
 from maxtext_like.data.synthetic import SyntheticRows
-from maxtext_like.data.text import TextFiles, stdlib
+from maxtext_like.data.tokenise import Tokenise
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
@@ -36,32 +37,11 @@ Batch = dict[str, np.ndarray]
 FORMAT = 1  # of the state; changes when the same settings give another stream of rows
 BLOCK_ROWS, BLOCK_TOKENS = 128, 2**18  # BlockShuffle: rows a block, within this many tokens
 SKIPS_LOGGED = 10
+HELD_OUT = (
+  "(eval_fraction counts where eval_interval is set: eval_interval=N goes on with the documents that were held out from "
+  "training, whether or not anything evaluated them)"
+)
 STALL_WARN_SECONDS, STALL_LIMIT_SECONDS = 60.0, 600.0
-
-
-class DataConfig(Protocol):
-  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/schema.py has the real one)."""
-
-  @property
-  def dataset(self) -> str: ...
-  @property
-  def dataset_path(self) -> str | Sequence[str] | None: ...
-  @property
-  def tokenizer(self) -> str: ...
-  @property
-  def text_field(self) -> str: ...
-  @property
-  def on_bad_record(self) -> str: ...
-  @property
-  def packing(self) -> bool: ...
-  @property
-  def eval_fraction(self) -> float: ...
-  @property
-  def shuffle(self) -> bool: ...
-  @property
-  def data_shuffle_seed(self) -> int: ...
-  @property
-  def dataset_documents_max(self) -> int | None: ...
 
 
 def make_data(
@@ -101,7 +81,7 @@ def make_data(
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
   identity["process"] = f"{process_index} of {process_count}"
   if data.dataset == "synthetic":
-    _refuse_path(data)
+    refuse_path(data)
     multimodal = _multimodal(vision, None, length)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
     rows: Rows = SyntheticRows(
@@ -119,17 +99,23 @@ def make_data(
     )  # fmt: skip
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-  multimodal = _multimodal(vision, tokenizer, length)
-  documents = open_documents(data, vision)
-  available = len(documents)
-  used = min(available, data.dataset_documents_max or available)
-  indices = split_indices(used, data.eval_fraction, split)
+  parse = data.special_tokens_in_text == "parse"
+  multimodal = _multimodal(vision, tokenizer.encode_special if parse else tokenizer.encode, length)
+  documents = open_documents(data, vision, split)
+  available, fraction = len(documents), held_out_fraction(data)
+  whole = path_key(data, split) == "eval_path"  # evaluation has files of its own
+  used = available if whole else min(available, data.dataset_documents_max or available)
+  indices = np.arange(used) if whole else split_indices(used, fraction, split)
   if len(indices) < process_count:
     raise UserError(
-      f"the {split} split has {len(indices)} of {used} documents (eval_fraction={data.eval_fraction}), "
+      f"the {split} split has {len(indices)} of {used} documents (eval_fraction={fraction}), "
       f"expected at least {process_count}, one for each process; add documents"
-      + (" or raise eval_fraction" if split == "eval" else "")
+      + (" or raise eval_fraction" if split == "eval" and not whole else "")
     )
+  rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal)
+  bad_max = max(10, min(10_000, used // 100))
+  if split == "train" or whole:  # both splits of one data set are looked at together
+    _inspect(data, documents, used, rules, bad_max, path_key(data, split))
   shuffle = data.shuffle and split == "train"
   order = Order(
     indices,
@@ -141,12 +127,12 @@ def make_data(
   )
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packer = Packer(
-    _token_iterator(order, documents, tokenizer, lookup, multimodal),
+    _token_iterator(order, Tokenise(documents, tokenizer, lookup, rules)),
     length=length,
     pad_id=pad_id,
     packing=data.packing,
     on_bad_record=data.on_bad_record,
-    bad_max=max(10, min(10_000, used // 100)),
+    bad_max=bad_max,
     epoch_length=order.epoch_length,
     split_length=len(indices),
     max_images=multimodal.vision.max_images_per_row if multimodal else 0,
@@ -161,8 +147,9 @@ def make_data(
     "documents": used,
     "text_field": data.text_field if data.dataset in ("jsonl", "parquet") else None,
     "tokenizer": tokenizer.fingerprint,
+    "special_tokens_in_text": _stream_with(data),
     "packing": data.packing,
-    "eval_fraction": data.eval_fraction,
+    "eval_fraction": fraction,
     "shuffle": data.shuffle,
     "data_shuffle_seed": data.data_shuffle_seed,
   }
@@ -170,7 +157,7 @@ def make_data(
     identity["vision"] = multimodal.identity()
   source = DataSource(
     rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
-    stall_limit_seconds=stall_limit_seconds,
+    stall_limit_seconds=stall_limit_seconds, documents=len(indices),
   )  # fmt: skip
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
     source.close()
@@ -183,37 +170,30 @@ def make_data(
   return source
 
 
-def _multimodal(vision: VisionConfig | None, tokenizer: Tokenizer | None, length: int) -> Multimodal | None:
+def _multimodal(vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int) -> Multimodal | None:
   if vision is None or not vision.use_multimodal:
     return None
-  multimodal = Multimodal(vision, tokenizer)
+  multimodal = Multimodal(vision, encode)
   multimodal.check_length(length)
   return multimodal
 
 
-def open_documents(data: DataConfig, vision: VisionConfig | None = None) -> Documents:
-  """The documents that data.dataset and data.dataset_path name; images are jsonl's alone. Raises UserError."""
-  if data.dataset == "python-stdlib":
-    _refuse_path(data)
-    return stdlib()
-  if data.dataset == "text":
-    return TextFiles(data_files.find(data.dataset_path, (), "text"))
-  if data.dataset == "jsonl":
-    files = data_files.find(data.dataset_path, (".jsonl", ".ndjson"), "jsonl")
-    if vision is None:
-      return JsonLines(files, data.text_field)
-    return JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal)
-  if data.dataset == "parquet":
-    return Parquet(data_files.find(data.dataset_path, (".parquet",), "parquet"), data.text_field)
-  raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+def _inspect(data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str) -> None:
+  """Looks at every record before the first step. Raises UserError for bad ones."""
+  if data.dataset == "python-stdlib" and (not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")):
+    return  # nothing in it can be bad
+  found = inspect(documents, count, rules, [data.dataset, data.text_field])
+  judge(
+    found, documents, count, key=key, skip_bad=data.on_bad_record == "skip", bad_max=bad_max,
+    asked=data.special_tokens_in_text is not None,
+  )  # fmt: skip
 
 
-def _refuse_path(data: DataConfig) -> None:
-  if data.dataset_path:
-    raise UserError(
-      f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
-      "set dataset to text, jsonl or parquet, or leave dataset_path empty"
-    )
+def _stream_with(data: DataConfig) -> str:
+  """What the rows depend on of data.special_tokens_in_text: where a spelling ends the run, none is in them."""
+  if data.special_tokens_in_text == "error" and data.on_bad_record == "skip":
+    return "error, skipped"
+  return "parse" if data.special_tokens_in_text == "parse" else "literal"
 
 
 class _SkipLog:
@@ -230,38 +210,9 @@ class _SkipLog:
     self._logged += 1
 
 
-def _token_iterator(
-  order: Order, documents: Documents, tokenizer: Tokenizer, lookup: Lookup, multimodal: Multimodal | None = None
-) -> Any:
+def _token_iterator(order: Order, tokenise: Tokenise) -> Any:
   """A grain iterator of Document, in `order`. Read and tokenised when asked for, nothing ahead (Prefetch does that)."""
   import grain
-
-  def tokenise(number: int) -> Document:
-    try:
-      record = documents.read(number)
-      if not record.text.strip():
-        return Document(number)
-      ids, spans = multimodal.encode(record, documents.place(number)) if multimodal else (tokenizer.encode(record.text), ())
-    except BadRecordError as bad:
-      return Document(number, bad=bad)
-    if record.begins and tokenizer.bos_id is not None:
-      ids = [tokenizer.bos_id, *ids]
-      spans = tuple(ImageSpan(span.start + 1, span.end + 1, span.image) for span in spans)
-    if record.ends and tokenizer.eos_id is not None:
-      ids = [*ids, tokenizer.eos_id]
-    if len(ids) < 2:
-      return Document(number)
-    array = np.asarray(ids, np.int64)
-    wrong = lookup.missing(array)
-    if multimodal:
-      wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
-    if wrong.any():
-      at = int(wrong.argmax())
-      raise UserError(
-        f"{documents.place(number)}: token {at} has id {array[at]}: {lookup.why_missing(int(array[at]))} "
-        f"(tokenizer: {tokenizer.fingerprint})"
-      )
-    return Document(number, array.astype(np.int32), images=spans)
 
   options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(grain.MapDataset.source(order).map(tokenise).to_iter_dataset(options))  # pyright: ignore[reportArgumentType]
@@ -284,11 +235,13 @@ class DataSource:
     identity: dict[str, Any],
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
+    documents: int | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume."""
+    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split."""
     self.tokenizer = tokenizer
+    self.documents = documents
     self.identity = identity
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
@@ -356,8 +309,13 @@ class DataSource:
     if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
       raise UserError("the checkpoint's data state is damaged: it has no identity and state")
     position = state["state"]
-    if changed := differences(state["identity"], self.identity):
+    saved = {"special_tokens_in_text": "literal"} | state["identity"]  # what there was before the key
+    if self.tokenizer is None:
+      saved = state["identity"]
+    if changed := differences(saved, self.identity):
       listed = "\n  ".join(changed)
+      if saved.get("eval_fraction") != self.identity.get("eval_fraction"):
+        listed += "\n  " + HELD_OUT
       if not accept_changes:
         raise UserError(
           f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"

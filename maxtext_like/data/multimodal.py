@@ -16,7 +16,6 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.data.images import BadImageError, TowerImage, load_image, require_pillow, tower_arrays
 from maxtext_like.data.pack import IGNORED, ImageSpan, Row
-from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 
 
@@ -58,11 +57,11 @@ class Multimodal:
 
   Attributes:
     vision: the ``vision:`` section, with ``use_multimodal``.
-    tokenizer: of the text; None for a source of tokens without images.
+    encode_text: ids of a text; None for a source of tokens without images.
   """
 
   vision: VisionConfig
-  tokenizer: Tokenizer | None
+  encode_text: Callable[[str], list[int]] | None
 
   def __post_init__(self):
     require_pillow()
@@ -84,21 +83,33 @@ class Multimodal:
         image token.
     """
     v = self.vision
-    assert self.tokenizer is not None
+    assert self.encode_text is not None
     assert v.image_token_id is not None  # VisionConfig has seen to it
-    if not record.images:
-      ids, spans = self.tokenizer.encode(record.text), ()
-    else:
-      parts = record.text.split(v.image_placeholder)
-      if len(parts) - 1 != len(record.images):
-        raise BadRecordError(
-          place,
-          f"the text has {len(parts) - 1} '{v.image_placeholder}' for the {len(record.images)} entries of '{v.images_field}'",
-        )
-      ids, spans = interleave(parts, [load_for(path, v, place) for path in record.images], v, self.tokenizer.encode)
+    parts = self.parts(record, place)
+    ids, spans = interleave(parts, [load_for(path, v, place) for path in record.images], v, self.encode_text)
     if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
-      raise BadRecordError(place, f"the text gives the token {v.image_token_id}, which stands for images (image_token_id)")
+      raise self.image_token_in_text(place)
     return ids, spans
+
+  def parts(self, record: Record, place: str) -> list[str]:
+    """The text between the images of a record; without any, the placeholder is text.
+
+    Raises:
+      BadRecordError: placeholders and images differ in number.
+    """
+    parts = record.text.split(self.vision.image_placeholder) if record.images else [record.text]
+    if len(parts) - 1 != len(record.images):
+      raise BadRecordError(
+        place,
+        f"the text has {len(parts) - 1} '{self.vision.image_placeholder}' for the {len(record.images)} entries of "
+        f"'{self.vision.images_field}'",
+      )
+    return parts
+
+  def image_token_in_text(self, place: str) -> BadRecordError:
+    """Says that a text gives the token that stands for images."""
+    token = self.vision.image_token_id
+    return BadRecordError(place, f"the text gives the token {token}, which stands for images (image_token_id)")
 
   def mask_targets(self, row: Row) -> None:
     """No loss where an image token would be predicted."""

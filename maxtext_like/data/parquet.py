@@ -1,8 +1,9 @@
 """Parquet files as documents: one string column, row group by row group. Needs the extra `parquet` (pyarrow)."""
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,9 @@ from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record
 from maxtext_like.errors import RetryableError, UserError
 
 CACHED_ROW_GROUPS = 2  # the order of reading stays inside a row group (order.py), so more would not be hit
+# Equal texts that the file stores once stay one in memory (Arrow's dictionaries, which hold 2 GiB).
+DICTIONARY_UP_TO = 2**30
+ROWS_UP_TO = 2**24  # a file may say so many rows whatever its size, and 8 for each byte beyond
 
 
 class Parquet:
@@ -29,28 +33,44 @@ class Parquet:
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field
-    self._groups: list[tuple[int, int, int]] = []  # file, row group in it, rows
+    self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
+    self._footers: list[str] = []
+    self._stamps: list[tuple[int, int]] = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
         self._check_column(reader, path)
-        metadata = reader.metadata
-        self._groups += [
-          (number, group, metadata.row_group(group).num_rows)
-          for group in range(metadata.num_row_groups)
-          if metadata.row_group(group).num_rows
-        ]
+        self._groups += self._row_groups(number, reader.metadata)
+      self._footers.append(_footer(path))
+      self._stamps.append(_stamp(path))
     if not self._groups:
       raise UserError(f"data.dataset_path: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
-    self._stops = list(accumulate(rows for _, _, rows in self._groups))
+    self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
-  def _open(self, path: str) -> Any:
+  def _row_groups(self, number: int, metadata: Any) -> Iterator[tuple[int, int, int, bool]]:
+    """The row groups with rows of one file. UserError for a file made to fill the memory."""
+    path = self._files[number]
+    size = os.path.getsize(path)
+    if metadata.num_rows > ROWS_UP_TO + 8 * size:
+      raise UserError(f"{path}: {metadata.num_rows:,} rows in {size:,} bytes: refused as a decompression bomb")
+    for group in range(metadata.num_row_groups):
+      row_group = metadata.row_group(group)
+      columns = (row_group.column(i) for i in range(row_group.num_columns))
+      unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == self._field)
+      data_files.check_expansion(f"{path}, row group {group}", size, unpacked)
+      if row_group.num_rows:
+        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO
+
+  def _open(self, path: str, *, dictionary: bool = False) -> Any:
     try:
-      return self._arrow.parquet.ParquetFile(path, page_checksum_verification=True)
+      data_files.require_regular(path, os.stat(path).st_mode)
+      return self._arrow.parquet.ParquetFile(
+        path, page_checksum_verification=True, read_dictionary=[self._field] if dictionary else None
+      )
     except self._arrow.ArrowInvalid as error:
       raise UserError(f"{path}: not a readable parquet file: {error}") from error
-    except (FileNotFoundError, PermissionError) as error:
+    except (FileNotFoundError, PermissionError, data_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
       self._raise_oserror(path, error)
@@ -79,14 +99,15 @@ class Parquet:
 
   def place(self, index: int) -> str:
     group, row = self._locate(index)
-    number, inner, _ = self._groups[group]
+    number, inner, _, _ = self._groups[group]
     return f"{self._files[number]}, row group {inner}, row {row}"
 
   def _column(self, group: int) -> Any:
     if group not in self._cache:
-      number, inner, rows = self._groups[group]
+      number, inner, rows, dictionary = self._groups[group]
       path = self._files[number]
-      with self._open(path) as reader:
+      self._check_unchanged(number)
+      with self._open(path, dictionary=dictionary) as reader:
         try:
           column = reader.read_row_group(inner, columns=[self._field], use_threads=False).column(self._field)
         except self._arrow.ArrowException as error:
@@ -114,12 +135,40 @@ class Parquet:
       raise BadRecordError(place, f"the value has {len(text)} characters, more than the limit of {MAX_RECORD_BYTES}")
     return Record(check_text(text, place, self._field))
 
-  def fingerprint(self) -> dict[str, str]:
-    import xxhash
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
 
-    digests = []
-    for path, size in zip(self._files, data_files.sizes(self._files), strict=True):
-      tail = data_files.read_bytes(path, max(0, size - 8), 8)
-      footer = int.from_bytes(tail[:4], "little") + 8  # schema, row groups, offsets, sizes and statistics of every page
-      digests.append(f"footer xxh3 {xxhash.xxh3_128_hexdigest(data_files.read_bytes(path, max(0, size - footer)))}")
-    return data_files.fingerprint(self._files, digests)
+  def _check_unchanged(self, number: int) -> None:
+    """UserError if the file is another one by now."""
+    path = self._files[number]
+    try:
+      now = _stamp(path)
+    except OSError as error:
+      raise data_files.reading_failed(path, error) from error
+    if now == self._stamps[number]:
+      return
+    if _footer(path) != self._footers[number]:
+      raise UserError(f"{path}: changed under the run: its footer is not the one that the run started with")
+    self._stamps[number] = now
+
+  def fingerprint(self) -> dict[str, str]:
+    return data_files.fingerprint(self._files, self._footers)
+
+
+def _footer(path: str) -> str:
+  """A digest of what a parquet file ends with: schema, row groups, offsets, sizes and statistics of every page."""
+  import xxhash
+
+  size = os.path.getsize(path)
+  tail = data_files.read_bytes(path, max(0, size - 8), 8)
+  length = int.from_bytes(tail[:4], "little") + 8
+  return f"footer xxh3 {xxhash.xxh3_128_hexdigest(data_files.read_bytes(path, max(0, size - length)))}"
+
+
+def _stamp(path: str) -> tuple[int, int]:
+  state = os.stat(path)
+  return state.st_size, state.st_mtime_ns

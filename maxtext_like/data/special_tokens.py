@@ -1,11 +1,12 @@
-"""Special tokens by what they mean, however a tokenizer spells them, and text whose special tokens are meant as such.
+"""Special tokens by what they mean, however a tokenizer spells them, and their spellings in text.
 
-Documents are text through and through: "<eos>" inside one is five letters. A prompt is written by whoever runs the model,
-and "<start_of_turn>user" in it is the token, as in Hugging Face's tokenizers.
+A prompt is written by whoever runs the model, and "<start_of_turn>user" in it is the token, as in Hugging Face's tokenizers.
+In training text data.special_tokens_in_text says what it is; "<eos>" is five letters unless that is `parse`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,14 +41,38 @@ def known_names(tokenizer: "Tokenizer") -> list[str]:
   return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
 
 
-def encode_prompt(tokenizer: "Tokenizer", text: str) -> list[int]:
-  """Token ids of a text in which the spelling of a special token stands for that token."""
-  special: Mapping[str, int] = tokenizer.special
-  if not special:
-    return tokenizer.encode(text)
-  spellings = sorted(special, key=len, reverse=True)  # the longest first: one may begin another
-  ids: list[int] = []
-  for part in re.split(f"({'|'.join(map(re.escape, spellings))})", text):
-    if part:
-      ids += [special[part]] if part in special else tokenizer.encode(part)
-  return ids
+class Spellings:
+  """Finds the spellings of special tokens in text, the longest first where one begins another."""
+
+  def __init__(self, special: Mapping[str, int]):
+    """`special`: ids by spelling."""
+    self.special = special
+    # Gemma has thousands, of few lengths, and nearly all begin with "<": their first letters tell them from other text.
+    self._lengths = sorted(set(map(len, special)), reverse=True)
+    letters = ({spelling[i] for spelling in special} for i in range(min(self._lengths, default=0)))
+    self._begin = re.compile("".join(f"[{''.join(map(re.escape, sorted(those)))}]" for those in islice(letters, 4)))
+
+  def find(self, text: str) -> Iterator[str]:
+    """Every spelling in a text, in order."""
+    return (text[start:end] for start, end in self._spans(text))
+
+  def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+    at = 0
+    while self.special and (match := self._begin.search(text, at)) is not None:
+      start = match.start()
+      at = next((start + n for n in self._lengths if text[start : start + n] in self.special), start)
+      if at > start:
+        yield start, at
+      else:
+        at = start + 1
+
+  def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
+    """Ids of a text in which the spellings stand for their tokens; `plain` gives those of what is between them."""
+    ids: list[int] = []
+    at = 0
+    for start, end in self._spans(text):
+      if start > at:
+        ids += plain(text[at:start])
+      ids.append(self.special[text[start:end]])
+      at = end
+    return ids + plain(text[at:]) if at < len(text) else ids

@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from maxtext_like.data import files as data_files
@@ -87,6 +87,13 @@ class TextFiles:
         return Record("")
       raise BadRecordError(self.place(index), "has NUL bytes: not a text file (binary, or UTF-16?)")
     return Record(text.replace("\r\n", "\n"), begins=piece == 0, ends=piece == self._pieces[file] - 1)
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
 
   def fingerprint(self) -> dict[str, str]:
     return data_files.fingerprint(self._files)

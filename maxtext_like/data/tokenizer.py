@@ -1,16 +1,19 @@
 """Text to token ids: raw bytes, a Hugging Face tokenizer.json, a sentencepiece model.
 
-A tokenizer maps plain text only: the string "<eos>" inside a document is text, never the end-of-document token
-(sentencepiece does so by itself; `encode_special_tokens` for tokenizers). bos and eos are added by the pipeline, at the
-start and the end of each document, wherever the tokenizer has them. special_tokens.py reads text in which they are meant.
+`encode` maps plain text: the string "<eos>" inside it is text, never the end-of-document token (sentencepiece does so by
+itself; `encode_special_tokens` for tokenizers). `encode_special` takes it for the token, as prompts and, by
+data.special_tokens_in_text, documents want it. bos and eos are added by the pipeline, at the start and the end of each
+document, wherever the tokenizer has them.
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from maxtext_like.data.special_tokens import SPELLINGS
+from maxtext_like.data.files import open_regular
+from maxtext_like.data.special_tokens import SPELLINGS, Spellings
 from maxtext_like.errors import UserError
 
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
@@ -32,6 +35,8 @@ class Tokenizer(Protocol):
 
   def encode(self, text: str) -> list[int]: ...
 
+  def encode_special(self, text: str) -> list[int]: ...  # a special token where the text has its spelling
+
   def decode(self, ids: Sequence[int]) -> str: ...
 
   def find(self, spelling: str) -> int | None: ...  # the id of one token, special or not; None: there is none
@@ -51,6 +56,10 @@ class BytesTokenizer:
   def encode(self, text: str) -> list[int]:
     """Ids of the text's bytes. UnicodeEncodeError for lone surrogates (the sources refuse them before)."""
     return [byte + 3 for byte in text.encode("utf-8")]
+
+  def encode_special(self, text: str) -> list[int]:
+    """As `encode`: no special token has a spelling."""
+    return self.encode(text)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Special ids are left out; bytes that are not UTF-8 become U+FFFD. ValueError for an id outside the vocabulary."""
@@ -84,6 +93,7 @@ class HuggingFaceTokenizer:
       raise UserError(f"{path}: the tokenizer has no tokens")
     self._library.no_truncation()
     self._library.no_padding()
+    self._lock = threading.Lock()  # over the library's one switch for special tokens
     self._library.encode_special_tokens = True
     self.vocab_size = max(vocabulary.values()) + 1
     self.files = (path,)
@@ -100,7 +110,16 @@ class HuggingFaceTokenizer:
     self.fingerprint = f"tokenizer.json, {_digest(data)}, bos {self.bos_id}, eos {self.eos_id}"
 
   def encode(self, text: str) -> list[int]:
-    return self._library.encode(text, add_special_tokens=False).ids
+    with self._lock:
+      return self._library.encode(text, add_special_tokens=False).ids
+
+  def encode_special(self, text: str) -> list[int]:
+    with self._lock:
+      self._library.encode_special_tokens = False
+      try:
+        return self._library.encode(text, add_special_tokens=False).ids
+      finally:
+        self._library.encode_special_tokens = True
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._library.decode(list(ids), skip_special_tokens=True)
@@ -129,15 +148,21 @@ class SentencePieceTokenizer:
     self.pad_id = _none_if_negative(self._library.pad_id())
     self.files = (path,)
     self.fingerprint = f"tokenizer.model, {_digest(data)}"
-    self._special: dict[str, int] | None = None
+    self._spellings: Spellings | None = None
 
   @property
   def special(self) -> Mapping[str, int]:
     """Control pieces; pieces that the model's maker defined are found in plain text anyway."""
-    if self._special is None:  # prompts alone need it, and Gemma has 262144 pieces to look through
+    return self._find_spellings().special
+
+  def _find_spellings(self) -> Spellings:
+    if self._spellings is None:  # not everybody needs it, and Gemma has 262144 pieces to look through
       library = self._library
-      self._special = {library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)}
-    return self._special
+      self._spellings = Spellings({library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)})
+    return self._spellings
+
+  def encode_special(self, text: str) -> list[int]:
+    return self._find_spellings().encode(text, self.encode)
 
   def encode(self, text: str) -> list[int]:
     return self._library.encode(text)
@@ -194,10 +219,12 @@ def _find(name: str) -> Path:
 
 def _read(path: Path) -> bytes:
   try:
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER_BYTES:
+    with open_regular(path) as file:
+      data = file.read(MAX_TOKENIZER_BYTES + 1)
+    if len(data) > MAX_TOKENIZER_BYTES:
+      size = path.stat().st_size
       raise UserError(f"{path}: {size} bytes, more than the limit of {MAX_TOKENIZER_BYTES} for a tokenizer file")
-    return path.read_bytes()
+    return data
   except OSError as error:
     raise UserError(f"{path}: {error.strerror}") from error
 

@@ -5,7 +5,6 @@ B prompts, T positions, I images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.strict_json import parse
@@ -13,7 +12,6 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
 from maxtext_like.data.multimodal import interleave, load_for
-from maxtext_like.data.special_tokens import encode_prompt
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts
@@ -102,7 +100,7 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig
 def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> tuple[list[int], list[TowerImage]]:
   """Ids without the first token, and the images. Without any, the placeholder is text."""
   if not prompt.images:
-    return encode_prompt(tokenizer, prompt.text), []
+    return tokenizer.encode_special(prompt.text), []
   require_pillow()
   mark = vision.image_placeholder
   # As Hugging Face's processors: images that the text does not place come first.
@@ -111,7 +109,7 @@ def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> t
   if len(parts) - 1 != len(prompt.images):
     raise UserError(f"{prompt.place}: {len(parts) - 1} '{mark}' in the text and {len(prompt.images)} images")
   images = [load_for(name, vision, prompt.place) for name in prompt.images]
-  ids, _ = interleave(parts, images, vision, partial(encode_prompt, tokenizer))
+  ids, _ = interleave(parts, images, vision, tokenizer.encode_special)
   return ids, images
 
 

@@ -93,6 +93,8 @@ def train(loaded: Loaded) -> int:
     watchdog.stop = stop = stack.enter_context(StopRequest())
     stack.callback(watchdog.leave)
     _introduce(progress, program, directory, need, limit)
+    if data.documents is not None:
+      progress.say(f"data    {_shares(data.documents, held_out and held_out.documents, settings)}")
     try:
       train_step, start, state = _prepare(program, manager, data, progress)
       files = stack.enter_context(
@@ -214,6 +216,15 @@ def finished_step(program: Program, manager: CheckpointManager) -> int | None:
 def _from_here(path: Path) -> Path:
   here = Path.cwd()
   return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _shares(trained: int, evaluated: int | None, settings: DataConfig) -> str:
+  """How many documents are for what."""
+  if evaluated is None:
+    unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
+    return f"{trained:,} documents train, none are held out: nothing evaluates{unused}"
+  whence = "of eval_path" if settings.eval_path else f"held out: eval_fraction={settings.eval_fraction:g}"
+  return f"{trained:,} documents train, {evaluated:,} evaluate ({whence})"
 
 
 def _introduce(

@@ -12,9 +12,12 @@ DEFAULTS = {
   "dataset_path": None,
   "tokenizer": "bytes",
   "text_field": "text",
+  "special_tokens_in_text": None,
   "on_bad_record": "error",
   "packing": True,
   "eval_fraction": 0.0,
+  "eval_path": None,
+  "eval_interval": 1,
   "shuffle": True,
   "data_shuffle_seed": 0,
   "dataset_documents_max": None,
@@ -32,6 +35,14 @@ ARGUMENTS = {
 
 
 Settings: Any = make_dataclass("Settings", DEFAULTS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+  """Findings about data are kept by themselves for each test."""
+  folder = tmp_path_factory.mktemp("cache")
+  monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+  return folder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.data import loader
+from maxtext_like.data import jsonl, loader, sources
 from maxtext_like.data.pack import IGNORED, KEYS
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.errors import RetryableError, UserError
@@ -236,8 +236,8 @@ def test_bad_records_end_to_end(make, tmp_path, caplog):
   lines = (json.dumps({"text": text}) for text in TEXTS)
   bad = tmp_path / "bad.jsonl"
   bad.write_text("\n".join([*lines, '{"text": 3}', "{", '{"text": "cut']))
-  with pytest.raises(UserError, match=r"bad\.jsonl:4[123]: .*on_bad_record=skip"):
-    take(make(dataset_path=str(bad)), 100)
+  with pytest.raises(UserError, match=r"(?s)3 bad records among the 43.*bad\.jsonl:41: .*bad\.jsonl:43: .*on_bad_record=skip"):
+    make(dataset_path=str(bad))
   with caplog.at_level(logging.WARNING):
     source = make(dataset_path=str(bad), on_bad_record="skip", packing=False, global_batch=4, length=64)
     read = texts_of(take(source, 20))
@@ -249,7 +249,7 @@ def test_bad_records_end_to_end(make, tmp_path, caplog):
 def test_too_many_bad_records(make, tmp_path):
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"text": "good"}\n' + "{\n" * 30)
-  with pytest.raises(UserError, match="11 bad records, more than on_bad_record=skip accepts"):
+  with pytest.raises(UserError, match="30 bad records, more than on_bad_record=skip accepts"):
     make(dataset_path=str(bad), on_bad_record="skip")
   bad.write_text("{\n" * 3)
   with pytest.raises(UserError, match="no tokens in any of the 3 documents: 3 bad"):
@@ -309,7 +309,7 @@ def test_a_token_without_a_row_in_a_smaller_table_never_reaches_the_device(make,
 
 
 def test_text_files_have_bos_and_eos_at_their_ends_only(make, tmp_path, monkeypatch):
-  monkeypatch.setattr(loader.TextFiles.__init__, "__kwdefaults__", {"piece_bytes": 8, "skip_undecodable": False})
+  monkeypatch.setattr(sources.TextFiles.__init__, "__kwdefaults__", {"piece_bytes": 8, "skip_undecodable": False})
   (tmp_path / "a.txt").write_text("0123456\n" * 3)
   source = make(dataset="text", dataset_path=str(tmp_path), shuffle=False, length=13, global_batch=2)
   tokens = next(source)["tokens"].ravel().tolist()
@@ -345,7 +345,7 @@ def test_storage_errors_are_retryable(make, path, monkeypatch):
   def fail(*_):
     raise RetryableError("a.jsonl: reading failed: [Errno 5] Input/output error")
 
-  monkeypatch.setattr(loader.JsonLines, "read", fail)
+  monkeypatch.setattr(jsonl.JsonLines, "read", fail)
   with pytest.raises(RetryableError, match="Errno 5"):
     take(source, 500)
 
@@ -355,6 +355,6 @@ def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
 
   from maxtext_like.config.schema import DataConfig
 
-  read = {name for name, member in vars(loader.DataConfig).items() if isinstance(member, property)}
-  assert len(read) == 10
+  read = {name for name, member in vars(sources.DataConfig).items() if isinstance(member, property)}
+  assert len(read) == 13
   assert read <= {field.name for field in dataclasses.fields(DataConfig)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext_like.data.special_tokens import SPELLINGS, encode_prompt, known_names, token_id
+from maxtext_like.data.special_tokens import SPELLINGS, known_names, token_id
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 
 GEMMA3 = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "start_of_turn": "<start_of_turn>", "end_of_turn": "<end_of_turn>"}
@@ -39,9 +39,9 @@ def test_every_family_is_known_by_meaning(family: dict[str, str], tmp_path: Path
 
 def test_in_a_prompt_spellings_are_tokens_and_in_a_document_they_are_text(tmp_path: Path):
   tokenizer = made(tmp_path, ["<|turn>", "<turn|>", "<|turn"])
-  assert encode_prompt(tokenizer, "<|turn>a<turn|><|turnb<turn") == [40, 0, 41, 42, 1, *tokenizer.encode("<turn")]
+  assert tokenizer.encode_special("<|turn>a<turn|><|turnb<turn") == [40, 0, 41, 42, 1, *tokenizer.encode("<turn")]
   assert not {40, 41, 42} & set(tokenizer.encode("<|turn>a<turn|>"))
-  assert encode_prompt(tokenizer, "") == []
+  assert tokenizer.encode_special("") == []
 
 
 def test_sentencepiece(tmp_path: Path):
@@ -58,7 +58,7 @@ def test_sentencepiece(tmp_path: Path):
   tokenizer = load_tokenizer(str(path))
   turn, end = token_id(tokenizer, "start_of_turn"), token_id(tokenizer, "end_of_turn")
   assert turn != end
-  assert encode_prompt(tokenizer, "<start_of_turn>the<end_of_turn>") == [turn, *tokenizer.encode("the"), end]
+  assert tokenizer.encode_special("<start_of_turn>the<end_of_turn>") == [turn, *tokenizer.encode("the"), end]
   assert turn not in tokenizer.encode("<start_of_turn>the")
   assert token_id(tokenizer, "no such piece") is None
 
@@ -68,4 +68,4 @@ def test_bytes():
   assert [token_id(tokenizer, name) for name in ("pad", "eos", "bos", "end_of_turn", "a", "ä", "<eos>")] == [
     0, 1, 2, None, 100, None, None,
   ]  # fmt: skip
-  assert encode_prompt(tokenizer, "<eos>") == tokenizer.encode("<eos>")
+  assert tokenizer.encode_special("<eos>") == tokenizer.encode("<eos>")

@@ -63,11 +63,11 @@ def test_the_files_of_a_run(workplace, unbroken):
 
 
 def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken):
-  assert train(workplace, "broken", "steps=3", "module_api=linen") == 0
+  assert train(workplace, "broken", "steps=3", "module_api=linen", "eval_interval=4", "eval_steps=1") == 0
   # What a killed run may leave behind its last checkpoint.
   with (workplace / "broken/metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
-  assert train(workplace, "broken", "steps=4") == 0
+  assert train(workplace, "broken", "steps=4", "eval_interval=4", "eval_steps=1") == 0
   assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
 
 

@@ -1,0 +1,199 @@
+"""Files of lines, plain or compressed: an index of every line's place, so that any of them can be read by itself."""
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from maxtext_like.data import files as data_files
+from maxtext_like.data.documents import MAX_RECORD_BYTES
+from maxtext_like.data.packed import SPACING_BYTES, Packed, kind_of
+from maxtext_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 2**22  # a block of newlines takes 40 times its size to look through
+KEPT_BYTES = 2**28  # of what compressed files hold, kept in memory by one data set
+TRUST_SECONDS = 60.0  # a file that is written to all the time is compared no more often than that
+BOM = b"\xef\xbb\xbf"
+
+
+class LineIndex(NamedTuple):
+  """Where the lines of one file are, in what it unpacks to. Empty lines have no entry: N lines, 24 bytes each."""
+
+  starts: np.ndarray  # [N] int64, bytes
+  ends: np.ndarray  # [N] int64, bytes, without the newline
+  numbers: np.ndarray  # [N] int64, line number from 1
+  size: int  # bytes in all
+  digest: str  # of the contents
+  terminated: bool  # the file ends with a newline
+
+
+def index_lines(blocks: Iterator[bytes]) -> LineIndex:
+  """One pass over a file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
+  import xxhash
+
+  digest, head = xxhash.xxh3_128(), b""
+  found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+  size, start, number = 0, 0, 1
+
+  def keep(starts: np.ndarray, ends: np.ndarray) -> None:
+    kept = ends > starts
+    found.append((starts[kept], ends[kept], np.flatnonzero(kept) + number))
+
+  for block in blocks:
+    head = head + block[: len(BOM) - len(head)] if len(head) < len(BOM) else head
+    digest.update(block)
+    breaks = np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A) + size
+    if len(breaks):
+      keep(np.concatenate([[start], breaks[:-1] + 1]), breaks)
+      start, number = int(breaks[-1]) + 1, number + len(breaks)
+    size += len(block)
+  keep(np.array([start]), np.array([size]))
+  starts, ends, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+  if head == BOM and len(starts) and starts[0] == 0:
+    starts[0] = len(BOM)
+    if ends[0] <= starts[0]:
+      starts, ends, numbers = starts[1:], ends[1:], numbers[1:]
+  return LineIndex(starts, ends, numbers, size, f"xxh3 {digest.hexdigest()}", 0 < size == start)
+
+
+class BlockCache:
+  """Blocks of unpacked files, the least recently used dropped beyond KEPT_BYTES."""
+
+  def __init__(self) -> None:
+    self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+    self._size = 0
+
+  def get(self, key: tuple[str, int], unpack: Callable[[], bytes]) -> bytes:
+    """The block, unpacked now if it is not there."""
+    if key not in self._blocks:
+      block = unpack()
+      self._size += len(block)
+      while self._blocks and self._size > KEPT_BYTES:
+        self._size -= len(self._blocks.popitem(last=False)[1])
+      self._blocks[key] = block
+    self._blocks.move_to_end(key)
+    return self._blocks[key]
+
+
+class LineFile:
+  """The lines of one file as it was when this was made.
+
+  A compressed file is unpacked in blocks of about SPACING_BYTES that begin at a line; blocks[i] is the first line of block i.
+  Lines of one block should be asked for together. A plain file is one block of which nothing is kept.
+  """
+
+  def __init__(self, path: str, cache: BlockCache):
+    """Reads all of the file once. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
+    self.path, self._cache = path, cache
+    kind = kind_of(path)
+    self._packed = None if kind is None else Packed(path, kind)
+    self._stamp = _stamp(os.stat(path))
+    self._trusted_until = 0.0
+    self.index = index_lines(self._contents(note=True))
+    self.blocks = [0]
+    if self._packed is not None and self.index.size:
+      nominal = np.searchsorted(self.index.starts, np.arange(0, self.index.size, SPACING_BYTES))
+      self.blocks = np.unique(nominal[nominal < len(self)]).tolist() or [0]
+
+  def __len__(self) -> int:
+    return len(self.index.starts)
+
+  @property
+  def packed(self) -> bool:
+    """The file is compressed."""
+    return self._packed is not None
+
+  def size(self, row: int) -> int:
+    """Bytes of a line."""
+    return int(self.index.ends[row] - self.index.starts[row])
+
+  def read(self, row: int) -> bytes:
+    """One line. UserError: the file has changed; else as `files.read_bytes`."""
+    start, length = int(self.index.starts[row]), self.size(row)
+    if self._packed is None:
+      return data_files.read_bytes(self.path, start, length, check=self._check)
+    number = int(np.searchsorted(self.blocks, row, side="right")) - 1
+    begin = int(self.index.starts[self.blocks[number]])
+    block = self._cache.get((self.path, number), lambda: self._unpack(number))
+    return block[start - begin : start - begin + length]
+
+  def _unpack(self, number: int) -> bytes:
+    assert self._packed is not None
+    first = self.blocks[number]
+    last = (self.blocks[number + 1] if number + 1 < len(self.blocks) else len(self)) - 1
+    begin, stop = int(self.index.starts[first]), int(self.index.ends[last])
+    if self.size(last) > MAX_RECORD_BYTES:
+      stop = int(self.index.starts[last])  # nobody reads it
+    try:
+      self._check(os.stat(self.path))
+    except OSError as error:
+      raise data_files.reading_failed(self.path, error) from error
+    parts, wanted = [], stop - begin
+    for piece in self._packed.pieces(begin):
+      parts.append(piece[:wanted])
+      wanted -= len(parts[-1])
+      if not wanted:
+        break
+    return b"".join(parts)
+
+  def lines(self) -> Iterator[bytes | None]:
+    """Every line in order, in one pass; None for those above MAX_RECORD_BYTES."""
+    starts, ends = self.index.starts, self.index.ends
+    row, base, held = 0, 0, b""
+    for block in self._contents():
+      held += block
+      end = base + len(held)
+      while row < len(starts):
+        start, stop = int(starts[row]), int(ends[row])
+        if stop - start > MAX_RECORD_BYTES:
+          yield None
+        elif stop <= end:
+          yield held[start - base : stop - base]
+        else:
+          break
+        row += 1
+      keep = min(int(starts[row]), end) if row < len(starts) else end
+      base, held = keep, held[keep - base :]
+    if row < len(starts):
+      raise self._changed()
+
+  def _contents(self, *, note: bool = False) -> Iterator[bytes]:
+    if self._packed is not None:
+      yield from self._packed.pieces(note=note)
+      return
+    try:
+      with data_files.open_regular(self.path) as file:
+        while block := file.read(BLOCK_BYTES):
+          yield block
+    except OSError as error:
+      raise data_files.reading_failed(self.path, error) from error
+
+  def _check(self, now: os.stat_result) -> None:
+    """UserError if the file is another one by now. What was appended to it does no harm."""
+    if _stamp(now) == self._stamp or time.monotonic() < self._trusted_until:
+      return
+    import xxhash
+
+    digest, left = xxhash.xxh3_128(), self.index.size
+    for block in self._contents():
+      digest.update(block[:left])
+      left = max(0, left - len(block))
+    if left or f"xxh3 {digest.hexdigest()}" != self.index.digest:
+      raise self._changed()
+    logger.warning("%s: written to under the run; its first %d bytes are the same, only they are used", self.path,
+                   self.index.size)  # fmt: skip
+    self._stamp, self._trusted_until = _stamp(now), time.monotonic() + TRUST_SECONDS
+
+  def _changed(self) -> UserError:
+    size = self.index.size
+    return UserError(f"{self.path}: changed under the run: its first {size} bytes are not those that the run started with")
+
+
+def _stamp(state: os.stat_result) -> tuple[int, int]:
+  return state.st_size, state.st_mtime_ns

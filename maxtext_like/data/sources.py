@@ -1,0 +1,82 @@
+"""Which documents a configuration names, for training and for evaluation."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data import files as data_files
+from maxtext_like.data import jsonl
+from maxtext_like.data.documents import Documents
+from maxtext_like.data.order import Split
+from maxtext_like.data.parquet import Parquet
+from maxtext_like.data.text import TextFiles, stdlib
+from maxtext_like.errors import UserError
+
+
+class DataConfig(Protocol):
+  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/schema.py has the real one)."""
+
+  @property
+  def dataset(self) -> str: ...
+  @property
+  def dataset_path(self) -> str | Sequence[str] | None: ...
+  @property
+  def tokenizer(self) -> str: ...
+  @property
+  def text_field(self) -> str: ...
+  @property
+  def special_tokens_in_text(self) -> str | None: ...
+  @property
+  def on_bad_record(self) -> str: ...
+  @property
+  def packing(self) -> bool: ...
+  @property
+  def eval_fraction(self) -> float: ...
+  @property
+  def eval_path(self) -> str | Sequence[str] | None: ...
+  @property
+  def eval_interval(self) -> int: ...
+  @property
+  def shuffle(self) -> bool: ...
+  @property
+  def data_shuffle_seed(self) -> int: ...
+  @property
+  def dataset_documents_max(self) -> int | None: ...
+
+
+def held_out_fraction(data: DataConfig) -> float:
+  """The share of the documents of data.dataset_path that is kept for evaluation: none where nothing evaluates them."""
+  return 0.0 if data.eval_path or not data.eval_interval else data.eval_fraction
+
+
+def path_key(data: DataConfig, split: Split) -> str:
+  """The key that names the files of a split."""
+  return "eval_path" if split == "eval" and data.eval_path else "dataset_path"
+
+
+def open_documents(data: DataConfig, vision: VisionConfig | None = None, split: Split = "train") -> Documents:
+  """The documents that data.dataset names for a split; images are jsonl's alone. Raises UserError."""
+  key = path_key(data, split)
+  path = data.eval_path if key == "eval_path" else data.dataset_path
+  if data.dataset == "python-stdlib":
+    refuse_path(data)
+    return stdlib()
+  if data.dataset == "text":
+    return TextFiles(data_files.find(path, (), "text", key))
+  if data.dataset == "jsonl":
+    files = data_files.find(path, jsonl.SUFFIXES, "jsonl", key)
+    if vision is None:
+      return jsonl.JsonLines(files, data.text_field)
+    return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal)
+  if data.dataset == "parquet":
+    return Parquet(data_files.find(path, (".parquet",), "parquet", key), data.text_field)
+  raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+
+
+def refuse_path(data: DataConfig) -> None:
+  """UserError when files are named for a data set that reads none."""
+  if data.dataset_path:
+    raise UserError(
+      f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
+      "set dataset to text, jsonl or parquet, or leave dataset_path empty"
+    )

@@ -1,0 +1,61 @@
+"""One document to the ids of its tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from maxtext_like.data.documents import BadRecordError, Documents
+from maxtext_like.data.inspection import Rules
+from maxtext_like.data.pack import Document, ImageSpan
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.layers.embedding import Lookup
+
+
+@dataclass(frozen=True)
+class Tokenise:
+  """Reads a document and tokenises it, with bos and eos where the tokenizer has them.
+
+  A bos or eos that the text itself begins or ends with, where spellings of special tokens are parsed, is not given twice.
+  """
+
+  documents: Documents
+  tokenizer: Tokenizer
+  lookup: Lookup
+  rules: Rules
+
+  def __call__(self, number: int) -> Document:
+    """Document `number`. UserError: a token outside the vocabulary, or as `Documents.read`."""
+    tokenizer, multimodal = self.tokenizer, self.rules.multimodal
+    parse = self.rules.special == "parse"
+    try:
+      record = self.documents.read(number)
+      if not record.text.strip():
+        return Document(number)
+      if self.rules.special == "error":
+        self.rules.check(record, self.documents.place(number))
+      if multimodal:
+        ids, spans = multimodal.encode(record, self.documents.place(number))
+      else:
+        ids, spans = (tokenizer.encode_special if parse else tokenizer.encode)(record.text), ()
+    except BadRecordError as bad:
+      return Document(number, bad=bad)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    if record.begins and bos is not None and not (parse and ids[:1] == [bos]):
+      ids = [bos, *ids]
+      spans = tuple(ImageSpan(span.start + 1, span.end + 1, span.image) for span in spans)
+    if record.ends and eos is not None and not (parse and ids[-1:] == [eos]):
+      ids = [*ids, eos]
+    if len(ids) < 2:
+      return Document(number)
+    array = np.asarray(ids, np.int64)
+    wrong = self.lookup.missing(array)
+    if multimodal:
+      wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
+    if wrong.any():
+      at = int(wrong.argmax())
+      raise UserError(
+        f"{self.documents.place(number)}: token {at} has id {array[at]}: {self.lookup.why_missing(int(array[at]))} "
+        f"(tokenizer: {tokenizer.fingerprint})"
+      )
+    return Document(number, array.astype(np.int32), images=spans)
