@@ -1,4 +1,4 @@
-"""Judges environment variables of other programs before JAX does, which aborts, or speaks of backends."""
+"""Judges environment variables and the machine before JAX does, which aborts, speaks of backends, or takes the CPU."""
 
 import importlib.metadata
 import importlib.util
@@ -6,8 +6,10 @@ import mmap
 import os
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
+from maxtext_like.config.files import configs_folder
 from maxtext_like.config.problems import did_you_mean
 from maxtext_like.errors import UserError
 
@@ -15,14 +17,56 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "metal", "proxy")
 """Names that JAX knows without a plugin, or whose plugin registers itself when it is imported."""
 
 
+ACCELERATORS = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
+"""Platforms with an extra of their own, which is called as they are, and what they run on."""
+
+
 def check_environment() -> None:
-  """Refuses what JAX would fail on.
+  """Refuses what JAX would fail on; tells of an accelerator that the installed JAX cannot use.
 
   Raises:
-    UserError: ``JAX_PLATFORMS`` names no platform, ``XLA_FLAGS`` holds a flag that the installed XLA does not know.
+    UserError: ``JAX_PLATFORMS`` names no platform, or one whose package or device is not there; ``XLA_FLAGS`` holds a flag
+      that the installed XLA does not know.
   """
-  _check_platforms(os.environ.get("JAX_PLATFORMS", ""))
+  chosen = os.environ.get("JAX_PLATFORMS", "")
+  _check_platforms(chosen)
   _check_flags(os.environ.get("XLA_FLAGS", ""))
+  if not chosen.strip():
+    for platform, what in ACCELERATORS.items():
+      if (device := find_device(platform)) and not _installed(platform):
+        print(f"note: {what} is here ({device}), but JAX has the CPU only: {install(platform)}", file=sys.stderr)
+
+
+def install(extra: str) -> str:
+  """The command that installs an extra, of a checkout or of a wheel."""
+  checkout = (configs_folder().parent / "pyproject.toml").is_file()
+  return f"pip install -e '.[{extra}]'" if checkout else f"pip install 'maxtext-like[{extra}]'"
+
+
+def find_device(platform: str, root: Path = Path("/")) -> str | None:
+  """The file by which a device of a platform shows, None where there is none. Nothing is started or opened.
+
+  Args:
+    platform: of ``ACCELERATORS``.
+    root: of the file system.
+  """
+  if platform == "cuda":
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+      return None
+    # The last one is that of Windows' subsystem for Linux, where /dev/dxg may be any GPU.
+    patterns = ["dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*", "usr/lib/wsl/lib/nvidia-smi"]
+  else:
+    patterns = ["dev/accel[0-9]*", "dev/accel/accel[0-9]*"]
+    if any(name in os.environ for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_NAME")):
+      patterns.append("dev/vfio/[0-9]*")  # newer chips; alone it is any device that is handed to a program
+  return next((f"/{found.relative_to(root)}" for pattern in patterns for found in sorted(root.glob(pattern))), None)
+
+
+def _installed(platform: str) -> bool:
+  """Whether the package that runs a platform is there."""
+  if platform == "tpu":
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+  return any(platform in name for name in _plugins())
 
 
 def backend_error(error: RuntimeError) -> UserError | None:
@@ -39,11 +83,25 @@ def _check_platforms(value: str) -> None:
   if not names:
     return
   known = {*PLATFORMS, *_plugins()}
+  place = f"environment variable JAX_PLATFORMS={value}"
   for name in names:
     if name.lower() not in known:
       raise UserError(
-        f"environment variable JAX_PLATFORMS={value}: no platform {name!r}{did_you_mean(name, PLATFORMS)}"
-        "\n  fix: unset it, or set it to cpu, cuda or tpu"
+        f"{place}: no platform {name!r}{did_you_mean(name, PLATFORMS)}\n  fix: unset it, or set it to cpu, cuda or tpu"
+      )
+    platform = {"gpu": "cuda"}.get(name.lower(), name.lower())
+    if name.lower() == "gpu" and _installed("rocm"):
+      continue
+    if platform in ACCELERATORS and not _installed(platform):
+      raise UserError(
+        f"{place}: JAX is installed without what runs {ACCELERATORS[platform]}\n  fix: {install(platform)}, or unset it"
+      )
+    if platform == "cuda" and find_device(platform) is None:
+      hidden = "CUDA_VISIBLE_DEVICES hides it" if "CUDA_VISIBLE_DEVICES" in os.environ else "nvidia-smi should show it"
+      raise UserError(f"{place}: no NVIDIA GPU is here ({hidden})\n  fix: unset it to run on the CPU")
+    if platform in ("rocm", "metal") and not _installed(platform):
+      raise UserError(
+        f"{place}: JAX is installed without a plugin for {platform}\n  fix: unset it, or set it to cpu, cuda or tpu"
       )
 
 

@@ -2,16 +2,101 @@
 
 import pytest
 
-from maxtext_like.cli.environment import backend_error, check_environment
-from maxtext_like.cli.main import main
+from maxtext_like.cli import environment
+from maxtext_like.cli.environment import backend_error, check_environment, find_device
+from maxtext_like.cli.main import USES_JAX, main
 from maxtext_like.errors import UserError
 
 
-@pytest.mark.parametrize("value", ["", "cpu", "tpu,cpu", "CPU", "cuda"])
-def test_platforms_of_jax_pass(value, monkeypatch):
+@pytest.fixture
+def machine(monkeypatch):
+  """A machine with the platforms of some packages and some devices; both are looked up in lists of names."""
+
+  def make(installed=(), devices=()):
+    monkeypatch.setattr(environment, "_installed", lambda platform: platform in installed)
+    monkeypatch.setattr(environment, "find_device", lambda platform: f"/dev/{platform}0" if platform in devices else None)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+  return make
+
+
+@pytest.mark.parametrize("value", ["", "cpu", "tpu,cpu", "CPU", "cuda", "gpu", " cuda , cpu"])
+def test_platforms_of_jax_pass(value, monkeypatch, machine, capsys):
+  machine(installed=("cuda", "tpu"), devices=("cuda", "tpu"))
   monkeypatch.setenv("JAX_PLATFORMS", value)
-  monkeypatch.delenv("XLA_FLAGS", raising=False)
   check_environment()
+  assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("verb", USES_JAX)
+def test_every_verb_says_what_to_install_for_the_platform_that_was_asked_for(verb, monkeypatch, machine, capsys):
+  machine()
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  assert main([verb]) == 2
+  told = capsys.readouterr().err
+  assert told.startswith("error: environment variable JAX_PLATFORMS=cuda: JAX is installed without what runs an NVIDIA GPU\n")
+  assert "pip install -e '.[cuda]'" in told
+
+
+@pytest.mark.parametrize(
+  ("value", "installed", "told"),
+  [
+    ("gpu", (), "without what runs an NVIDIA GPU"),
+    ("tpu", (), "without what runs a TPU\n  fix: pip install -e '.[tpu]'"),
+    ("cpu,cuda", (), "without what runs an NVIDIA GPU"),
+    ("cuda", ("cuda",), "no NVIDIA GPU is here"),
+    ("rocm", (), "without a plugin for rocm"),
+    ("metal", (), "without a plugin for metal"),
+  ],
+)
+def test_platforms_that_are_not_here_are_refused(value, installed, told, monkeypatch, machine):
+  machine(installed)
+  monkeypatch.setenv("JAX_PLATFORMS", value)
+  with pytest.raises(UserError) as refused:
+    check_environment()
+  assert told in str(refused.value)
+
+
+def test_an_accelerator_that_jax_cannot_use_is_told_in_one_line(monkeypatch, machine, capsys):
+  monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+  for platform, what in {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}.items():
+    machine(devices=(platform,))
+    check_environment()
+    extra = f"pip install -e '.[{platform}]'"
+    assert capsys.readouterr().err == f"note: {what} is here (/dev/{platform}0), but JAX has the CPU only: {extra}\n"
+    machine(installed=(platform,), devices=(platform,))
+    check_environment()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # then the CPU is what was asked for
+    machine(devices=(platform,))
+    check_environment()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+  ("platform", "files", "variables", "found"),
+  [
+    ("cuda", ["dev/nvidia0", "dev/nvidiactl"], {}, "/dev/nvidia0"),
+    ("cuda", ["dev/nvidia3"], {}, "/dev/nvidia3"),
+    ("cuda", ["proc/driver/nvidia/gpus/0000:01:00.0"], {}, "/proc/driver/nvidia/gpus/0000:01:00.0"),
+    ("cuda", ["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+    ("cuda", ["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "2"}, "/dev/nvidia0"),
+    ("cuda", ["dev/dxg", "proc/driver/other"], {}, None),
+    ("tpu", ["dev/accel0"], {}, "/dev/accel0"),
+    ("tpu", ["dev/vfio/0", "dev/vfio/vfio"], {}, None),
+    ("tpu", ["dev/vfio/0", "dev/vfio/vfio"], {"TPU_ACCELERATOR_TYPE": "v6e-1"}, "/dev/vfio/0"),
+    ("tpu", ["dev/nvidia0"], {"TPU_NAME": "x"}, None),
+  ],
+)
+def test_how_a_device_shows(platform, files, variables, found, tmp_path, monkeypatch):
+  for name in ("CUDA_VISIBLE_DEVICES", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_NAME"):
+    monkeypatch.delenv(name, raising=False)
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  for name in files:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+  assert find_device(platform, tmp_path) == found
 
 
 @pytest.mark.parametrize(("value", "name"), [("foo", "'foo'"), ("cpu,gpuu", "'gpuu', did you mean 'gpu'?")])
