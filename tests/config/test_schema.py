@@ -43,6 +43,9 @@ def test_sections_are_frozen_and_keyword_only(section):
   hash(value)  # a section may key a cache
 
 
+READS = {"dataset": "text", "dataset_path": "a"}
+
+
 @pytest.mark.parametrize(
   ("section", "changes", "reason"),
   [
@@ -65,6 +68,10 @@ def test_sections_are_frozen_and_keyword_only(section):
     ("data", {"eval_fraction": 1.0}, "eval_fraction = 1.0"),
     ("data", {"eval_interval": 5, "eval_fraction": 0.0}, "eval_interval = 5 with eval_fraction = 0"),
     ("data", {"eval_interval": -1}, "eval_interval = -1"),
+    ("data", {**READS, "eval_path": "b", "eval_interval": 5}, "eval_path with eval_fraction = 0.05"),
+    ("data", {**READS, "eval_path": "b", "eval_fraction": 0.0}, "eval_path without eval_interval: nothing evaluates"),
+    ("data", {"eval_path": "b", "eval_interval": 5, "eval_fraction": 0.0}, "reads no files, but eval_path is set"),
+    ("data", {"dataset": "synthetic", "special_tokens_in_text": "parse"}, "which has no text"),
     ("data", {"dataset": "jsonl"}, "dataset: jsonl without dataset_path"),
     ("data", {"dataset": "text", "dataset_path": ()}, "without dataset_path"),
     ("data", {"dataset_path": "x.txt"}, "reads no files"),
