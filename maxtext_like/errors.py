@@ -37,7 +37,23 @@ class RetryableError(ExitError):
   exit_code = 42
 
 
-class InterruptedRunError(ExitError):
-  """Stopped by Ctrl-C after a checkpoint."""
+class StoppedRunError(ExitError):
+  """A stop that was asked for; no error, but not the end of the run either.
+
+  Attributes:
+    threads_left: work goes on in threads that nothing can end, such as a compilation; the process must not wait for it.
+  """
+
+  threads_left = False
+
+
+class PreemptedRunError(StoppedRunError, RetryableError):
+  """Stopped by SIGTERM, or by a terminal that went away."""
+
+  exit_code = 42
+
+
+class InterruptedRunError(StoppedRunError):
+  """Stopped by Ctrl-C."""
 
   exit_code = 130

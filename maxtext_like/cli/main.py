@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Sequence
 
 from maxtext_like import __version__
-from maxtext_like.errors import ExitError, UserError
+from maxtext_like.cli import streams
+from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
 VERBS = {
   "train": "train a model",
@@ -45,21 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
   """
   words = list(sys.argv[1:] if argv is None else argv)
+  streams.open_closed()
   try:
     return _dispatch(words)
   except BrokenPipeError:
-    # The reader of our output is gone (`| head`). Python would complain again when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not streams.reader_left():
+      raise  # some other pipe
     return 0
   except (ExitError, RuntimeError, OSError) as raised:
     if (error := _as_exit(raised)) is None:
       raise
     if os.environ.get("MAXTEXT_LIKE_DEBUG", "") not in ("", "0"):
       traceback.print_exc()
-    print(f"error: {shortened(printable(str(error)))}", file=sys.stderr)
+    asked = isinstance(error, StoppedRunError)
+    streams.say_error(f"{'' if asked else 'error: '}{shortened(printable(str(error)))}")
+    if asked and error.threads_left:
+      streams.leave(error.exit_code)
     return error.exit_code
   except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
+    streams.say_error("interrupted")
     return 130
 
 

@@ -23,7 +23,10 @@ def run(argv: list[str]) -> int:
   config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
   require_one_process()
   loaded = load_config(config, overrides)
-  print_notes(loaded.notes)
-  from maxtext_like.training.run import train
+  from maxtext_like.training.sinks.output import guarded_output
 
-  return train(loaded)
+  with guarded_output():
+    print_notes(loaded.notes)
+    from maxtext_like.training.run import train
+
+    return train(loaded)

@@ -157,7 +157,7 @@ def make_data(
     identity["vision"] = multimodal.identity()
   source = DataSource(
     rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
-    stall_limit_seconds=stall_limit_seconds, documents=len(indices),
+    stall_limit_seconds=stall_limit_seconds, documents=len(indices), epoch_documents=order.epoch_length,
   )  # fmt: skip
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
     source.close()
@@ -236,13 +236,17 @@ class DataSource:
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
     documents: int | None = None,
+    epoch_documents: int | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split."""
+    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split,
+    `epoch_documents`: those of them that this process reads in a pass.
+    """
     self.tokenizer = tokenizer
     self.documents = documents
     self.identity = identity
+    self._epoch_documents = epoch_documents
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
     warn = min(STALL_WARN_SECONDS, stall_limit_seconds / 2) if stall_warn_seconds is None else stall_warn_seconds
@@ -294,6 +298,11 @@ class DataSource:
   def counts(self) -> dict[str, int]:
     """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the block it is from)."""
     return dict(self._counts)
+
+  @property
+  def epoch(self) -> float | None:
+    """Passes over this process's documents, up to the last batch (and the block it is from); None: data without an end."""
+    return self._counts["documents"] / self._epoch_documents if self._epoch_documents else None
 
   def get_state(self) -> dict[str, Any]:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""

@@ -19,13 +19,38 @@ from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
+from maxtext_like.training.goodput import FILE_NAME as GOODPUT
+from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.program import Program
 from maxtext_like.training.progress import Progress
-from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.step import Metrics, State
 from maxtext_like.training.watchdog import Watchdog
+
+_GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
+
+
+@dataclass(frozen=True)
+class _Launched:
+  """A step that the device works on.
+
+  Attributes:
+    step: its number.
+    metrics: there when it is finished.
+    batch: of the step.
+    end: of the step, in seconds of ``time.perf_counter``.
+    drawn: when the host began and ended to wait for the batch, likewise.
+    epoch: passes over the data when it was drawn; None: the data have no end.
+  """
+
+  step: int
+  metrics: Metrics
+  batch: Any
+  end: Future[float]
+  drawn: tuple[float, float]
+  epoch: float | None
 
 
 @dataclass
@@ -36,8 +61,8 @@ class Loop:
     program: of the run.
     train_step: compiled ``Program.lower_step``.
     state: where to start; each step takes its memory.
-    data: batches of this process, and ``get_state()``.
-    evaluate: params -> held-out loss; None: no evaluation.
+    data: batches of this process, ``get_state()`` and ``epoch``.
+    evaluate: params -> held-out loss, None when it was left for a stop; None: no evaluation.
     sample: (step, params) -> rows of samples.jsonl; None: no samples.
     manager, files, progress, stop, guard: the run's own.
     flops: of one step on all devices.
@@ -45,13 +70,14 @@ class Loop:
     failed: keeps and explains the step that ends the run; None: nobody does.
     watchdog: limits how long a step may take, and what comes between two.
     finite: the newest metrics show a finite state.
+    goodput: clock of this life.
   """
 
   program: Program
   train_step: Callable[..., tuple[State, Metrics]]
   state: State
   data: Any
-  evaluate: Callable[[Any], float] | None
+  evaluate: Callable[[Any], float | None] | None
   sample: Callable[[int, Any], list[Row]] | None
   manager: CheckpointManager | None
   files: RunFiles
@@ -63,7 +89,10 @@ class Loop:
   failed: FailedStep | None = None
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
-  _pending: tuple[int, Metrics, Any, Future[float]] | None = field(default=None, init=False)
+  goodput: Goodput = field(default_factory=Goodput)
+  _pending: _Launched | None = field(default=None, init=False)
+  _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+  _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
   _finished: int = field(default=0, init=False)
 
@@ -77,8 +106,10 @@ class Loop:
       UserError, RetryableError: the data's own, as of a file that has gone; the finished steps are saved before.
     """
     self._finished = start
+    self.stop.training = True
     try:
-      self._run(start)
+      with self.goodput.phase("steps"):
+        self._run(start)
     except ExitError:
       raise
     except Exception:  # an error of this program
@@ -98,7 +129,8 @@ class Loop:
         step += 1
         self._finished = step
         self._settle()
-        self._pending = (step, metrics, batch, clock.submit(_end_of, metrics["loss"]))
+        end = clock.submit(_end_of, metrics["loss"])
+        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.epoch)
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         evaluating = self.evaluate is not None and step % d.eval_interval == 0
         saving = self.manager is not None and self.manager.due(step)
@@ -108,16 +140,14 @@ class Loop:
         # After the first step too: whoever started the run waits for this line.
         if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
           self._settle(self.evaluate if evaluating else None)
-        if sampling and self.finite and self.sample is not None:
-          with self.watchdog.watch("compile", f"sampling after step {step}"):
-            for row in self.sample(step, self.state["params"]):
-              self.files.sample(row)
-          self._last_end = time.perf_counter()
+        if sampling and self.finite:
+          self._write_samples(step)
         if self.manager is not None:
           self.manager.poll()
           if saving and step < t.steps:
-            self.files.flush()
-            self.manager.save(step, self.state, self._extra(), finite=self.finite)
+            with self.goodput.phase("save"):
+              self._flush()
+              self.manager.save(step, self.state, self._extra(), finite=self.finite)
             self._last_end = time.perf_counter()
         if step < t.steps:
           self._stop_if_asked(step)
@@ -127,12 +157,14 @@ class Loop:
   def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
     # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
     for _ in range(count):
+      begin = time.perf_counter()
       try:
         with self.watchdog.watch("data", "the wait for a batch"):
           batch = next(self.data)
       except ExitError:
         self._keep_finished()
         raise
+      self._drawn = begin, time.perf_counter()
       yield self.program.place(batch)
 
   def _extra(self) -> dict[str, Any]:
@@ -152,7 +184,7 @@ class Loop:
       return
     try:
       self._settle()
-      if self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+      if self._save_and_wait(step) is not None:
         self.progress.say(f"saved   step {step} in {self.manager.directory / str(step)}, because of the error below")
     except NonFiniteError:
       raise
@@ -167,40 +199,71 @@ class Loop:
 
   def _save_and_wait(self, step: int) -> str | None:
     """Saves at the end of a run; returns the path of the checkpoint, None where there is none."""
-    self.files.flush()
-    if self.manager is None or not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
-      return None
+    with self.goodput.phase("save"):
+      self._flush()
+      if self.manager is None or not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+        return None
     return str(self.manager.directory / str(step))
 
-  def _settle(self, evaluate: Callable[[Any], float] | None = None) -> None:
+  def _flush(self) -> None:
+    """What a life that is killed after a checkpoint must have left."""
+    self.write_goodput()
+    self.files.flush()
+
+  def write_goodput(self) -> None:
+    """Writes where the time of the run went, up to now."""
+    self._goodput_written = time.perf_counter()
+    self.files.text(GOODPUT, json.dumps(self.goodput.to_json(), indent=1) + "\n")
+
+  def _write_samples(self, step: int) -> None:
+    if self.sample is None:
+      return
+    sample, params = self.sample, self.state["params"]
+    try:
+      with self.goodput.phase("sample"), self.watchdog.watch("compile", f"sampling after step {step}"):
+        for row in self.stop.interruptible(lambda: sample(step, params)):
+          self.files.sample(row)
+    except StopAsked:
+      return  # the loop asks for itself
+    self._last_end = time.perf_counter()
+
+  def _settle(self, evaluate: Callable[[Any], float | None] | None = None) -> None:
     """Waits for the step under way, and writes and shows what it gave."""
     if self._pending is None:
       return
-    (step, metrics, batch, step_end), self._pending = self._pending, None
-    end = step_end.result()
-    seconds, self._last_end = end - self._last_end, end
-    host = jax.device_get(metrics)
+    launched, self._pending = self._pending, None
+    step, begin, end = launched.step, self._last_end, launched.end.result()
+    seconds, self._last_end = end - begin, end
+    # While the device works on a step, the host may wait for the next batch for nothing.
+    starved = min(max(0.0, launched.drawn[1] - max(launched.drawn[0], begin)), seconds)
+    self.goodput.move("steps", "data", starved)
+    host = jax.device_get(launched.metrics)
     finite = host.pop("finite")
     every = self.program.config.logging.numerics_every
     by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
     # Whole numbers stay whole: a count is not 1024.0.
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
     row: Row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
+    row["data_seconds"] = starved
     row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
+    row |= {} if launched.epoch is None else {"epoch": launched.epoch}
     if every and step % every == 0:
       row |= by_layer
     self.finite = bool(np.isfinite(scalars["param_norm"]))
     failure = None
     if evaluate is not None and self.finite:
       try:
-        with self.watchdog.watch("compile", f"the evaluation after step {step}"):
-          row["eval_loss"] = evaluate(self.state["params"])
+        with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
+          held_out = evaluate(self.state["params"])
+        row |= {} if held_out is None else {"eval_loss": held_out}
       except ExitError as raised:
         failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()
     self.files.row(row)
+    if time.perf_counter() - self._goodput_written > _GOODPUT_SECONDS:
+      self.write_goodput()
     lines, error = self.guard.observe(StepResult(step, scalars, finite))
     if self.guard.changed:
       self.guard.changed = False
@@ -210,8 +273,8 @@ class Loop:
     self.progress.step(row)
     if error is not None:
       if self.failed is not None:
-        with self.watchdog.watch("compile", f"the look through step {step}"):
-          error = self.failed.explained(error, step, self.state, batch, applied=not scalars["skipped"])
+        with self.goodput.phase("end"), self.watchdog.watch("compile", f"the look through step {step}"):
+          error = self.failed.explained(error, step, self.state, launched.batch, applied=not scalars["skipped"])
       raise error
     if failure is not None:
       self._keep_finished()

@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
+from maxtext_like.training.sinks.output import Output
+
 
 def duration(seconds: float) -> str:
   """Seconds for people: 3.2 s, 4:05 or 1:02:03."""
@@ -67,6 +69,11 @@ class Progress:
     logger.propagate = self._propagate
     if self._task is not None:
       self._live.stop()
+
+  @property
+  def unwritten(self) -> str | None:
+    """What was shown and nobody took, as a line; None: nothing that is known."""
+    return self._stream.unwritten if isinstance(self._stream, Output) else None
 
   def say(self, text: str) -> None:
     """Prints lines that stay."""

@@ -22,12 +22,13 @@ from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
 from maxtext_like.data.loader import DataSource, make_data
-from maxtext_like.errors import DoesNotFitError, ExitError, UserError
+from maxtext_like.errors import DoesNotFitError, ExitError, StoppedRunError, UserError
 from maxtext_like.layers.param import count
 from maxtext_like.training import environment, memory, tokenizer
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, Report
 from maxtext_like.training.flops import peak_tflops, train_flops
+from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.initial_weights import read_weights, require_source
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.program import Program, make_program
@@ -36,7 +37,7 @@ from maxtext_like.training.restarts import Restarts
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.schedule import make_schedule
-from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
 from maxtext_like.training.sinks.run_files import RunFiles
@@ -44,6 +45,7 @@ from maxtext_like.training.step import State
 from maxtext_like.training.watchdog import Watchdog
 
 COMPILE_NOTICE_SECONDS = 30.0
+REPORT = "report.html"
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,17 @@ def train(loaded: Loaded) -> int:
   Raises:
     ExitError: everything else that can happen; its class has the exit code.
   """
-  config = loaded.config
+  with StopRequest() as stop:
+    try:
+      _train(loaded, stop)
+    except StopAsked:
+      raise stop.error_at_start() from None
+  return 0
+
+
+def _train(loaded: Loaded, stop: StopRequest) -> None:
+  """``train``. Raises StopAsked where a stop was asked for before the first step."""
+  config, goodput = loaded.config, Goodput()
   use_compilation_cache(config.logging.compilation_cache_dir)
   name = config.logging.run_name or config.model.model_name
   directory = RunDirectory(config.logging.output_dir, name)
@@ -61,17 +73,18 @@ def train(loaded: Loaded) -> int:
     require_source(Path(config.checkpoint.init_from), directory.checkpoints)
   with contextlib.ExitStack() as stack:
     watchdog = stack.enter_context(Watchdog(config.watchdog.limits()))
+    watchdog.stop = stop
     starting = stack.enter_context(contextlib.ExitStack())
     starting.enter_context(watchdog.watch("compile", "the start"))
-    program = make_program(config)
+    program = stop.interruptible(lambda: make_program(config))
     need, limit = memory.require_fit(program)
     watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
     # The data are opened, and the first batch is made, before anything is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
-    data = stack.enter_context(contextlib.closing(open_data(program, "train", settings)))
+    data = stack.enter_context(contextlib.closing(stop.interruptible(lambda: open_data(program, "train", settings))))
     held_out = None
     if settings.eval_interval:
-      held_out = stack.enter_context(contextlib.closing(open_data(program, "eval", settings)))
+      held_out = stack.enter_context(contextlib.closing(stop.interruptible(lambda: open_data(program, "eval", settings))))
     progress = Progress(config.training.steps, config.logging.log_interval)
     samples = None
     if config.logging.sample_every:
@@ -85,21 +98,21 @@ def train(loaded: Loaded) -> int:
       manager = stack.enter_context(_manager(config, directory, data, watchdog))
       if (done := finished_step(program, manager)) is not None:
         progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
-        return 0
+        return
       if (newest := manager.latest_complete()) is not None:
         tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
       stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
-    watchdog.stop = stop = stack.enter_context(StopRequest())
     stack.callback(watchdog.leave)
     _introduce(progress, program, directory, need, limit)
     if data.documents is not None:
       progress.say(f"data    {_shares(data.documents, held_out and held_out.documents, settings)}")
     try:
-      train_step, start, state = _prepare(program, manager, data, progress)
+      train_step, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput))
       files = stack.enter_context(
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
+      goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
       files.text("config.yml", loaded.to_yaml())
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
@@ -107,10 +120,11 @@ def train(loaded: Loaded) -> int:
       device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
       loop = Loop(
-        program, train_step, state, data, held_out and Evaluation(program, held_out, progress, watchdog), samples,
+        program, train_step, state, data,
+        held_out and Evaluation(program, held_out, progress, stop, goodput, watchdog), samples,
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
-        watchdog,
+        watchdog, goodput=goodput,
       )  # fmt: skip
       del state
       starting.close()
@@ -120,19 +134,22 @@ def train(loaded: Loaded) -> int:
         took = duration(time.monotonic() - begin)
         outcome = f"finished: {config.training.steps} steps, {config.training.steps - start} of them now, in {took}"
       except ExitError as error:
-        outcome = f"stopped: {error}"
+        outcome = str(error) if isinstance(error, StoppedRunError) else f"stopped: {error}"
         raise
       finally:
         watchdog.leave()
-        page = _Page(directory.path, name, outcome, guard.report, loaded, env)
-        for line in files.end("report.html", page.render):
-          progress.say(f"lost    {line}")
+        loop.write_goodput()
+        page = _Page(directory.path, name, outcome, guard.report, loaded, env, goodput.to_json(), progress.unwritten)
+        unwritten = files.end(REPORT, page.render)
+        for line in unwritten:
+          progress.say(line)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
         raise
       raise _out_of_memory(error, program, need, limit) from error
-    progress.say(f"{outcome}\n{_from_here(directory.path / 'report.html')}")
-  return 0
+    progress.say(f"time    {summary(goodput.to_json())}\n{outcome}")
+    if not any(line.startswith(REPORT) for line in unwritten):
+      progress.say(str(_from_here(directory.path / REPORT)))
 
 
 def use_compilation_cache(directory: str | None) -> None:
@@ -250,7 +267,7 @@ def _introduce(
 
 
 def _prepare(
-  program: Program, manager: CheckpointManager | None, data: DataSource, progress: Progress
+  program: Program, manager: CheckpointManager | None, data: DataSource, progress: Progress, goodput: Goodput
 ) -> tuple[Callable[..., Any], int, State]:
   """The compiled step, the number of finished steps, and the state: restored, from given weights, or fresh."""
   begin = time.monotonic()
@@ -258,21 +275,25 @@ def _prepare(
   with _compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
     restored = None
     if manager is not None and config.checkpoint.resume:
-      restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
+      with goodput.phase("restore"):
+        restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = config.checkpoint.init_from if restored is None else None
-    params = None if source is None else read_weights(Path(source), program)
+    with goodput.phase("restore"):
+      params = None if source is None else read_weights(Path(source), program)
     # XLA works outside Python's lock, so the two programs compile side by side.
-    initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
-    train_step = program.lower_step().compile()
-    if initial is not None:
-      state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
-    elif restored is not None:
+    with goodput.phase("compile"):
+      initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
+      train_step = program.lower_step().compile()
+      if initial is not None:
+        state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
+      elif restored is None:
+        state, start = program.lower_around().compile()(params), 0
+    if restored is not None:
       state, start = restored.state, restored.step
       _tell_of_another_schedule(config.training, restored, progress.say)
-      data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
-    else:
-      state, start = program.lower_around().compile()(params), 0
+      with goodput.phase("restore"):
+        data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
   what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return train_step, start, state
@@ -311,19 +332,27 @@ def _compile_notice(progress: Progress) -> Iterator[None]:
 class Evaluation:
   """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones."""
 
-  def __init__(self, program: Program, data: DataSource, progress: Progress, watchdog: Watchdog):
-    self._program, self._data, self._progress, self._watchdog = program, data, progress, watchdog
+  def __init__(
+    self, program: Program, data: DataSource, progress: Progress, stop: StopRequest, goodput: Goodput, watchdog: Watchdog
+  ):
+    self._program, self._data, self._progress = program, data, progress
+    self._stop, self._goodput, self._watchdog = stop, goodput, watchdog
     self._compiled: Any = None
 
-  def __call__(self, params: Any) -> float:
-    """The loss of these parameters."""
+  def __call__(self, params: Any) -> float | None:
+    """The loss of these parameters; None when a stop was asked for before it was there."""
     if self._compiled is None:
-      with _compile_notice(self._progress):
-        self._compiled = self._program.lower_eval().compile()
+      try:
+        with self._goodput.phase("compile"), _compile_notice(self._progress):
+          self._compiled = self._stop.interruptible(lambda: self._program.lower_eval().compile())
+      except StopAsked:
+        return None
     self._data.reset()
     sums = []
     for _ in range(self._program.config.data.eval_steps):
       self._watchdog.again()
+      if self._stop.requested is not None:
+        return None
       sums.append(self._compiled(params, self._program.place(next(self._data))))
       if len(sums) > 1:
         jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
@@ -341,8 +370,10 @@ class _Page:
   finiteness: Report
   loaded: Loaded
   environment: dict[str, Any]
+  goodput: dict[str, Any]
+  output: str | None
 
-  def render(self, lost: list[str]) -> str:
+  def render(self, unwritten: list[str]) -> str:
     return report.render(
       name=self.name,
       outcome=self.outcome,
@@ -351,7 +382,8 @@ class _Page:
       finiteness=self.finiteness,
       config_yaml=self.loaded.to_yaml(),
       environment=self.environment,
-      lost=lost,
+      unwritten=[*unwritten, *([self.output] if self.output else [])],
+      goodput=self.goodput,
     )
 
 

@@ -1,7 +1,8 @@
-"""SIGTERM and Ctrl-C: the first one asks the loop to stop after its step, the second one ends the process at once.
+"""SIGTERM, Ctrl-C and a terminal that goes away ask the loop to stop after its step; asked twice, the process ends at once.
 
 Python runs signal handlers between two bytecodes of the main thread, which may sit in a compilation or a collective for
-minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there.
+minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there. Work in which
+nothing is to be saved is done on a thread too (``StopRequest.interruptible``), so that the main thread can leave it.
 """
 
 import contextlib
@@ -10,20 +11,36 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-from maxtext_like.errors import ExitError, InterruptedRunError, RetryableError
+from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
+from maxtext_like.training.sinks.output import say_on_stderr
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
+_SIGNALS = (*_QUITTING, signal.SIGHUP)
+_STACK_BYTES = 64 << 20  # of threads that trace and compile; by default they may have a quarter of the main thread's
+T = TypeVar("T")
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
   """The handler that Python wants; all work is done by the thread at the other end of the pipe."""
 
 
+class StopAsked(Exception):
+  """``StopRequest.interruptible`` left its work, for a stop was asked for."""
+
+
 class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
-  """Listens for SIGTERM and SIGINT while it is entered. Main thread only.
+  """Listens for SIGTERM, SIGINT and SIGHUP while it is entered. Main thread only.
+
+  A SIGHUP that was ignored before, as under ``nohup``, still is.
+
+  Attributes:
+    requested: the newest signal, None before there was one.
+    training: steps are done that a stop has to save.
 
   Raises:
     ValueError: entered outside the main thread.
@@ -31,15 +48,19 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
 
   def __init__(self) -> None:
     self.requested: signal.Signals | None = None
+    self.training = False
     self._before: dict[signal.Signals, Any] = {}
     self._read = self._write = -1
     self._old_wakeup = -1
     self._thread: threading.Thread | None = None
+    self._wake = threading.Event()
+    self._left: list[threading.Thread] = []
 
   def __enter__(self) -> "StopRequest":
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)
-    self._before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
+    heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    self._before = {number: signal.signal(number, _ignore) for number in heard}
     self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
     self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
     self._thread.start()
@@ -57,14 +78,48 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
 
   def _listen(self) -> None:
     while byte := os.read(self._read, 1)[0]:
-      if byte not in _SIGNALS:
+      if byte not in self._before:
         continue
       received = signal.Signals(byte)
-      if self.requested is not None:
-        os.write(2, f"\n{received.name} again: quitting now, without a checkpoint\n".encode())
+      if self.requested in _QUITTING and received in _QUITTING:
+        say_on_stderr(f"\n{received.name} again: quitting now, without a checkpoint")
         os._exit(128 + received)
-      self.requested = received
-      os.write(2, f"\n{received.name}: stopping after this step, with a checkpoint; once more to quit now\n".encode())
+      first, self.requested = self.requested is None, received
+      if first:
+        what = "stopping after this step, with a checkpoint" if self.training else "stopping"
+        say_on_stderr(f"\n{received.name}: {what}; once more to quit now")
+      self._wake.set()
+
+  def interruptible(self, work: Callable[[], T]) -> T:
+    """Does work on a thread and returns what it gives; for compilations and other work that leaves nothing behind.
+
+    Raises:
+      StopAsked: a stop was asked for; the thread is left to itself.
+    """
+    if self.requested is not None:
+      raise StopAsked
+    done: Future[T] = Future()
+
+    def run() -> None:
+      try:
+        done.set_result(work())
+      except BaseException as error:
+        done.set_exception(error)
+
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+      thread = threading.Thread(target=run, name="interruptible", daemon=True)
+      thread.start()
+    finally:
+      threading.stack_size(before)
+    done.add_done_callback(lambda _: self._wake.set())
+    while not done.done():
+      self._wake.wait()
+      self._wake.clear()
+      if self.requested is not None and not done.done():
+        self._left.append(thread)
+        raise StopAsked
+    return done.result()
 
   def should_stop(self, step: int) -> bool:
     """Says whether to stop after ``step``. The loop asks once a step, on every process with the same step.
@@ -76,18 +131,25 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     del step
     return self.requested is not None
 
-  def error(self, step: int, checkpoint: str | None) -> ExitError:
-    """Returns the error that ends a stopped run: exit code 42 after SIGTERM, 130 after Ctrl-C.
+  def error(self, step: int, checkpoint: str | None) -> StoppedRunError:
+    """Returns what ends a stopped run: exit code 42, 130 after Ctrl-C.
 
     Args:
       step: finished steps.
       checkpoint: path of the checkpoint that holds them; None when the run keeps none.
     """
-    name = self.requested.name if self.requested is not None else "request"
-    resume = shlex.join([os.path.basename(sys.executable), *sys.argv])
     if checkpoint is None:
-      message = f"stopped by {name} after step {step}; checkpointing is off, so nothing is kept"
-    else:
-      message = f"stopped by {name} after step {step}, saved in {checkpoint}; to go on from there: {resume}"
-    kind = InterruptedRunError if self.requested == signal.SIGINT else RetryableError
-    return kind(message)
+      return self._error(f"after step {step}; nothing of it is kept")
+    resume = shlex.join([os.path.basename(sys.executable), *sys.argv])
+    return self._error(f"after step {step}, saved in {checkpoint}; to go on from there: {resume}")
+
+  def error_at_start(self) -> StoppedRunError:
+    """Returns what ends a run that was stopped before it trained anything."""
+    return self._error("before it trained a step; nothing was changed")
+
+  def _error(self, where: str) -> StoppedRunError:
+    name = self.requested.name if self.requested is not None else "request"
+    kind = InterruptedRunError if self.requested == signal.SIGINT else PreemptedRunError
+    error = kind(f"stopped by {name} {where}")
+    error.threads_left = any(thread.is_alive() for thread in self._left)
+    return error

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maxtext_like import errors
 from maxtext_like.cli.main import VERBS, main, printable
-from maxtext_like.errors import DoesNotFitError, InterruptedRunError, NonFiniteError, RetryableError, UserError
+from maxtext_like.errors import StoppedRunError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,12 +102,15 @@ def test_unknown_verbs(word, reason, capsys):
   assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-  ("error", "code"),
-  [(UserError, 2), (NonFiniteError, 3), (DoesNotFitError, 4), (RetryableError, 42), (InterruptedRunError, 130)],
-)
+CODES = {"UserError": 2, "NonFiniteError": 3, "DoesNotFitError": 4, "RetryableError": 42}
+CODES |= {"PreemptedRunError": 42, "InterruptedRunError": 130}
+
+
+@pytest.mark.parametrize(("name", "code"), CODES.items())
 @pytest.mark.parametrize("debug", ["", "0", "1"])
-def test_exit_codes_and_messages(error, code, debug, monkeypatch, capsys):
+def test_exit_codes_and_messages(name, code, debug, monkeypatch, capsys):
+  error = getattr(errors, name)
+
   def fail(argv):
     raise error("what happened\n  where: here\n  fix: do that")
 
@@ -114,7 +118,9 @@ def test_exit_codes_and_messages(error, code, debug, monkeypatch, capsys):
   monkeypatch.setenv("MAXTEXT_LIKE_DEBUG", debug)
   assert main(["config"]) == code
   stderr = capsys.readouterr().err
-  assert stderr.endswith("error: what happened\n  where: here\n  fix: do that\n")
+  asked = issubclass(error, StoppedRunError)  # for: no error
+  assert stderr.endswith(f"{'' if asked else 'error: '}what happened\n  where: here\n  fix: do that\n")
+  assert ("error: what happened" in stderr) == (not asked)
   assert ("Traceback" in stderr) == (debug == "1")
 
 

@@ -28,6 +28,8 @@ OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "ste
 class Data:
   """A batch of its own for each step."""
 
+  epoch = None
+
   def __init__(self):
     self.count = 0
 

@@ -54,7 +54,7 @@ def test_a_step_takes_as_long_as_the_device_works_on_it():
   stop = MagicMock()
   stop.should_stop.return_value = False
   files: Any = MagicMock()
-  data: Any = iter([{}] * steps)
+  data: Any = MagicMock(epoch=None, __next__=lambda _: {})
   quiet: Any = MagicMock()
   Loop(program, Device().step, {}, data, None, None, None, files, quiet, stop, guard, 1.0, None).run(0)
   seconds = [call.args[0]["step_seconds"] for call in files.row.call_args_list]

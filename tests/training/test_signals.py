@@ -21,6 +21,7 @@ def start(body):
     import sys, time
     from maxtext_like.training.signals import StopRequest
     with StopRequest() as stop:
+      stop.training = True
       print("ready", flush=True)
     """
   ) + textwrap.indent(textwrap.dedent(body), "  ")
@@ -79,7 +80,7 @@ def test_everything_is_put_back():
       time.sleep(0.01)
     assert stop.requested == signal.SIGTERM
     assert isinstance(stop.error(3, None), RetryableError)
-    assert "checkpointing is off" in str(stop.error(3, None))
+    assert "nothing of it is kept" in str(stop.error(3, None))
     stop.requested = signal.SIGINT
     assert isinstance(stop.error(3, None), InterruptedRunError)
   assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

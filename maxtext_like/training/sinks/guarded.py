@@ -13,13 +13,17 @@ _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 1.0, 60.0
 _SLOW_SECONDS = 30.0  # that one write takes before it is told
 
 
+class LostError(Exception):
+  """An item can never be written; its message says why."""
+
+
 class Guarded:
   """Writes items in order, later. A failed write is told once, and tried again with the same item from time to time.
 
   Args:
     name: of the place, as it is told.
-    write: (item) -> None; runs on the thread. OSError: try again later; any other exception is a fault of ours, which
-      costs that item.
+    write: (item) -> None; runs on the thread. OSError: try again later; LostError, or any other exception, which is a
+      fault of ours: that item is lost.
     unit: what an item is called when some are lost.
     tell: takes a line for whoever watches.
   """
@@ -83,11 +87,13 @@ class Guarded:
       self._items = {}
 
   @property
-  def lost(self) -> str | None:
-    """What was not written, and why, as a line; None: nothing."""
-    if not self._lost:
+  def unwritten(self) -> str | None:
+    """What was not written up to now, and why, as a line; None: nothing."""
+    with self._condition:
+      count = self._lost + (len(self._items) if self._failing else 0)
+    if not count:
       return None
-    return f"{self.name}: {self._lost} {self._unit}{'' if self._lost == 1 else 's'} lost: {self._reason or 'too many at once'}"
+    return f"{self.name}: {count} {self._unit}{'' if count == 1 else 's'} not written: {self._reason or 'too many at once'}"
 
   def _work(self) -> None:
     delay = _FIRST_RETRY_SECONDS
@@ -111,9 +117,9 @@ class Guarded:
         self._condition.notify_all()
       if reason is None:
         continue
-      self._tell_once(f"{self.name}: {reason}; training goes on, and it is tried again from time to time")
       if last_try:
-        return
+        return  # told by whoever closes
+      self._tell_once(f"{self.name}: {reason}; training goes on, and it is tried again from time to time")
       with self._condition:
         self._condition.wait_for(lambda: self._closing, delay)
       delay = min(2 * delay, _LAST_RETRY_SECONDS)
@@ -126,10 +132,10 @@ class Guarded:
       return error.strerror or str(error)
     except Exception as error:
       _log.debug("%s", self.name, exc_info=True)
-      self._reason = f"{type(error).__name__}: {error}"
+      self._reason = str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}"
       with self._condition:
         self._lost += 1
-      self._tell_once(f"{self.name}: a {self._unit} could not be written: {self._reason}")
+      self._tell_once(f"{self.name}: {self._reason}; training goes on without it")
     return None
 
   def _tell_once(self, line: str) -> None:

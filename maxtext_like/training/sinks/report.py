@@ -45,7 +45,8 @@ def render(
   config_yaml: str,
   environment: dict[str, Any],
   samples: list[Row] | None = None,
-  lost: list[str] | None = None,
+  unwritten: list[str] | None = None,
+  goodput: dict[str, Any] | None = None,
 ) -> str:
   """The page.
 
@@ -57,13 +58,14 @@ def render(
     config_yaml: the resolved configuration.
     environment: of env.json.
     samples: of samples.jsonl.
-    lost: lines about what could not be written.
+    unwritten: lines about what could not be written.
+    goodput: of goodput.json.
   """
   figures = "".join(_figure(title, keys, log, rows) for title, keys, log in CURVES)
   parts = [
     f"<h1>{escape(name)}</h1><p>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
-    *(f"<p class=bad>lost: {escape(line)}</p>" for line in lost or []),
+    *(f"<p class=bad>{escape(line)}</p>" for line in unwritten or []),
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
     _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",

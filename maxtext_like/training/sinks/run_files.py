@@ -52,17 +52,20 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     self._close(*self._places)
 
   def end(self, name: str, make: Callable[[list[str]], str]) -> list[str]:
-    """Writes what waits, a last file about the whole run, and returns ``lost()``. Takes a bounded time on the worst disk.
+    """Writes what waits, and a last file about the whole run. Takes a bounded time on the worst disk.
 
     Args:
       name: of the file.
-      make: makes it from ``lost()``; runs when all else is on the disk.
+      make: makes it from what was not written; runs when all else is on the disk.
+
+    Returns:
+      What was not written, a line for each place.
     """
     self._close(*self._places)
-    lost = self.lost()
-    self.text(name, lambda: make(lost))
+    unwritten = self._unwritten()
+    self.text(name, lambda: make(unwritten))
     self._close(self._texts[name])
-    return self.lost()
+    return self._unwritten()
 
   def row(self, row: Row) -> None:
     """The metrics of a step; a list has a number for each layer."""
@@ -87,9 +90,8 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     for place in self._places:
       place.flush(_FLUSH_SECONDS)
 
-  def lost(self) -> list[str]:
-    """What was not written, a line for each place."""
-    return [line for place in self._places if (line := place.lost) is not None]
+  def _unwritten(self) -> list[str]:
+    return [line for place in self._places if (line := place.unwritten) is not None]
 
   def _guarded(self, name: str, write: Callable[[Any], None], unit: str) -> Guarded:
     def write_held(item: Any) -> None:

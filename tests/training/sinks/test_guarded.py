@@ -51,7 +51,7 @@ def test_what_failed_is_written_later_in_order_and_told_once(place):
   wait_until(lambda: disk.items == [0, 1, 2, 3, 4])
   writer.close(10)
   assert told == ["m.jsonl: No space left on device; training goes on, and it is tried again from time to time"]
-  assert writer.lost is None
+  assert writer.unwritten is None
 
 
 def test_a_disk_that_never_comes_back_costs_items_and_says_how_many(place):
@@ -60,9 +60,9 @@ def test_a_disk_that_never_comes_back_costs_items_and_says_how_many(place):
   for i in range(guarded.WAITING + 3):
     writer.put(i)
   writer.close(10)
-  assert writer.lost == f"m.jsonl: {guarded.WAITING + 3} rows lost: Input/output error"
+  assert writer.unwritten == f"m.jsonl: {guarded.WAITING + 3} rows not written: Input/output error"
   writer.put(-1)
-  assert f"{guarded.WAITING + 4} rows lost" in writer.lost
+  assert f"{guarded.WAITING + 4} rows not written" in writer.unwritten
 
 
 def test_a_write_that_never_returns_holds_up_nobody(place, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_write_that_never_returns_holds_up_nobody(place, monkeypatch):
   writer.put(1)
   assert told == ["m.jsonl: a write has not returned for 0 s; training goes on without it"]
   writer.close(0.05)
-  assert writer.lost.startswith("m.jsonl: 2 rows lost: ")
+  assert writer.unwritten.startswith("m.jsonl: 2 rows not written: ")
   disk.free.set()
 
 
@@ -89,7 +89,7 @@ def test_the_oldest_go_when_too_many_wait_and_a_key_takes_the_place_of_its_own(p
   disk.free.set()
   writer.flush(10)
   assert disk.items == [0, *range(3, guarded.WAITING + 2)]
-  assert writer.lost == "m.jsonl: 2 rows lost: too many at once"
+  assert writer.unwritten == "m.jsonl: 2 rows not written: too many at once"
   disk.free.clear()
   disk.items.clear()
   for i in range(4):
@@ -109,4 +109,4 @@ def test_a_fault_of_ours_costs_its_item_alone(place):
   writer.put(1)
   writer.close(10)
   assert disk.items == [1]
-  assert writer.lost == "m.jsonl: 1 row lost: TypeError: no JSON"
+  assert writer.unwritten == "m.jsonl: 1 row not written: TypeError: no JSON"

@@ -1,6 +1,7 @@
 """metrics.jsonl, samples.jsonl, events and whole files of a run."""
 
 import json
+import time
 
 import pytest
 
@@ -64,10 +65,16 @@ def test_the_last_file_knows_what_was_lost(tmp_path, monkeypatch, caplog):
     files.text("env.json", "old")
     files.text("env.json", "new")
     files.text("x/none.txt", "no such directory")
+    deadline = time.monotonic() + 30
+    while len(caplog.records) < 2 and time.monotonic() < deadline:
+      time.sleep(0.01)
     lost = files.end("report.html", "\n".join)
   assert (tmp_path / "env.json").read_text() == "new"
   assert (tmp_path / "report.html").read_text().splitlines() == lost
-  assert lost == ["tensorboard: 2 rows lost: File exists", "x/none.txt: 1 version lost: No such file or directory"]
+  assert lost == [
+    "tensorboard: 2 rows not written: File exists",
+    "x/none.txt: 1 version not written: No such file or directory",
+  ]
   assert len(rows(tmp_path / "metrics.jsonl")) == 2
   assert [r.getMessage() for r in caplog.records if "tensorboard" in r.getMessage()] == [
     "tensorboard: File exists; training goes on, and it is tried again from time to time"
