@@ -153,6 +153,39 @@ def test_the_held_out_documents_are_never_trained_on(make, path):
   assert sorted([*trained, *texts_of(batches)]) == sorted(TEXTS)
 
 
+def test_nothing_is_held_out_where_nothing_evaluates(make, path):
+  given_ = {"dataset_path": path, "packing": False, "length": 64, "global_batch": 4, "eval_fraction": 0.2}
+  source = make(**given_, eval_interval=0)
+  assert sorted(texts_of(take(source, 10))) == sorted(TEXTS)
+  assert source.documents == 40
+  evaluated, trained = make(**given_, split="eval"), make(**given_)
+  assert (trained.documents, evaluated.documents) == (32, 8)
+  # A run of before the key counted held 20 % out without evaluating: its state says so.
+  with pytest.raises(UserError, match=r"(?s)eval_fraction: was 0\.2, is 0\.0.*eval_interval=N goes on"):
+    source.set_state(trained.get_state())
+  old = json.loads(json.dumps(trained.get_state()))
+  del old["identity"]["special_tokens_in_text"]
+  trained.set_state(old)
+  source.set_state(old, accept_changes=True)
+  assert len(texts_of(take(source, 10))) == 40
+
+
+def test_files_of_their_own_to_evaluate_on(make, path, tmp_path):
+  other = write(tmp_path / "b.jsonl", ["one", "two", "three"])
+  given_ = {"dataset_path": path, "eval_path": other, "packing": False, "length": 64, "global_batch": 4}
+  trained, evaluated = make(**given_, dataset_documents_max=4), make(**given_, split="eval", dataset_documents_max=4)
+  assert sorted(texts_of(take(trained, 1))) == sorted(TEXTS[:4])
+  assert texts_of(take(evaluated, 2)) == ["one", "two", "three"]
+  assert (trained.documents, evaluated.documents) == (4, 3)
+  without = make(**{**given_, "eval_path": None, "eval_interval": 0}, dataset_documents_max=4)
+  without.set_state(trained.get_state())  # to begin with it, or to end it, leaves the training data as they are
+  with pytest.raises(UserError, match=r"data\.eval_path '.*nowhere': no such file"):
+    make(**{**given_, "eval_path": str(tmp_path / "nowhere")}, split="eval")
+  (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{\n')
+  with pytest.raises(UserError, match=r"b\.jsonl:2: not JSON"):
+    make(**given_, split="eval")
+
+
 def test_a_packed_evaluation_pass_ends_with_padding(make, path):
   source = make(dataset_path=path, eval_fraction=0.1, split="eval", length=11, global_batch=3)
   batches = take(source, 30)
@@ -180,6 +213,8 @@ def test_processes_share_the_documents(make, path):
     ({"data_shuffle_seed": 3}, "data_shuffle_seed: was 0, is 3"),
     ({"length": 17}, "max_target_length: was 16, is 17"),
     ({"eval_fraction": 0.1}, r"eval_fraction: was 0\.0, is 0\.1"),
+    ({"eval_fraction": 0.1}, "eval_interval=N goes on with the documents that were held out"),
+    ({"special_tokens_in_text": "parse"}, "special_tokens_in_text: was literal, is parse"),
     ({"dataset_documents_max": 20}, "documents: was 40, is 20"),
     ({"dataset": "text"}, "dataset: was jsonl, is text"),
     ({"dataset": "synthetic", "dataset_path": None}, "dataset: was jsonl, is synthetic"),

@@ -1,0 +1,60 @@
+"""What is no regular file is never opened, wherever one is named."""
+
+import os
+import socket
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.data import files as data_files
+from maxtext_like.data.images import BadImageError, load_image
+from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.errors import UserError
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+  """A FIFO that nobody writes to, a socket, a folder, a device."""
+  monkeypatch.chdir(tmp_path)  # the path of a socket is short
+  os.mkfifo("fifo.json")
+  with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind("socket.json")
+    os.mkdir("folder.json")
+    os.symlink("/dev/zero", "device.json")
+    yield {"fifo.json": "a FIFO", "socket.json": "a socket", "folder.json": "a folder", "device.json": "a device"}
+
+
+def test_odd_files_are_refused_at_once(odd):
+  vision = load_config("gemma4-tiny", ["use_multimodal=true"]).config.vision
+  for name, kind in odd.items():
+    with pytest.raises(data_files.NotRegularError, match=f"{kind}, not a regular file"):
+      data_files.open_regular(name)
+    with pytest.raises(BadImageError, match=f"^{kind}, not a regular file"):
+      load_image(name, vision)
+    with pytest.raises(UserError, match=f"{name}: {kind}, not a regular file"):
+      data_files.read_bytes(name)
+    if kind != "a folder":
+      with pytest.raises(UserError, match=f"'{name}' is not a regular file"):
+        load_tokenizer(name)
+      with pytest.raises(UserError, match=f"{name} is {kind}, not a regular file"):
+        data_files.find(name, (), "text")
+
+
+def test_a_fifo_beside_a_tokenizer(odd, tmp_path):
+  from tokenizers import Tokenizer, models
+
+  Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+  os.rename("fifo.json", "tokenizer_config.json")
+  with pytest.raises(UserError, match=r"tokenizer_config\.json: a FIFO, not a regular file"):
+    load_tokenizer(str(tmp_path))
+
+
+def test_a_file_that_a_fifo_takes_the_place_of_between_look_and_open(tmp_path, monkeypatch):
+  path = tmp_path / "a"
+  path.write_text("a")
+  regular = os.stat(path)
+  path.unlink()
+  os.mkfifo(path)
+  monkeypatch.setattr(data_files.os, "stat", lambda *_: regular)
+  with pytest.raises(data_files.NotRegularError, match="a FIFO"):
+    data_files.open_regular(path)
