@@ -53,6 +53,12 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[st
   return [(key, old[key], new[key]) for key in old if key in new and old[key] != new[key]]
 
 
+def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+  """Whether no key differs that could make other arrays; where one does, the arrays themselves have to be compared."""
+  parts = [{name: values.get(name, {}) for name in ("model", "vision", "precision", "training")} for values in (saved, current)]
+  return all(key == "training.steps" for key, _, _ in differences(*parts))
+
+
 def _table(changes: Iterable[tuple[str, Any, Any]]) -> str:
   return "\n".join(f"  {key}: checkpoint {json.dumps(old)}, this run {json.dumps(new)}" for key, old, new in changes)
 
@@ -102,7 +108,7 @@ def check_state(
   elif leaves:
     causes = [change for change in differences(saved, current) if change[0] in _STATE_KEYS]
     because = [f"  configuration keys that differ:\n{_table(causes)}"] if causes else []
-    problem = ["the checkpoint's arrays are not this run's:", *leaves, *because]
+    problem = ["the checkpoint's arrays are not this run's:", *because, *leaves]
   else:
     _check_dtypes(where, saved_leaves, wanted_leaves, allow=allow_dtype_change)
     return

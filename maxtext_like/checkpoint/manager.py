@@ -80,6 +80,7 @@ class CheckpointManager:
       small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
     tokenizer: files that every step carries, by name (``companions.of_tokenizer``).
     fence: entered around every rename and removal in ``directory``; raises, or never returns, when that is another's by now.
+    saved: takes a step when it is whole and has its name; called by the thread of the save.
     watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
 
   Raises:
@@ -100,6 +101,7 @@ class CheckpointManager:
     patience_seconds: float = 2.0,
     tokenizer: dict[str, bytes] | None = None,
     fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    saved: Callable[[int], None] = lambda step: None,
     watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
   ):
     if max_to_keep is not None and max_to_keep < 1:
@@ -108,7 +110,7 @@ class CheckpointManager:
       raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
     self.directory = Path(os.path.abspath(directory))
     self._steps = StepDirectories(self.directory, fence)
-    self._fence, self._watch = fence, watch
+    self._fence, self._saved, self._watch = fence, saved, watch
     self.config = compatibility.record({} if config is None else config)
     self.statistics = Statistics()
     self._interval = interval
@@ -282,6 +284,7 @@ class CheckpointManager:
         manifest.write(path, dataclasses.replace(record, files=files))
         self._steps.commit(pending.step)
         atomic.sync_directory(self.directory)
+        self._saved(pending.step)
         pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
     except BaseException as error:
       pending.error = error

@@ -9,8 +9,7 @@ from typing import Any
 from maxtext_like.config.load import Loaded, base_values, load_config
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.rules import inactive_precision_keys
-from maxtext_like.config.schema import LEAVES
-from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 
@@ -18,8 +17,8 @@ _SECTIONS = ("model", "vision", "precision")
 
 
 def section(kind: Any, stored: dict[str, Any]) -> Any:
-  """``ModelConfig`` or ``VisionConfig`` of a stored configuration; keys that are newer than the step have their defaults."""
-  name = {ModelConfig: "model", VisionConfig: "vision"}[kind]
+  """A section of a stored configuration, as ``ModelConfig``; keys that are newer than the step have their defaults."""
+  name = next(name for name, cls in SECTIONS.items() if cls is kind)
   values: dict[str, Any] = {leaf: value for leaf, value in base_values().items() if LEAVES[leaf][0] == name}
   values |= {key: value for key, value in stored.get(name, {}).items() if key in values}
   return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

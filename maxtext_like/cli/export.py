@@ -70,13 +70,13 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
 
   from maxtext_like.checkpoint import manifest, restore
   from maxtext_like.checkpoint.huggingface.export import export_hugging_face
+  from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.checkpoint.stored_config import section
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.config.vision import VisionConfig
   from maxtext_like.layers.param import abstract
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
-  from maxtext_like.training.initial_weights import find_step
 
   step = find_step(source)
   if step is None:
@@ -128,8 +128,8 @@ def _beginning(step: Path, stored: Any) -> "Origin":
   """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
   from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
+  from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.cli.import_ import FOLDER
-  from maxtext_like.training.initial_weights import find_step
 
   seen: set[Path] = set()
   while step not in seen:

@@ -49,8 +49,8 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
     UserError: it is none of these, or damaged, or the overrides do not fit it, or it has no tower or no tokenizer.
   """
   from maxtext_like.checkpoint import companions
+  from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.data.tokenizer import AUTO, load_tokenizer
-  from maxtext_like.training.initial_weights import find_step
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import use_compilation_cache
   from maxtext_like.training.tokenizer import fingerprint_of, of_step

@@ -115,9 +115,9 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
     weights = open_weights(directory, config, loaded)
     return weights.decoder, weights.part, [*loaded.notes, *weights.notes]
   from maxtext_like.checkpoint.slices import StoredArrays
+  from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.config.load import load_config
   from maxtext_like.models.build import build_decoder, precision_of
-  from maxtext_like.training.initial_weights import find_step
 
   run_directory = next((d for d in (directory, *directory.absolute().parents[:2]) if (d / "config.yml").is_file()), None)
   step = find_step(directory)

@@ -3,6 +3,7 @@
 from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.processes import require_one_process
+from maxtext_like.training.first_look import first_look
 
 DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
 EXAMPLES = """examples:
@@ -27,6 +28,9 @@ def run(argv: list[str]) -> int:
 
   with guarded_output():
     print_notes(loaded.notes)
+    if (finished := first_look(loaded)) is not None:
+      print(finished)
+      return 0
     from maxtext_like.training.run import train
 
     return train(loaded)

@@ -184,7 +184,7 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
   if name in ("bytes", AUTO):
     tokenizer: Tokenizer = BytesTokenizer()
   else:
-    path = _find(name)
+    path = find_tokenizer(name)
     tokenizer = SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     raise UserError(
@@ -194,7 +194,8 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
   return tokenizer
 
 
-def _find(name: str) -> Path:
+def find_tokenizer(name: str) -> Path:
+  """The file that data.tokenizer names: itself, or the one in its folder. Raises UserError where there is none."""
   path = Path(name).expanduser() if name else Path("")
   if not name or not path.exists():
     raise UserError(

@@ -8,33 +8,10 @@ import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
-from maxtext_like.checkpoint.steps import StepDirectories
-from maxtext_like.errors import UserError
+from maxtext_like.checkpoint.sources import find_step, no_checkpoint
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import Program
 from maxtext_like.training.step import State
-
-
-def require_source(source: Path, own_steps: Path) -> None:
-  """Before anything is written: a run that does not go on from a step of its own has weights to begin with.
-
-  Args:
-    source: ``init_from``.
-    own_steps: the directory of the run's steps, which need not exist.
-
-  Raises:
-    UserError: there is no checkpoint in ``source``, nor a complete step in ``own_steps``.
-  """
-  source = source.expanduser()
-  if find_step(own_steps) is None and not (source / "config.json").is_file() and find_step(source) is None:
-    raise _no_checkpoint(f"init_from: {source}", source)
-
-
-def _no_checkpoint(what: str, directory: Path) -> UserError:
-  return UserError(
-    f"{what} {'is no checkpoint' if directory.exists() else 'does not exist'}\n"
-    "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
-  )
 
 
 def read_weights(directory: Path, program: Program) -> Any:
@@ -55,7 +32,7 @@ def read_weights(directory: Path, program: Program) -> Any:
     return load_hugging_face(directory, program.decoder, model=config.model, vision=config.vision, shardings=places)
   step = find_step(directory)
   if step is None:
-    raise _no_checkpoint(f"init_from: {directory}", directory)
+    raise no_checkpoint(f"init_from: {directory}", directory)
   allow = program.config.checkpoint.allow_dtype_change
   return restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
 
@@ -88,27 +65,9 @@ def whole_state(program: Program, checkpoint: Path | None) -> State:
   if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
     step = find_step(checkpoint.expanduser())
     if step is None:
-      raise _no_checkpoint(f"--checkpoint {checkpoint}", checkpoint.expanduser())
+      raise no_checkpoint(f"--checkpoint {checkpoint}", checkpoint.expanduser())
     return read_state(step, program)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
     return program.lower_around().compile()(read_weights(Path(source), program))
   return program.lower_init().compile()(np.uint32(program.config.training.seed % 2**32))
-
-
-def find_step(directory: Path) -> Path | None:
-  """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none.
-
-  Raises:
-    UserError: the run has a step under another's name.
-  """
-  if (directory / manifest.FILE_NAME).is_file():
-    return directory
-  for place in (directory / "checkpoints", directory):
-    if not place.is_dir():
-      continue
-    directories = StepDirectories(place)
-    directories.require_names()
-    if steps := directories.complete():
-      return place / str(max(steps))
-  return None

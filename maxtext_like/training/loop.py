@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
+from maxtext_like.training.changes import batch_of
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
@@ -168,7 +169,7 @@ class Loop:
       yield self.program.place(batch)
 
   def _extra(self) -> dict[str, Any]:
-    return {"data": self.data.get_state()}
+    return {"data": self.data.get_state(), "batch": batch_of(self.program)}
 
   def _keep_finished(self) -> None:
     """Saves the steps that an error ends the run after; what fails here is told, for the error itself must be seen.

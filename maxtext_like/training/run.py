@@ -18,18 +18,21 @@ import numpy as np
 
 from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.sources import require_source
 from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.config.load import Loaded
-from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
+from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
-from maxtext_like.errors import DoesNotFitError, ExitError, StoppedRunError, UserError
+from maxtext_like.errors import DoesNotFitError, ExitError, StoppedRunError
 from maxtext_like.layers.param import count
-from maxtext_like.training import environment, memory, tokenizer
+from maxtext_like.training import environment, memory, standing, tokenizer
+from maxtext_like.training.changes import changes
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, Report
+from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
-from maxtext_like.training.initial_weights import read_weights, require_source
+from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
@@ -67,10 +70,9 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
   """``train``. Raises StopAsked where a stop was asked for before the first step."""
   config, goodput = loaded.config, Goodput()
   use_compilation_cache(config.logging.compilation_cache_dir)
-  name = config.logging.run_name or config.model.model_name
-  directory = RunDirectory(config.logging.output_dir, name)
+  directory = run_directory(config)
   if config.checkpoint.init_from is not None:
-    require_source(Path(config.checkpoint.init_from), directory.checkpoints)
+    require_source(Path(config.checkpoint.init_from))
   with contextlib.ExitStack() as stack:
     watchdog = stack.enter_context(Watchdog(config.watchdog.limits()))
     watchdog.stop = stop
@@ -93,15 +95,17 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     stack.enter_context(directory)
     watchdog.directory = directory.path
     stack.enter_context(progress)
+    standing.look(directory.path).require(config.checkpoint)
     manager = None
     if config.checkpoint.enable_checkpointing:
       manager = stack.enter_context(_manager(config, directory, data, watchdog))
       if (done := finished_step(program, manager)) is not None:
-        progress.say(f"{directory.path}: already at step {done} of {config.training.steps}; raise steps to go on")
+        progress.say(finished_line(directory.path, done, config.training.steps))
         return
       if (newest := manager.latest_complete()) is not None:
         tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
+      standing.remember_newest(directory.path, newest)
       stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
     stack.callback(watchdog.leave)
     _introduce(progress, program, directory, need, limit)
@@ -113,6 +117,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
       goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
+      directory.keep_earlier("config.yml", loaded.to_yaml())
       files.text("config.yml", loaded.to_yaml())
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
@@ -139,7 +144,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       finally:
         watchdog.leave()
         loop.write_goodput()
-        page = _Page(directory.path, name, outcome, guard.report, loaded, env, goodput.to_json(), progress.unwritten)
+        page = _Page(directory.path, outcome, guard.report, loaded, env, goodput.to_json(), progress.unwritten)
         unwritten = files.end(REPORT, page.render)
         for line in unwritten:
           progress.say(line)
@@ -202,6 +207,7 @@ def _manager(config: Config, directory: RunDirectory, data: DataSource, watchdog
     asynchronous=c.async_checkpointing,
     tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
     fence=directory.exclusive,
+    saved=lambda step: standing.remember_newest(directory.path, step),
     watch=watchdog.watch,
   )
 
@@ -210,17 +216,10 @@ def finished_step(program: Program, manager: CheckpointManager) -> int | None:
   """The newest complete step, when it is the last of the configuration or beyond; None when there is work to do.
 
   Raises:
-    UserError: the directory belongs to another model, or holds steps although ``resume`` is false.
+    UserError: the directory belongs to another model.
   """
   newest, config = manager.latest_complete(), program.config
-  if newest is None:
-    return None
-  if not config.checkpoint.resume:
-    raise UserError(
-      f"{manager.directory} holds step {newest} of an earlier run, and resume is false: its checkpoints would be mixed "
-      "with new ones\n  fix: choose another run_name, remove that directory, or resume=true"
-    )
-  if newest < config.training.steps:
+  if newest is None or newest < config.training.steps:
     return None
   path = manager.directory / str(newest)
   restore.check(
@@ -277,6 +276,11 @@ def _prepare(
     if manager is not None and config.checkpoint.resume:
       with goodput.phase("restore"):
         restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
+    if restored is not None:
+      for line in changes(restored, program):
+        progress.say(line)
+      with goodput.phase("restore"):
+        data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"):
@@ -291,23 +295,9 @@ def _prepare(
         state, start = program.lower_around().compile()(params), 0
     if restored is not None:
       state, start = restored.state, restored.step
-      _tell_of_another_schedule(config.training, restored, progress.say)
-      with goodput.phase("restore"):
-        data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
   what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return train_step, start, state
-
-
-def _tell_of_another_schedule(now: TrainingConfig, restored: restore.Restored, say: Callable[[str], None]) -> None:
-  """A line where ``steps`` was changed and the learning rate with it: a schedule is a curve over all steps."""
-  steps = restored.config.get("training", {}).get("steps", now.steps)
-  was, rate = (float(make_schedule(dataclasses.replace(now, steps=n))(jnp.asarray(restored.step))) for n in (steps, now.steps))
-  if was != rate:
-    say(
-      f"note    steps was {steps} and is {now.steps}, so the schedule is another: the learning rate of step "
-      f"{restored.step + 1} is {rate:.3g}, not {was:.3g}"
-    )
 
 
 @contextlib.contextmanager
@@ -365,7 +355,6 @@ class _Page:
   """What report.html is made of, when all else is written."""
 
   directory: Path
-  name: str
   outcome: str
   finiteness: Report
   loaded: Loaded
@@ -375,7 +364,7 @@ class _Page:
 
   def render(self, unwritten: list[str]) -> str:
     return report.render(
-      name=self.name,
+      name=self.directory.name,
       outcome=self.outcome,
       rows=read(self.directory / METRICS),
       samples=read(self.directory / SAMPLES),

@@ -107,6 +107,19 @@ class RunDirectory:
     atomic.write_text(self.path / name, text)
     return self.path / name
 
+  def keep_earlier(self, name: str, text: str) -> None:
+    """Copies a file that ``text`` is about to replace to the next free of config.1.yml, config.2.yml, ..., if it differs."""
+    path = self.path / name
+    try:
+      earlier = path.read_text(encoding="utf-8", errors="backslashreplace")
+    except FileNotFoundError:
+      return
+    if earlier != text:
+      number = 1
+      while (copy := path.with_stem(f"{path.stem}.{number}")).exists():
+        number += 1
+      self.write_text(copy.name, earlier)
+
   def __enter__(self) -> "RunDirectory":
     """Makes the directory, proves that it can be written and takes the lock.
 

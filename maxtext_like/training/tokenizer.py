@@ -5,12 +5,12 @@ import logging
 from pathlib import Path
 
 from maxtext_like.checkpoint import companions, manifest
+from maxtext_like.checkpoint.sources import find_step
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.tokenizer import AUTO, BytesTokenizer
 from maxtext_like.errors import UserError
-from maxtext_like.training.initial_weights import find_step
 
 _log = logging.getLogger(__name__)
 

@@ -2,15 +2,11 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import jax
 import pytest
 
 from maxtext_like.cli.main import main
-from maxtext_like.config.load import load_config
-from maxtext_like.training import run
 
 WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
@@ -69,17 +65,6 @@ def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken):
     file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
   assert train(workplace, "broken", "steps=4", "eval_interval=4", "eval_steps=1") == 0
   assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
-
-
-def test_a_schedule_that_more_steps_stretch_is_told():
-  said = []
-  t = load_config("gemma4-tiny", ["steps=200", "learning_rate=1e-3", "warmup_steps_fraction=0"]).config.training
-  for was in (200, 100):
-    run._tell_of_another_schedule(t, cast(Any, SimpleNamespace(step=50, config={"training": {"steps": was}})), said.append)
-  # Cosine to a tenth: (0.1 + 0.9 * (1 + cos(pi / 4)) / 2) and (0.1 + 0.9 / 2).
-  assert said == [
-    "note    steps was 100 and is 200, so the schedule is another: the learning rate of step 51 is 0.000868, not 0.00055"
-  ]
 
 
 def test_a_finished_run_is_left_as_it_is(workplace, unbroken, capsys):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ def read(path: Path) -> list[Row]:
   """
   rows, damaged = _scan(path)
   if damaged:
-    _log.warning("%s: %s left out", path, _lines(damaged))
+    _log.warning("%s: %s left out", path, _lines(len(damaged)))
   return rows
 
 
 def keep_until(path: Path, step: int) -> list[Row]:
   """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
+
+  What is dropped goes to ``aside(path)``, behind what is there: it is all that is left of those steps.
 
   Returns:
     The dropped rows.
@@ -50,24 +53,38 @@ def keep_until(path: Path, step: int) -> list[Row]:
   """
   rows, damaged = _scan(path)
   dropped = [row for row in rows if row["step"] > step]
+  if not dropped and not damaged:
+    return []
+  with aside(path).open("ab") as file:
+    file.writelines([*(line(row) for row in dropped), *(text + b"\n" for text in damaged)])
+    file.flush()
+    os.fsync(file.fileno())
+  write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+  if dropped:
+    first, last = dropped[0]["step"], dropped[-1]["step"]
+    told = f"steps {first} to {last}" if last > first else f"step {first}"
+    _log.warning("%s: %s will be trained again, their earlier rows are in %s", path, told, aside(path).name)
   if damaged:
-    _log.warning("%s: %s removed", path, _lines(damaged))
-  if dropped or damaged:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    _log.warning("%s: %s moved to %s", path, _lines(len(damaged)), aside(path).name)
   return dropped
+
+
+def aside(path: Path) -> Path:
+  """Where dropped rows of a file go: metrics.dropped.jsonl."""
+  return path.with_suffix(f".dropped{path.suffix}")
 
 
 def _lines(count: int) -> str:
   return "1 damaged line" if count == 1 else f"{count} damaged lines"
 
 
-def _scan(path: Path) -> tuple[list[Row], int]:
-  """The rows of a file, and how many of its lines are none: cut short by a kill, or broken by a bad disk."""
-  rows, damaged = [], 0
+def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
+  """The rows of a file, and those of its lines that are none: cut short by a kill, or broken by a bad disk."""
+  rows, damaged = [], []
   try:
     content = path.read_bytes()
   except FileNotFoundError:
-    return [], 0
+    return [], []
   for text in content.splitlines():
     try:
       row = json.loads(text)
@@ -76,5 +93,5 @@ def _scan(path: Path) -> tuple[list[Row], int]:
     if isinstance(row, dict) and isinstance(row.get("step"), int):
       rows.append(row)
     else:
-      damaged += 1
+      damaged.append(text)
   return rows, damaged

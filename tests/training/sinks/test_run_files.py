@@ -34,12 +34,19 @@ def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog)
     assert [row["step"] for row in files.again] == [4, 5]
     files.row({"step": 4, "loss": 0.5})
   assert [(r["step"], r["loss"]) for r in read(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 0.5)]
-  assert [record.getMessage() for record in caplog.records] == [f"{path}: 2 damaged lines removed"]
+  assert [record.getMessage() for record in caplog.records] == [
+    f"{path}: steps 4 to 5 will be trained again, their earlier rows are in metrics.dropped.jsonl",
+    f"{path}: 2 damaged lines moved to metrics.dropped.jsonl",
+  ]
+  dropped = tmp_path / "metrics.dropped.jsonl"
+  assert dropped.read_bytes().splitlines() == [lines[3].encode(), lines[4].encode(), "\0\0\xff".encode(), b'{"step": 6, "lo']
   assert keep_until(tmp_path / "absent.jsonl", 3) == []
   assert not (tmp_path / "absent.jsonl").exists()
   before = path.stat().st_ino
   assert keep_until(path, 4) == []
   assert path.stat().st_ino == before  # not written where nothing goes
+  keep_until(path, 3)
+  assert dropped.read_text().endswith('{"step": 6, "lo\n{"step": 4, "loss": 0.5}\n')  # behind what was there
 
 
 @pytest.mark.parametrize("damage", ["5", "[1]", '{"loss": 1}', '{"step": null}', "[" * 100000, "{}"])

@@ -1,0 +1,96 @@
+"""What can be said of a run within a second, before JAX is imported: paths that lead nowhere, and that it is finished."""
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from maxtext_like.checkpoint import compatibility, manifest
+from maxtext_like.checkpoint.sources import require_source
+from maxtext_like.config.load import Loaded
+from maxtext_like.config.problems import Problem, error_of
+from maxtext_like.config.schema import Config
+from maxtext_like.data import files as data_files
+from maxtext_like.data.tokenizer import AUTO, find_tokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.training import standing
+from maxtext_like.training.run_directory import RunDirectory
+
+
+def run_directory(config: Config) -> RunDirectory:
+  """The directory of a run, not held."""
+  return RunDirectory(config.logging.output_dir, config.logging.run_name or config.model.model_name)
+
+
+def first_look(loaded: Loaded) -> str | None:
+  """Looks before anything is loaded, compiled or written.
+
+  Returns:
+    The line that says that the run is finished; None: there may be work to do.
+
+  Raises:
+    UserError: every path that leads nowhere; or as ``Standing.require``.
+  """
+  config = loaded.config
+  directory = run_directory(config)
+  if problems := list(_lost_paths(loaded)):
+    raise error_of(problems)
+  stands = standing.look(directory.path)
+  stands.require(config.checkpoint)
+  if stands.newest is not None and stands.newest >= config.training.steps and _same(stands, config):
+    return finished_line(directory.path, stands.newest, config.training.steps)
+  if (reason := _unusable(directory.path)) is not None:
+    raise UserError(
+      f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
+    )
+  return None
+
+
+def finished_line(run: Path, step: int, steps: int) -> str:
+  """What a finished run says."""
+  return f"{run}: already at step {step} of {steps}; raise steps to go on"
+
+
+def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
+  c = loaded.config
+  checks: list[tuple[str, Callable[[], object]]] = []
+  if (source := c.checkpoint.init_from) is not None:
+    checks.append(("checkpoint.init_from", lambda: require_source(Path(source))))
+  if c.data.dataset in ("text", "jsonl", "parquet"):
+    checks.append(("data.dataset_path", lambda: _require_data(c.data.dataset_path, c.data.dataset, "dataset_path")))
+    checks.append(("data.eval_path", lambda: _require_data(c.data.eval_path, c.data.dataset, "eval_path")))
+  if c.data.tokenizer not in ("bytes", AUTO) and c.data.dataset != "synthetic":
+    checks.append(("data.tokenizer", lambda: find_tokenizer(c.data.tokenizer)))
+  for key, check in checks:
+    try:
+      check()
+    except UserError as error:
+      what, _, fix = str(error).partition("\n  fix: ")
+      yield Problem(what, fix=fix, where=loaded.origins[key])
+
+
+def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> None:
+  """An entry that matches nothing is refused as it would be later; no folder is listed to its end for that."""
+  for entry in [paths] if isinstance(paths, str) else paths or ():
+    path = os.path.expanduser(entry)
+    if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
+      data_files.find(entry, (), dataset, key)
+
+
+def _same(stands: standing.Standing, config: Config) -> bool:
+  """Nothing that could decide about the arrays differs; where something does, the program's own arrays are compared later."""
+  try:
+    stored = manifest.read(stands.checkpoints / str(stands.newest))
+  except manifest.DamageError:
+    return False
+  return stored.schema == manifest.SCHEMA_VERSION and compatibility.surely_same_arrays(
+    stored.config, compatibility.record(config)
+  )
+
+
+def _unusable(run: Path) -> str | None:
+  """Why the directory cannot be made or written; None as far as can be told without doing it."""
+  there = next(path for path in (run, *run.parents) if path.exists())
+  if not there.is_dir():
+    return f"{there} is not a directory"
+  return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
