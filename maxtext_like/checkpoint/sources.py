@@ -4,6 +4,7 @@ from pathlib import Path
 
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 
@@ -39,6 +40,6 @@ def require_source(source: Path) -> None:
 def no_checkpoint(what: str, directory: Path) -> UserError:
   """The error for a directory without weights; ``what`` says who named it, and the directory."""
   return UserError(
-    f"{what} {'is no checkpoint' if directory.exists() else 'does not exist'}\n"
+    f"{what} {'is no checkpoint' if directory.exists() else 'does not exist'}{hub.advice(str(directory))}\n"
     "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
   )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.cli.arguments import names_model, parse_words, print_notes
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   model = "a model's name, as gemma4-tiny, or the path of a .yml file; not needed with a Hugging Face checkpoint"
   parser.add_argument("config", metavar="CONFIG", nargs="?", help=model)
   parser.add_argument(
-    "--checkpoint", type=local_path, metavar="DIR", help="weights to look at: a run, one of its checkpoints, or Hugging Face's"
+    "--checkpoint",
+    type=checkpoint_path,
+    metavar="DIR",
+    help="weights to look at: a run, one of its checkpoints, or Hugging Face's",
   )
   what = "largest relative error of loss, gradients (of each array too) and update (from 0.5 to 2, chosen for model and dtype)"
   parser.add_argument("--tolerance", metavar="X", type=float, help=what)

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import UserError
 
@@ -99,7 +100,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=local_path, metavar="DIR", help="what to generate with")
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="what to generate with")
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
   parser.add_argument("--image", type=local_path, metavar="FILE", action="append", default=[], dest="images",
                       help="PNG or JPEG, put where the prompt says <image>, else before it; several in order")  # fmt: skip

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import UserError
 
@@ -33,7 +34,9 @@ def run(argv: list[str]) -> int:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("source", type=local_path, metavar="HF_DIR", nargs="?", help="directory with config.json and safetensors")
+  parser.add_argument(
+    "source", type=checkpoint_path, metavar="HF_DIR", nargs="?", help="directory with config.json and safetensors"
+  )
   parser.add_argument("--out", type=local_path, metavar="DIR", help="a new directory")
   options, overrides = parse_words(parser, argv, {"source": "HF_DIR", "out": "--out"})
   on_the_host()

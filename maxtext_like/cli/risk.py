@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
 
@@ -44,7 +45,7 @@ def run(argv: list[str]) -> int:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=local_path, metavar="DIR", help="whose weights are read")
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="whose weights are read")
   parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows of the table (20); 0 for all")
   parser.add_argument("--json", type=local_path, metavar="FILE", help="write every row here, with numbers in full")
   parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that an expected maximum is over (4096)")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
+from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.load import load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
@@ -40,7 +41,10 @@ def run(argv: list[str]) -> int:
     exit_on_error=False,
   )
   parser.add_argument(
-    "--checkpoint", type=local_path, metavar="DIR", help="a run, one of its checkpoints (whole state), or a Hugging Face one"
+    "--checkpoint",
+    type=checkpoint_path,
+    metavar="DIR",
+    help="a run, one of its checkpoints (whole state), or a Hugging Face one",
   )
   parser.add_argument(
     "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.config import maxtext, maxtext_file
+from maxtext_like.config import hub, maxtext, maxtext_file
 from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
@@ -107,6 +107,10 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   values = _coerced(merged, problems)
   if problems:
     raise error_of(problems)
+  for key in hub.KEYS:
+    if values[key] is not None and (found := hub.find(values[key])):
+      notes.append(f"{merged[key].origin}: {key} is {found}, of the Hugging Face cache")
+      values[key] = str(found)
   explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
   if not values["enable_checkpointing"] and "resume" not in explicit:
     values["resume"] = False

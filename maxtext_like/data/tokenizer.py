@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxtext_like.config import hub
 from maxtext_like.data.files import open_regular
 from maxtext_like.data.special_tokens import SPELLINGS, Spellings
 from maxtext_like.errors import UserError
@@ -199,8 +200,8 @@ def find_tokenizer(name: str) -> Path:
   path = Path(name).expanduser() if name else Path("")
   if not name or not path.exists():
     raise UserError(
-      f"data.tokenizer '{name}': no such file or folder; give 'bytes', a tokenizer.json, a sentencepiece .model, "
-      "or a folder that holds one of them"
+      f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}; give 'bytes', a tokenizer.json, "
+      "a sentencepiece .model, or a folder that holds one of them"
     )
   if path.is_dir():
     for candidate in ("tokenizer.json", "tokenizer.model"):
