@@ -1,27 +1,37 @@
-"""What keys cost: step time of a configuration with other values against its own, alternating in one process.
+"""What keys and checks cost: step time of a configuration with other values against its own, alternating in one process.
 
 python benchmarks/step_cost.py gemma4-31b num_decoder_layers=6 per_device_batch_size=2 --against flags finite numerics
 python benchmarks/step_cost.py gemma4-tiny --against finite numerics --steps 40 --cpu-time
+python benchmarks/step_cost.py gemma4-31b per_device_batch_size=1 --against finite look --topology v6e-32
 
   flags     every float32 key of the precision section on; against all of them off
   gates     the same without float32_gate_product, whose "auto" is off in bfloat16
-  finite    finite_check_steps=-1, every step checked; against finite_check_steps=0
+  finite    the step as it is, every update proved finite and looked at; against one that looks at loss and gradients only
+  look      the step where no proof is to be had (the first one), which evaluates its update twice; against the same
   numerics  numerics_every=1; against numerics_every=0
 
 The two programs take turns on the same state, so whatever else the machine does hits both alike. The table has the median
 of the paired ratios and the interquartile range. With --cpu-time it is the processor time of this process, which other
-programs on the machine do not touch: on shared machines.
+programs on the machine do not touch: on shared machines. With --topology nothing runs: both are compiled for a TPU slice, and
+the table has the most memory that a chip needs at once.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.config.load import load_config
+from maxtext_like.training import ahead_of_time, norms, step
 from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.topologies import TOPOLOGIES
 
 FLAGS = ("float32_qk_product", "float32_logits", "float32_gate_logits", "float32_weight_sum", "cast_logits_to_fp32")
 INDEXER = ("indexer_float32_logits",)
@@ -32,14 +42,43 @@ def values(keys: tuple[str, ...], value: str) -> list[str]:
   return [f"{key}={value}" for key in keys]
 
 
-def pair(name: str, model: str, words: list[str]) -> tuple[Program, Program]:
-  """The programs with and without."""
+def lower(program: Program, *, checked: bool = True, platform: str | None = None) -> Any:
+  """The lowered step; not checked, one without the proof, the sums and the flags of what an update makes."""
+
+  def squares(tree):
+    rows = [jnp.sum(jnp.square(x.astype(jnp.float32)))[None] for x in jax.tree.leaves(tree)]
+    return norms.Squares(jnp.concatenate(rows), jnp.zeros(len(rows)))
+
+  with ExitStack() as stack:
+    if not checked:
+      stack.enter_context(mock.patch.object(step, "row_squares", squares))
+      stack.enter_context(mock.patch.object(step, "state_peaks", return_value=jnp.zeros(0)))
+    return program.lower_step(platform)
+
+
+def proof(program: Program, result: bool) -> Program:
+  """A program whose updates are all taken for certainly finite, or none."""
+  return dataclasses.replace(program, step=dataclasses.replace(program.step, certainly_finite=lambda *_: jnp.full((), result)))
+
+
+def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, Program]:
+  """The lowered steps with and without, and the program of the one without."""
 
   def build(*more: str) -> Program:
-    return make_program(load_config(model, [*words, *more]).config)
+    config = load_config(model, [*words, *more]).config
+    return make_program(config, mesh=ahead_of_time.tpu_mesh(TOPOLOGIES[topology], config.mesh) if topology else None)
 
-  if name == "finite":
-    return build("finite_check_steps=-1"), build("finite_check_steps=0")
+  platform = "tpu" if topology else None
+  if name in ("finite", "look"):
+    program = build()
+    plain = lower(proof(program, True), checked=False, platform=platform)
+    return lower(proof(program, False) if name == "look" else program, platform=platform), plain, program
+  on, off = key_pair(name, model, words, build)
+  return lower(on, platform=platform), lower(off, platform=platform), off
+
+
+def key_pair(name: str, model: str, words: list[str], build) -> tuple[Program, Program]:
+  """The programs with and without a key."""
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
   config = load_config(model, words).config
@@ -60,19 +99,18 @@ def batch(program: Program) -> dict[str, jax.Array]:
   return program.place({name: everywhere(x) for name, x in arrays.items()})
 
 
-def ratios(on: Program, off: Program, steps: int, clock) -> tuple[list[float], float]:
+def ratios(on: Any, off: Any, program: Program, steps: int, clock) -> tuple[list[float], float]:
   """Paired ratios of step times, and the median seconds of a step without."""
-  programs = [(p, p.lower_step().compile()) for p in (on, off)]
-  state = off.lower_init().compile()(np.uint32(0))
-  data = batch(off)
+  compiled = [on.compile(), off.compile()]
+  state = program.lower_init().compile()(np.uint32(0))
+  data, known = batch(program), np.full(2, 1e4, np.float32)
   found, plain = [], []
   for i in range(steps + 2):
     seconds = []
     # Who goes first alternates too.
-    for program, step in programs if i % 2 else programs[::-1]:
-      check = np.bool_(program.config.training.finite_check_steps == -1)
+    for run in compiled if i % 2 else compiled[::-1]:
       start = clock()
-      state, metrics = step(state, data, check)
+      state, metrics = run(state, data, known)
       jax.block_until_ready((state, metrics))
       seconds.append(clock() - start)
     with_it, without = seconds if i % 2 else seconds[::-1]
@@ -82,14 +120,29 @@ def ratios(on: Program, off: Program, steps: int, clock) -> tuple[list[float], f
   return found, statistics.median(plain)
 
 
+def memory_table(args: argparse.Namespace) -> None:
+  """Prints what the compiler says about both programs for a chip of a slice."""
+  ahead_of_time.prepare_environment()
+  print(f"jax {jax.__version__}, {args.topology}, {args.model} {' '.join(args.words)}\n")
+  print("| key | without | with |\n|---|---|---|")
+  for name in args.against:
+    lowered = pair(name, args.model, args.words, args.topology)[:2]
+    on, off = (x.compile(compiler_options=ahead_of_time.xla_flags()).memory_analysis().peak_memory_in_bytes for x in lowered)
+    print(f"| {name} | {off / 2**30:.3f} GiB | {on / 2**30:.3f} GiB |", flush=True)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("model")
   parser.add_argument("words", nargs="*", metavar="key=value")
-  parser.add_argument("--against", nargs="+", default=["flags", "gates", "finite", "numerics"])
+  parser.add_argument("--against", nargs="+", default=["flags", "gates", "finite", "look", "numerics"])
   parser.add_argument("--steps", type=int, default=20)
   parser.add_argument("--cpu-time", action="store_true")
+  parser.add_argument("--topology", choices=sorted(TOPOLOGIES))
   args = parser.parse_args()
+  if args.topology:
+    memory_table(args)
+    return
   clock = time.process_time if args.cpu_time else time.perf_counter
   print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {args.model} {' '.join(args.words)}\n")
   print("| key | step without | with / without | middle half |\n|---|---|---|---|")

@@ -16,6 +16,7 @@ from maxtext_like.numerics.ddmin import ddmin
 from maxtext_like.numerics.distance import Distance, Ruler, Steps
 from maxtext_like.numerics.remedies import LOSS_SCALE, Remedy, applied, candidates, groups, last_resorts, layers_of
 from maxtext_like.training.finiteness import model_order
+from maxtext_like.training.step import UNKNOWN
 
 GROUPS = 8
 """Layers are looked at in so many groups at a time."""
@@ -268,15 +269,16 @@ class Bisection:
       program = self.steps.program(config)
       step = self.steps.train_step(config)
       params = jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params, program.spec)  # a copy: it is given away
-      runs.append([step, program.lower_around().compile()(params), []])
+      runs.append([step, program.lower_around().compile()(params), [], UNKNOWN])
     start = time.perf_counter()
     for turn in range(repeats + 1):
       if turn > TIMING_TURNS and time.perf_counter() - start > TIMING_SECONDS:
         break
       for run in runs:
         begin = time.perf_counter()
-        run[1], metrics = run[0](run[1], self._batch, np.bool_(False))
+        run[1], metrics = run[0](run[1], self._batch, run[3])
         jax.block_until_ready((run[1], metrics))
+        run[3] = metrics["known"]
         if turn:  # the first warms up
           run[2].append(time.perf_counter() - begin)
     return float(np.median(np.asarray(runs[0][2]) / np.asarray(runs[1][2])))

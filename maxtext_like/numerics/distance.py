@@ -19,7 +19,7 @@ from maxtext_like.errors import NonFiniteError
 from maxtext_like.numerics import remedies
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import loss_scale
-from maxtext_like.training.norms import row_squares
+from maxtext_like.training.norms import Squares, clip, row_squares
 from maxtext_like.training.program import Program, make_program
 
 # An array counts as if its gradient's rms were at least this share of the rms over all arrays: where the gradient is zero
@@ -92,7 +92,7 @@ def _subtracted(x: Any, y: Any) -> Any:
 
 
 @jax.jit
-def _errors(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+def _errors(x: Any, y: Any) -> tuple[Squares, Squares]:
   """Squares of x - y and of y by array. A program of its own: in one with what made x, XLA may leave out its rounding."""
   return row_squares(_subtracted(x, y)), row_squares(y)
 
@@ -158,9 +158,8 @@ class Steps:
 
     def run(params, grads):
       trained, _ = selection.split(params)
-      norm = jnp.sqrt(jnp.sum(row_squares(grads)))
-      factor = jnp.where(norm > step.clip, step.clip / norm, 1.0) if step.clip else 1.0
-      grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+      if step.clip:
+        grads, _ = clip(grads, row_squares(grads).norm(), step.clip)
       direction, _ = step.optimizer.update(grads, step.optimizer.init(trained), trained)
       change = jax.tree.map(lambda d: -rate * d.astype(jnp.float32), selection.mask_rows(direction))
       return jax.tree.map(stored, trained, change), change
@@ -191,7 +190,7 @@ class Ruler:
     self._known: dict[tuple[Config, int], Distance] = {}
     loss, self._gradient = steps.gradients(exact)(params, batch, None)
     self.loss = float(loss)
-    _, squares = map(np.asarray, _errors(self._gradient, self._gradient))
+    squares = _errors(self._gradient, self._gradient)[1].on_host()
     if not (math.isfinite(self.loss) and np.isfinite(squares).all()):
       bad = [name for name, s in zip(self.labels, squares, strict=True) if not np.isfinite(s)]
       first = f", and {len(bad)} of {len(self.labels)} gradients, first {bad[0]}" if bad else ""
@@ -220,14 +219,14 @@ class Ruler:
     for attempt in range(min(self._max_halvings, 1 + halvings) if scale else 1):
       scale = max(scale / 2, loss_scale.SMALLEST) if attempt and scale else scale
       loss, grads = run(params, self._batch, None if scale is None else np.float32(scale))
-      off, size = (np.asarray(x, np.float64) for x in _errors(grads, self._gradient))
+      off, size = (x.on_host() for x in _errors(grads, self._gradient))
       if np.isfinite(off).all():
         break
     total = float(size.sum())
     floor = SMALLEST_SHARE**2 * total * self._sizes / self._sizes.sum()
     moved, change = self._steps.update(_of_the_update(config))(params, grads)
     kept, _ = self._steps.program(config).selection.split(params)
-    lost, meant = (np.asarray(x, np.float64) for x in _errors(_change(moved, kept), change))
+    lost, meant = (x.on_host() for x in _errors(_change(moved, kept), change))
     value = float(loss)
     return Distance(
       loss=_relative(abs(value - self.loss), abs(self.loss)),

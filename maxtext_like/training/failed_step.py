@@ -60,9 +60,7 @@ class FailedStep:
       applied: the update was taken over, so the state before it is gone.
     """
     if applied:
-      return NonFiniteError(
-        f"{error}\nno replay: the update was taken over before it was found; finite_check_steps=-1 keeps it"
-      )
+      return NonFiniteError(f"{error}\nno replay: the state before the update is gone")
     self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
     place = self.directory / DIRECTORY

@@ -1,7 +1,7 @@
 """The step-1 finiteness check: loss0, gradients, parameters after the update, loss1; and the guard that watches every step.
 
-The looking is done inside the compiled step (``step.py``); this module turns its flags into four lines, a file, and an
-error that says which of the four failed, where, and which precision keys to try.
+The looking is done inside the compiled step (``step.py``), in every step; this module turns its flags into four lines, a
+file, and an error that says which of the four failed, where, and which precision keys to try.
 """
 
 import logging
@@ -18,6 +18,11 @@ from maxtext_like.errors import NonFiniteError
 
 _log = logging.getLogger(__name__)
 CHECKS = ("loss0", "gradients", "parameters", "loss1")
+WORDS = {  # what is called otherwise in messages
+  "optimizer": "optimizer state",
+  "state_parameters": "parameters",
+  "state_optimizer": "optimizer state",
+}
 SHOWN = 8  # names of non-finite arrays that are listed
 
 Report = dict[str, dict[str, Any]]
@@ -30,19 +35,25 @@ class StepResult:
   Attributes:
     step: finished steps, this one included.
     scalars: metrics as Python numbers.
-    finite: "loss", "gradients", "parameters": numpy bools, the latter two by parameter row.
+    finite: numpy bools as in ``TrainStep.__call__``: "loss", and by row "gradients", "parameters", "optimizer",
+      "state_parameters", "state_optimizer".
   """
 
   step: int
   scalars: dict[str, float]
   finite: dict[str, np.ndarray]
 
+  @property
+  def state_finite(self) -> bool:
+    """Whether the state after the step is, and so may be saved."""
+    return bool(self.finite["state_parameters"].all() and self.finite["state_optimizer"].all())
+
 
 def model_order(name: str) -> tuple:
   """Sorts parameter names as a forward pass meets them."""
-  if layer := re.match(r"layers\.(\d+)\.(.*)", name):
+  if layer := re.match(r"(?:\w+\.)?layers\.(\d+)\.(.*)", name):
     return (1, int(layer[1]), layer[2])
-  return (2 if name.startswith(("final_norm", "head")) else 0, 0, name)
+  return (2 if re.search(r"\b(final_norm|head)\b", name) else 0, 0, name)
 
 
 class FinitenessGuard:
@@ -51,11 +62,13 @@ class FinitenessGuard:
   Args:
     config: of the run.
     labels: parameter names behind the rows of "gradients" and "parameters".
+    state_labels: names behind the other rows, ``Program.state_labels``.
     last_step: steps at the end of the run.
   """
 
-  def __init__(self, config: Config, labels: list[str], last_step: int):
-    self._config, self._labels, self._last_step = config, labels, last_step
+  def __init__(self, config: Config, labels: list[str], state_labels: dict[str, list[str]], last_step: int):
+    self._config, self._last_step = config, last_step
+    self._labels = {"gradients": labels, "parameters": labels} | state_labels
     self._steps = config.training.finite_check_steps
     self._scaled = config.precision.dtype == "float16"
     self._applied = 0
@@ -65,7 +78,7 @@ class FinitenessGuard:
 
   @property
   def checking(self) -> bool:
-    """Whether the next step looks at the parameters after its update too."""
+    """Whether a failure of the next step is reported in full and ends the run."""
     return self._steps == -1 or self._applied < self._steps
 
   @property
@@ -81,18 +94,14 @@ class FinitenessGuard:
     """Takes note of a finished step.
 
     Returns:
-      The lines to print about it, and the error that ends the run, when a check failed or too many updates were left
-      out in a row.
+      The lines to print about it, and the error that ends the run, when a check failed, too many updates were left out
+      in a row, or the state itself is not finite.
     """
     checked, skipped = self.checking, bool(result.scalars["skipped"])
     lines = self._fill_report(result) if self._steps and checked else []
+    if not result.state_finite:
+      return lines + self._first_step_failed(), NonFiniteError(self._of_the_state(result, applied=not skipped))
     if not skipped:
-      if not math.isfinite(result.scalars["param_norm"]):
-        return lines, NonFiniteError(
-          f"step {result.step}: non-finite parameters after the update (norm {result.scalars['param_norm']}); nothing of it "
-          "is saved, finite_check_steps=-1 finds such an update before it is applied\n"
-          f"what to try: {'; '.join(keys_to_try(self._config, 'parameters'))}"
-        )
       self._applied += 1
       self._skipped_in_row = 0
       return lines, None
@@ -100,10 +109,7 @@ class FinitenessGuard:
     failed = self._failed(result)
     overflow = self._scaled and failed == "gradients"
     if checked and not overflow:
-      if failed in CHECKS[:3] and self._applied == 0:
-        self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the step before it failed"}
-        lines.append(self._line("loss1"))
-      return lines, NonFiniteError(self._message(result, failed))
+      return lines + self._first_step_failed(), NonFiniteError(self._message(result, failed))
     limit = self._limit
     if self._skipped_in_row >= limit:
       return lines, NonFiniteError(
@@ -114,19 +120,41 @@ class FinitenessGuard:
     where = self._where(result, failed)
     return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
+  def _first_step_failed(self) -> list[str]:
+    if not self.report or self._applied:
+      return []
+    self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the step before it failed"}
+    return [self._line("loss1")]
+
   def _failed(self, result: StepResult) -> str:
     if not result.finite["loss"]:
       return "loss0" if self._applied == 0 else "loss1" if self._applied == 1 else "loss"
-    return "gradients" if not result.finite["gradients"].all() else "parameters"
+    return next(what for what in ("gradients", "parameters", "optimizer") if not result.finite[what].all())
 
-  def _names(self, flags: np.ndarray) -> list[str]:
-    return sorted((self._labels[i] for i in np.flatnonzero(~flags)), key=model_order)
+  def _names(self, result: StepResult, what: str) -> list[str]:
+    return sorted((self._labels[what][i] for i in np.flatnonzero(~result.finite[what])), key=model_order)
 
   def _where(self, result: StepResult, failed: str) -> str:
     if failed.startswith("loss"):
       return f"{failed} ({result.scalars['loss']})"
-    names = self._names(result.finite[failed])
-    return f"{failed} in {len(names)} of {len(self._labels)} arrays, first {names[0]}"
+    names = self._names(result, failed)
+    return f"{WORDS.get(failed, failed)} in {len(names)} of {len(self._labels[failed])} arrays, first {names[0]}"
+
+  def _of_the_state(self, result: StepResult, *, applied: bool) -> str:
+    """The message about a state that holds non-finite numbers, which no step writes."""
+    where = " and ".join(
+      self._where(result, what) for what in ("state_parameters", "state_optimizer") if not result.finite[what].all()
+    )
+    if applied:
+      return (
+        f"step {result.step}: non-finite {where} after an update that was finite by proof: they were not finite before it, "
+        "or the device's memory changed; nothing of it is saved\n"
+        "what to try: the same command again, which goes on from the newest checkpoint; another device if it comes again"
+      )
+    return (
+      f"step {result.step}: non-finite {where} already before the step: it was restored or given so; nothing was applied "
+      f"and nothing saved\nwhat to try: {'; '.join(keys_to_try(self._config, 'state'))}"
+    )
 
   def _fill_report(self, result: StepResult) -> list[str]:
     """Enters one step into the report. A float16 overflow is entered, and overwritten by the first applied step."""
@@ -141,7 +169,8 @@ class FinitenessGuard:
       self.report["loss0"] = _entry(bool(result.finite["loss"]), step=result.step, value=_number(s["loss"]))
     self.report["gradients"] = self._arrays(result, "gradients", s["grad_norm"])
     if result.finite["loss"] and result.finite["gradients"].all():
-      self.report["parameters"] = self._arrays(result, "parameters", s["param_norm"])
+      bad = "optimizer" if result.finite["parameters"].all() and not result.finite["optimizer"].all() else "parameters"
+      self.report["parameters"] = self._arrays(result, bad, s["param_norm"])
     return [self._line(name) for name in CHECKS[:3]] + self._no_loss1(result)
 
   def _no_loss1(self, result: StepResult) -> list[str]:
@@ -151,8 +180,8 @@ class FinitenessGuard:
     return [self._line("loss1")]
 
   def _arrays(self, result: StepResult, check: str, norm: float) -> dict[str, Any]:
-    names = self._names(result.finite[check])
-    entry = _entry(not names, step=result.step, arrays=len(self._labels))
+    names = self._names(result, check)
+    entry = _entry(not names, step=result.step, arrays=len(self._labels[check]))
     if not names or check == "gradients":
       entry["norm"] = _number(norm)  # of parameters that were not taken over there is none
     if names:
@@ -199,7 +228,7 @@ def keys_to_try(config: Config, failed: str) -> list[str]:
 
   Args:
     config: of the run.
-    failed: one of ``CHECKS`` (or "loss").
+    failed: one of ``CHECKS``, or "loss", "optimizer" (state that the update makes), "state" (before the update).
   """
   p, t = config.precision, config.training
   inactive = inactive_precision_keys(config.model)
@@ -209,6 +238,17 @@ def keys_to_try(config: Config, failed: str) -> list[str]:
     if key not in inactive and str(now).lower() != value:
       found.append(f"{key}={value}")
 
+  if failed == "state":
+    found.append("go on from an earlier checkpoint: move the newest away")
+    found.append("init_from= another checkpoint and a new run_name, which begins with a fresh optimizer")
+    return found
+  if failed == "optimizer":
+    if t.gradient_clipping_threshold == 0:
+      found.append("gradient_clipping_threshold=1")
+    if p.weight_dtype == "float16" and t.mu_dtype is None:
+      found.append("mu_dtype=float32")
+    found.append("a look at the data and the loss: its gradients are enormous")
+    return found
   if failed == "parameters":
     suggest("weight_dtype", "float32", p.weight_dtype)
     found.append(f"a lower learning_rate (now {t.learning_rate:g})")

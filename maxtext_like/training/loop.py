@@ -27,7 +27,7 @@ from maxtext_like.training.progress import Progress
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.sinks.run_files import RunFiles
-from maxtext_like.training.step import Metrics, State
+from maxtext_like.training.step import UNKNOWN, Metrics, State
 from maxtext_like.training.watchdog import Watchdog
 
 _GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
@@ -91,6 +91,7 @@ class Loop:
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
+  _known: Any = field(default_factory=lambda: UNKNOWN, init=False)
   _pending: _Launched | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
@@ -126,7 +127,8 @@ class Loop:
       for batch in self._batches(t.steps - start):
         if self.failed is not None:
           self.failed.remember(self.state)
-        self.state, metrics = self.train_step(self.state, batch, np.bool_(self.guard.checking))
+        self.state, metrics = self.train_step(self.state, batch, self._known)
+        self._known = metrics.pop("known")
         step += 1
         self._finished = step
         self._settle()
@@ -252,8 +254,8 @@ class Loop:
     row |= {} if launched.epoch is None else {"epoch": launched.epoch}
     if every and step % every == 0:
       row |= by_layer
-    self.finite = bool(np.isfinite(scalars["param_norm"]))
-    failure = None
+    result = StepResult(step, scalars, finite)
+    self.finite, failure = result.state_finite, None
     if evaluate is not None and self.finite:
       try:
         with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
@@ -265,7 +267,7 @@ class Loop:
     self.files.row(row)
     if time.perf_counter() - self._goodput_written > _GOODPUT_SECONDS:
       self.write_goodput()
-    lines, error = self.guard.observe(StepResult(step, scalars, finite))
+    lines, error = self.guard.observe(result)
     if self.guard.changed:
       self.guard.changed = False
       self.files.text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")

@@ -1,30 +1,153 @@
-"""Norms of parameter trees, kept apart by layer: one pass over the arrays gives the global norm and says where it broke."""
+"""Norms of parameter trees, kept apart by layer: one pass over the arrays gives the global norm and says where it broke.
 
-from typing import Any
+R rows: the arrays of single layers; a stacked leaf has one for each of its layers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.naming import parameter_name, path_keys, row_names
 
 Tree = Any
 
+_LARGE = 2.0**40  # sums of squares up to here stay in float32, whatever the number of terms
+_DOWN = 2.0**-96  # and squares of numbers beyond it do after this
 
-def row_squares(tree: Tree) -> jax.Array:
-  """The sum of squares of every layer's array, float32 [R]: a stacked leaf gives one number for each of its rows.
 
-  A number that is not finite means a NaN or infinity in that array, or entries beyond 1e19, whose squares overflow: no
-  update survives either.
+class Norm(NamedTuple):
+  """A Euclidean norm as ``scaled * unit``, float32 scalars: ``scaled`` is finite for finite numbers, ``unit`` is 1 or 2^96."""
+
+  scaled: jax.Array
+  unit: jax.Array
+
+  @property
+  def value(self) -> jax.Array:
+    """The norm itself, infinite where float32 ends."""
+    return self.scaled * self.unit
+
+
+class Squares(NamedTuple):
+  """Sums of squares by row, float32 [R], in two parts, so that no square of a finite number is infinite (Blue 1978).
+
+  Attributes:
+    small: of the numbers up to 2^40, and NaN where there is one.
+    large: of the others, times 2^-192, and infinity where there is one.
   """
+
+  small: jax.Array
+  large: jax.Array
+
+  @property
+  def finite(self) -> jax.Array:
+    """Bool [R]: all numbers of a row are."""
+    return jnp.isfinite(self.small) & jnp.isfinite(self.large)
+
+  def norm(self) -> Norm:
+    """Of all rows together."""
+    return _norm(jnp.sum(self.small), jnp.sum(self.large))
+
+  def largest(self) -> jax.Array:
+    """Float32 scalar that no number exceeds in magnitude, infinite or NaN where one is."""
+    # A rounded sum of squares is no smaller than its largest term; squares below 1e-38 are gone.
+    return _norm(jnp.max(self.small), jnp.max(self.large)).value * 1.001 + 1e-18
+
+  def on_host(self) -> np.ndarray:
+    """The sums themselves, float64 [R]."""
+    with np.errstate(over="ignore"):
+      return np.asarray(self.small, np.float64) + np.asarray(self.large, np.float64) * _DOWN**-2
+
+
+def _norm(small: jax.Array, large: jax.Array) -> Norm:
+  huge = large > 0
+  return Norm(jnp.sqrt(jnp.where(huge, large, small)), jnp.where(huge, 1 / _DOWN, 1.0))
+
+
+def row_squares(tree: Tree) -> Squares:
+  """The sums of squares of every layer's array: a stacked leaf gives one number for each of its rows.
+
+  One sum in one pass; where one is not finite, a second pass makes two of it.
+  """
+  plain = _sums(tree, jnp.square)
+  usual = lambda: Squares(plain, jnp.zeros_like(plain))
+  return jax.lax.cond(jnp.all(jnp.isfinite(plain)), usual, lambda: split_squares(tree))
+
+
+def split_squares(tree: Tree) -> Squares:
+  """What ``row_squares`` gives, without a square that leaves float32 anywhere in the program."""
+  beyond = lambda x: jnp.abs(x) > _LARGE
+  small = _sums(tree, lambda x: jnp.square(jnp.where(beyond(x), 0, x)))
+  return Squares(small, _sums(tree, lambda x: jnp.square(jnp.where(beyond(x), x * _DOWN, 0))))
+
+
+def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
   parts = []
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    squares = jnp.square(x.astype(jnp.float32))
     stacked = path_keys(path)[0].startswith("stack_")
-    parts.append(jnp.sum(squares, axis=tuple(range(1, x.ndim))) if stacked else jnp.sum(squares)[None])
+    parts.append(jnp.atleast_1d(jnp.sum(terms(x.astype(jnp.float32)), axis=tuple(range(1, x.ndim)) if stacked else None)))
   return jnp.concatenate(parts)
+
+
+def clip(tree: Tree, norm: Norm, largest: float) -> tuple[Tree, jax.Array]:
+  """The tree in float32, times ``largest / norm`` where the norm is larger; and whether it was (bool scalar).
+
+  Finite numbers stay finite and in proportion, also where their norm is beyond float32.
+
+  Args:
+    tree: of arrays.
+    norm: of the tree.
+    largest: above 0.
+  """
+  clipped = norm.scaled > largest / norm.unit
+  down, factor = jnp.where(clipped, 1 / norm.unit, 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
+  return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor, tree), clipped
 
 
 def row_labels(decoder: Decoder, tree: Tree) -> list[str]:
   """The parameter names behind the entries of ``row_squares``, as ``layers.7.mlp.down``."""
   return [name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in row_names(decoder, path_keys(path))]
+
+
+def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
+  """The largest magnitude in every array of an optimizer state, float32 [R], infinite where a number is not finite.
+
+  Args:
+    opt_state: arrays; counters are left out.
+    params: the trained parameters: a moment of the shape of a stacked one has its rows.
+  """
+  peaks = []
+  for _, keys, x in _moments(opt_state):
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf)
+    over = tuple(range(1, x.ndim)) if _stacked(keys, x, params) else None
+    peaks.append(jnp.atleast_1d(jnp.max(size, axis=over, initial=0.0)))
+  return jnp.concatenate(peaks) if peaks else jnp.zeros(0)
+
+
+def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:
+  """The names behind the entries of ``state_peaks``, as ``mu.layers.7.mlp.down``."""
+  found = []
+  for kind, keys, x in _moments(opt_state):
+    names = row_names(decoder, keys) if _stacked(keys, x, params) else [parameter_name(decoder, keys)]
+    found += [f"{kind}.{name}" for name in names]
+  return found
+
+
+def _moments(opt_state: Tree) -> list[tuple[str, tuple[str, ...], Any]]:
+  """(field of the optimizer's state, path of the parameter, array) of every array of floats."""
+  found = []
+  for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      own = tuple(entry for entry in path if isinstance(entry, jax.tree_util.DictKey))
+      kind = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
+      found.append((kind[-1], path_keys(own), x))
+  return found
+
+
+def _stacked(keys: tuple[str, ...], x: Any, params: Tree) -> bool:
+  for key in keys:
+    params = params[key]
+  return keys[0].startswith("stack_") and x.shape == params.shape

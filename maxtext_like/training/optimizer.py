@@ -1,10 +1,13 @@
 """The optimizer: AdamW, Adafactor, Lion or SGD from optax, without the learning rate, which the step multiplies itself."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxtext_like.config.schema import TrainingConfig
@@ -55,6 +58,47 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> o
   if training.adam_weight_decay:
     chain.append(optax.add_decayed_weights(training.adam_weight_decay, mask=jax.tree.map(decays, spec)))
   return _in_float32(optax.chain(*chain))
+
+
+Certainly = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def make_certainly_finite(training: TrainingConfig, weight_dtype: str) -> Certainly:
+  """Whether an update is finite for certain, from the largest magnitudes of what it is made of, before it is computed.
+
+  The function takes float32 scalars: the largest |gradient|, the largest number of the optimizer's state, the largest
+  |parameter|, and the learning rate; infinite or NaN where nothing is known. It returns a bool scalar: nothing that
+  ``make_optimizer``'s update of these and the step's subtraction compute or store leaves its dtype. False means that the
+  update may still be finite. The second moment is taken to be no less than 0, as every finite update leaves it.
+
+  Args:
+    training: the ``training:`` section.
+    weight_dtype: of the stored parameters.
+  """
+  b1, b2, eps = (np.float32(x) for x in (training.adam_b1, training.adam_b2, training.adam_eps))
+  # A quarter of what a dtype holds, for roundings.
+  most, most_stored = (float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, weight_dtype))
+  most_state = float(jnp.finfo(training.mu_dtype or weight_dtype).max) / 4
+
+  def certainly(gradient, state, parameter, rate):
+    first = second = computed = gradient
+    if training.opt_type == "adamw":
+      first, second = jnp.maximum(state, gradient), jnp.maximum(state, jnp.square(gradient))
+      direction = first / (1 - b1) / eps  # without its bias, over the smallest denominator
+      computed = jnp.maximum(first / (1 - b1), second / (1 - b2))
+    elif training.opt_type == "adafactor":
+      # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is
+      # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size.
+      direction = jnp.where((gradient <= 1) & (state <= 4), 1e6, jnp.inf)
+    elif training.opt_type == "lion":
+      first, direction = jnp.maximum(state, gradient), jnp.float32(1)
+    else:
+      first = direction = gradient + np.float32(training.sgd_momentum) * state
+    moved = parameter + rate * (direction + np.float32(training.adam_weight_decay) * parameter)
+    everything = functools.reduce(jnp.maximum, (first, second, computed, direction, moved))
+    return (everything < most) & (first < most_state) & (moved < most_stored)
+
+  return certainly
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -19,12 +19,12 @@ from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.kernels import KernelUse, settle
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
-from maxtext_like.training.norms import row_labels
-from maxtext_like.training.optimizer import make_optimizer, state_shardings
+from maxtext_like.training.norms import row_labels, state_labels
+from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer, state_shardings
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
-from maxtext_like.training.step import Batch, State, TrainStep
+from maxtext_like.training.step import UNKNOWN, Batch, State, TrainStep
 from maxtext_like.training.trainable import Selection, select
 
 BATCH_KEYS = ("tokens", "targets", "positions", "segments")
@@ -85,6 +85,14 @@ class Program:
     """Parameter names behind the entries of the metrics' "gradients" and "parameters"."""
     return row_labels(self.decoder, self.selection.split(self.spec)[0])
 
+  @functools.cached_property
+  def state_labels(self) -> dict[str, list[str]]:
+    """Names behind the entries of the metrics' "optimizer", "state_parameters" and "state_optimizer"."""
+    state = self.abstract_state
+    optimizer = state_labels(self.decoder, state["opt_state"], self.selection.split(state["params"])[0])
+    everything = row_labels(self.decoder, self.spec)
+    return {"optimizer": optimizer, "state_parameters": everything, "state_optimizer": optimizer}
+
   def initial_state(self, seed: jax.Array) -> State:
     """The state at step 0, a pure function of the seed (uint32 scalar). Traced, never run as it stands."""
     params = init(self.spec, jax.random.key(seed))
@@ -143,16 +151,16 @@ class Program:
       return jax.jit(self._around, donate_argnums=0, out_shardings=places).lower(self.abstract_state["params"])
 
   def lower_step(self, platform: str | None = None) -> Any:
-    """The train step: (state, batch, check) -> (state, metrics). It takes the state's memory for the next state.
+    """The train step: (state, batch, known) -> (state, metrics). It takes the state's memory for the next state.
 
     Args:
       platform: what it is lowered for, where this process does not run on it ("tpu", ahead of time).
     """
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     with use_mesh(self.mesh):
-      check = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated(self.mesh))
+      known = jax.ShapeDtypeStruct(UNKNOWN.shape, UNKNOWN.dtype, sharding=replicated(self.mesh))
       program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
-      traced = program.trace(self.abstract_state, self.abstract_batch, check)
+      traced = program.trace(self.abstract_state, self.abstract_batch, known)
       return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
   def lower_eval(self) -> Any:
@@ -242,6 +250,7 @@ def make_program(
     apply=make_apply(loss, t.module_api if module_api is None else module_api),
     selection=selection,
     optimizer=optimizer,
+    certainly_finite=make_certainly_finite(t, config.precision.weight_dtype),
     schedule=make_schedule(t),
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,

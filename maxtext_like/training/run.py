@@ -121,7 +121,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       files.text("config.yml", loaded.to_yaml())
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
-      guard = FinitenessGuard(config, program.labels, config.training.steps)
+      guard = FinitenessGuard(config, program.labels, program.state_labels, config.training.steps)
       device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
       loop = Loop(

@@ -1,6 +1,12 @@
 """The train step: a pure function of state and batch, the same for Linen, NNX and the plain tree.
 
 The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16}.
+
+No update that is not finite is taken over, in any step. Whether one is has to be known before its first number is written,
+as the new state takes the old one's memory. So the step says how large the numbers are that it leaves, in the pass that
+writes them; from that and the gradient's norm the next one proves that its update cannot leave its dtypes
+(``make_certainly_finite``). Where that is no proof (the first step, enormous numbers) the update is evaluated twice, once to
+look at it. And what was written is looked at again: a state that is not finite after all is told, and never saved.
 """
 
 from collections.abc import Callable
@@ -9,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxtext_like.layers.blocks import PROBED
@@ -16,7 +23,8 @@ from maxtext_like.layers.probe import slots
 from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import IGNORED
-from maxtext_like.training.norms import row_squares
+from maxtext_like.training.norms import clip, row_squares, split_squares, state_peaks
+from maxtext_like.training.optimizer import Certainly
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
 from maxtext_like.training.schedule import Schedule
@@ -25,6 +33,8 @@ from maxtext_like.training.trainable import Selection, merge
 State = dict[str, Any]
 Batch = dict[str, jax.Array]
 Metrics = dict[str, Any]
+
+UNKNOWN = np.full(2, np.inf, np.float32)  # ``known`` of a state that no step has left
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +45,7 @@ class TrainStep:
     apply: (params, batch) -> (summed loss, aux): a ``LossLayer`` through one of the faces.
     selection: what is trained.
     optimizer: the direction of descent, without the learning rate.
+    certainly_finite: its proof, see ``make_certainly_finite``.
     schedule: the learning rate of a step.
     clip: largest global norm of the gradients; 0 turns clipping off.
     parts: microbatches that a batch is worked through in.
@@ -43,12 +54,14 @@ class TrainStep:
     probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
-      it holds, so that nothing hides behind the finiteness check. None in every training run.
+      it holds, so that nothing hides behind the finiteness check, and the metrics have "watched", floats that carry every
+      non-finite number of gradients and next state and are finite without one. None in every training run.
   """
 
   apply: Callable[[Any, Batch], tuple[jax.Array, dict[str, Any]]]
   selection: Selection
   optimizer: optax.GradientTransformation
+  certainly_finite: Certainly
   schedule: Schedule
   clip: float
   parts: int
@@ -58,21 +71,23 @@ class TrainStep:
   rounding: StochasticRounding | None = None
   watch: Callable[[str, Any], Any] | None = None
 
-  def __call__(self, state: State, batch: Batch, check: jax.Array) -> tuple[State, Metrics]:
+  def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
 
-    A non-finite loss or gradient leaves parameters and optimizer as they were, bit for bit, decided on the device.
+    A non-finite loss, gradient or update leaves parameters and optimizer as they were, bit for bit, decided on the device.
 
     Args:
       state: training state.
       batch: int32 [B, T] arrays tokens, targets, positions, segments; with images also those of ``Decoder.__call__`` by row.
-      check: bool scalar: look at the updated parameters too before they are taken over.
+      known: float32 [2], what no parameter and no number of the optimizer exceeds: "known" of the step that left this
+        state, or ``UNKNOWN``.
 
     Returns:
-      The next state, and metrics: float32 and int32 scalars, and under "finite" bools: "loss", and by parameter row
-      "gradients" and "parameters" (see ``norms.row_labels``); with probed stacks also "numerics/SIDE/NAME/max" and
-      ".../nonfinite", float32 [L]: forward values, their cotangents as the backward pass holds them (times the loss
-      scale), and gradients of parameters.
+      The next state, and metrics: float32 and int32 scalars; "known" for the next step; under "finite" bools: "loss", by
+      row "gradients", "parameters" and "optimizer" of the update, taken over or not, and "state_parameters" (frozen ones
+      too) and "state_optimizer" of the next state (see ``norms.row_labels`` and ``state_labels``); with probed stacks also
+      "numerics/SIDE/NAME/max" and ".../nonfinite", float32 [L]: forward values, their cotangents as the backward pass
+      holds them (times the loss scale), and gradients of parameters.
     """
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
@@ -84,11 +99,11 @@ class TrainStep:
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
-    squares = row_squares(grads)
-    norm = jnp.sqrt(jnp.sum(squares))
-    clipped = norm > self.clip if self.clip else jnp.zeros((), bool)
-    factor = jnp.where(clipped, self.clip / norm, 1.0)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    row_sums = split_squares if self.watch else row_squares
+    squares = row_sums(grads)
+    norm, clipped = squares.norm(), jnp.zeros((), bool)
+    if self.clip:
+      grads, clipped = clip(grads, norm, self.clip)
     rate = self.schedule(state["step"])
 
     @jax.named_scope("optimizer")
@@ -103,16 +118,22 @@ class TrainStep:
         return self.rounding(moved, params, state["step"]), opt_state
       return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params), opt_state
 
-    # Under cond the look at the new parameters costs nothing in the steps that do without, and stores no copy of them.
-    finite = {"loss": jnp.isfinite(loss), "gradients": jnp.isfinite(squares)}
+    finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
     if self.watch:
       params, opt_state = update()
     else:
-      finite["parameters"] = jax.lax.cond(
-        check & applied, lambda: jnp.isfinite(row_squares(update()[0])), lambda: jnp.ones(squares.shape, bool)
-      )
-      applied = applied & jnp.all(finite["parameters"])
+      largest = jnp.minimum(squares.largest(), self.clip * 1.001 if self.clip else jnp.inf)
+      certain = self.certainly_finite(largest, known[1], known[0], rate)
+
+      def look():
+        new_params, new_opt_state = update()
+        return row_squares(new_params).finite, jnp.isfinite(state_peaks(new_opt_state, params))
+
+      rows = jax.tree.map(lambda x: jnp.ones(x.shape, bool), jax.eval_shape(look))
+      # Under cond it costs nothing where it is not needed, and stores no copy of the update.
+      finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: rows)
+      applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
       before = (params, state["opt_state"])
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
     if self.router_bias:
@@ -122,16 +143,21 @@ class TrainStep:
     new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
     if scaling:
       new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+    sizes, peaks = row_sums(new_params), state_peaks(opt_state, params)
+    finite |= {"state_parameters": sizes.finite, "state_optimizer": jnp.isfinite(peaks)}
     metrics = {
       "loss": loss,
-      "grad_norm": norm,
-      "param_norm": jnp.sqrt(jnp.sum(row_squares(new_params))),
+      "grad_norm": norm.value,
+      "param_norm": sizes.norm().value,
       "learning_rate": rate,
       "tokens": jnp.sum(batch["targets"] != IGNORED),
       "clipped": clipped & applied,
       "skipped": ~applied,
+      "known": jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)]),
       "finite": finite,
     }
+    if self.watch:
+      metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | _optional(losses, scaling)
 
   def gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:

@@ -30,12 +30,12 @@ from maxtext_like.numerics.xray import XRay, xray
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import Program
-from maxtext_like.training.step import Batch, State
+from maxtext_like.training.step import UNKNOWN, Batch, State
 
 _LOOPS = ("scan", "while")
 _HELPERS = ("layers/precision.py",)  # where every product is computed; whoever asked for it is the line to name
 _RESIDUAL = r"layers/blocks\.py:\d+ (add|add_any|mul)$"  # the residual stream and its cotangent
-_INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\])+)")
+_INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")
 
 
 def xray_step(program: Program, state: State, batch: Batch, *, everything: bool = False) -> Report:
@@ -64,12 +64,17 @@ def xray_step(program: Program, state: State, batch: Batch, *, everything: bool 
 
 
 def step_xray(program: Program, *, everything: bool = False) -> XRay:
-  """The library's x-ray of (state, batch) -> the step's float metrics, to be called under the program's mesh."""
+  """The library's x-ray of (state, batch) -> the step's float metrics, to be called under the program's mesh.
+
+  The norms are left out: that of finite numbers can be infinite, and what measures the step is not the cause.
+  """
   step = dataclasses.replace(program.step, watch=_tagged, probed_stacks=None)
 
   def looked_at(state, batch):
-    _, metrics = step(state, batch, jnp.ones((), bool))
-    return {name: x for name, x in metrics.items() if name != "finite" and jnp.issubdtype(x.dtype, jnp.floating)}
+    _, metrics = step(state, batch, jnp.asarray(UNKNOWN))
+    measures = ("finite", "known", "watched", "grad_norm", "param_norm")
+    floats = {name: x for name, x in metrics.items() if name not in measures and jnp.issubdtype(x.dtype, jnp.floating)}
+    return floats | {"watched": metrics["watched"]}
 
   fit = functools.partial(_require_fit, program)
   return xray(looked_at, thin=not everything, key=_RESIDUAL, before_run=fit)
@@ -257,9 +262,14 @@ def _gathered(parts: list[tuple[tuple[int, ...], int | None, Tensor]], label: st
 
 
 def _input_keys(path: str) -> tuple[str, ...]:
-  """``state['params']['stack_0']['layer_1']['mlp']['down']`` as the keys into the parameters."""
+  """``state['params']['stack_0']['layer_1']['mlp']['down']`` as the keys into the parameters, ``batch['tokens']`` as it is.
+
+  A moment of the optimizer, ``state['opt_state'][0].mu['head']['kernel']``, has its name before those of its parameter.
+  """
   found = _INPUT.fullmatch(path)
-  keys = tuple(k.strip("'\"") for k in re.findall(r"\[([^\]]+)\]", found[2])) if found else ()
+  keys = tuple(k.strip("'\"") for pair in re.findall(r"\[([^\]]+)\]|\.(\w+)", found[2]) for k in pair if k) if found else ()
+  if keys[:1] == ("opt_state",):
+    return tuple(k for k in keys[1:] if not k.isdecimal())
   return keys[1:] if keys[:1] == ("params",) else keys
 
 
@@ -280,18 +290,21 @@ def _translated(cause: Cause, decoder: Decoder, state: State) -> Cause:
 
 
 def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
-  """A parameter that is not finite already is named with its layers."""
+  """A parameter, or a number of the optimizer, that is not finite already is named with its layers."""
   keys = _input_keys(cause.path)
   name = ".".join(keys)
-  if cause.path.startswith("state['params']"):
-    x = state["params"]
-    for key in keys:
-      x = x[key]
-    names = row_names(decoder, keys)
-    if len(names) > 1:
+  of_parameter = cause.path.startswith("state['params']")
+  if of_parameter or cause.path.startswith("state['opt_state']"):
+    leaves = {f"state{jax.tree_util.keystr(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    x = leaves[cause.path]
+    names = row_names(decoder, keys if of_parameter else keys[1:])
+    if not of_parameter:
+      names = [f"{keys[0]}.{n}" for n in names]
+    if len(names) > 1 and x.shape[0] == len(names):
       good = np.asarray(jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))))
       names = [n for n, g in zip(names, good, strict=True) if not g]
-    name = f"parameter {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+    kind = "parameter" if of_parameter else "optimizer state"
+    name = f"{kind} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
   return dataclasses.replace(cause, path=name)
 
 

@@ -40,13 +40,15 @@ def losses(config: Config, devices: int | None = None, rows: int | None = None) 
 
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.program import make_program
+  from maxtext_like.training.step import UNKNOWN
 
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   state = program.lower_init().compile()(np.uint32(1))
   step = program.lower_step().compile()
-  out = []
+  out, known = [], UNKNOWN
   for batch in batches(program.global_batch if rows is None else rows):
-    state, metrics = step(state, program.place(batch), np.bool_(True))
+    state, metrics = step(state, program.place(batch), known)
+    known = metrics["known"]
     out += [float(metrics["loss"]), float(metrics["grad_norm"])]
   return out
 

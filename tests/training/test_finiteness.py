@@ -9,23 +9,23 @@ from maxtext_like.training.finiteness import FinitenessGuard, StepResult, keys_t
 from tests.training.toy import toy_config, with_precision
 
 LABELS = ["final_norm.scale", "layers.10.mlp.up", "layers.2.mlp.up", "embedding.table"]
+MOMENTS = [f"{kind}.{name}" for kind in ("mu", "nu") for name in LABELS]
+STATE = {"optimizer": MOMENTS, "state_parameters": LABELS, "state_optimizer": MOMENTS}
 
 
-def result(step: int, *, loss=True, gradients=(), parameters=(), scale=None, param_norm=3.0) -> StepResult:
+def result(step: int, *, loss=True, scale=None, **bad) -> StepResult:
   """A finished step in which the rows of these labels are not finite."""
-  flags = {
-    "loss": np.asarray(loss),
-    "gradients": np.array([label not in gradients for label in LABELS]),
-    "parameters": np.array([label not in parameters for label in LABELS]),
-  }
-  skipped = not loss or bool(gradients) or bool(parameters)
-  scalars = {"loss": 2.5 if loss else np.nan, "grad_norm": 1.5 if not gradients else np.inf, "param_norm": param_norm}
+  rows = {"gradients": LABELS, "parameters": LABELS} | STATE
+  flags = {name: np.array([label not in bad.get(name, ()) for label in labels]) for name, labels in rows.items()}
+  skipped = not (loss and all(flags[name].all() for name in ("gradients", "parameters", "optimizer")))
+  flags["loss"] = np.asarray(loss)
+  scalars = {"loss": 2.5 if loss else np.nan, "grad_norm": np.inf if "gradients" in bad else 1.5, "param_norm": 3.0}
   scalars |= {"skipped": int(skipped)} | ({} if scale is None else {"loss_scale": scale})
   return StepResult(step, scalars, flags)
 
 
 def guard(*words: str, dtype: str = "float32", last_step: int = 9) -> FinitenessGuard:
-  return FinitenessGuard(with_precision(toy_config(*words), dtype=dtype), LABELS, last_step)
+  return FinitenessGuard(with_precision(toy_config(*words), dtype=dtype), LABELS, STATE, last_step)
 
 
 def test_a_healthy_run_has_four_lines_and_then_none():
@@ -71,6 +71,7 @@ def test_a_run_of_one_step_says_that_loss1_was_not_run():
     ({"gradients": LABELS}, "gradients in 4 of 4 arrays, first embedding.table"),
     ({"gradients": LABELS[1:3]}, "gradients in 2 of 4 arrays, first layers.2.mlp.up"),
     ({"parameters": ["final_norm.scale"]}, "parameters in 1 of 4 arrays, first final_norm.scale"),
+    ({"optimizer": ["nu.layers.2.mlp.up"]}, "optimizer state in 1 of 8 arrays, first nu.layers.2.mlp.up"),
   ],
 )
 def test_the_first_step_fails(failure, name):
@@ -150,11 +151,26 @@ def test_float16_forward_overflow_is_no_matter_of_the_scale():
   assert "dtype=bfloat16" in str(error)
 
 
-def test_parameters_that_turn_out_non_finite_end_the_run():
-  g = guard("finite_check_steps=0")
-  _, error = g.observe(result(1, param_norm=np.nan))
+@pytest.mark.parametrize("words", [["finite_check_steps=0"], []])
+def test_a_state_that_is_not_finite_ends_the_run_and_is_named(words):
+  bad = ["mu.layers.10.mlp.up", "mu.layers.2.mlp.up"]
+  lines, error = guard(*words).observe(result(1, optimizer=bad, state_optimizer=bad))
   assert error is not None
-  assert "finite_check_steps=-1" in str(error)
+  assert str(error).startswith(
+    "step 1: non-finite optimizer state in 2 of 8 arrays, first mu.layers.2.mlp.up already before the step"
+  )
+  assert "learning_rate" not in str(error)
+  assert "move the newest away" in str(error)
+  assert lines[3:] == ([] if words else ["finiteness  loss1       not run: the step before it failed"])
+
+
+def test_a_state_that_spoils_itself_is_not_saved():
+  g = guard("finite_check_steps=0")
+  spoilt = dataclasses.replace(result(1), finite=result(1, state_parameters=LABELS[:1]).finite)
+  assert not spoilt.state_finite
+  error = g.observe(spoilt)[1]
+  assert error is not None
+  assert "parameters in 1 of 4 arrays, first final_norm.scale after an update that was finite by proof" in str(error)
 
 
 def test_keys_to_try_leave_out_what_is_safe_already():

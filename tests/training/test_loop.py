@@ -24,7 +24,8 @@ class Device:
     self.free = begin + STEP
     time.sleep(begin + LAUNCH - time.perf_counter())
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
-    return state, {name: Result(self.free) for name in names} | {"finite": Result(self.free)}
+    finite = {name: Result(self.free) for name in ("state_parameters", "state_optimizer")}
+    return state, {name: Result(self.free) for name in names} | {"finite": finite, "known": None}
 
 
 class Result:

@@ -9,6 +9,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.training.program import make_program
 from maxtext_like.training.run import train
+from maxtext_like.training.step import UNKNOWN
 from tests.training.small import SMALL, batches, small_config
 
 SIZES = ("per_device_batch_size=4", "vocab_size=300", "numerics_every=1")
@@ -24,7 +25,7 @@ def run(model: str, *words: str, spoil=lambda params: params):
   state["params"] = spoil(state["params"])
   params = jax.tree.map(np.asarray, state["params"])
   batch = batches(program.global_batch)[0]
-  _, metrics = program.lower_step().compile({"xla_backend_optimization_level": 0})(state, program.place(batch), np.bool_(True))
+  _, metrics = program.lower_step().compile({"xla_backend_optimization_level": 0})(state, program.place(batch), UNKNOWN)
   return program, params, batch, jax.device_get(metrics)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.layers.param import Param
-from maxtext_like.training.optimizer import decays, make_optimizer, state_shardings
+from maxtext_like.training.optimizer import decays, make_certainly_finite, make_optimizer, state_shardings
 from tests.training.toy import toy_config
 
 SPEC = {"matrix": Param((3, 2), ("embed", "mlp")), "norm": Param((3,), ("embed",)), "frozen": None}
@@ -134,3 +134,41 @@ def test_factored_moments_are_sharded_along_what_they_keep():
   assert specs[(256,)] == jax.sharding.PartitionSpec("fsdp")
   assert specs[(128,)] == jax.sharding.PartitionSpec(None)
   assert specs[()] == jax.sharding.PartitionSpec()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("weight_dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_what_is_certainly_finite_is(rule, weight_dtype):
+  """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
+  rng = np.random.default_rng(0)
+  counts = {True: 0, False: 0}
+  for trial in range(30):
+    size = lambda low, high: 10.0 ** rng.uniform(low, high)
+    wide = trial % 2
+    keys = {"learning_rate": size(-4, 8 if wide else -2), "adam_weight_decay": rng.choice([0, size(-3, 12 if wide else -1)])}
+    keys |= {"adam_eps": size(-12, -6), "adam_b1": rng.choice([0, 0.9]), "opt_type": rule}
+    t = toy_config(*(f"{k}={v}" for k, v in keys.items())).training
+    draw = lambda low, high: np.float32(size(low, high) * rng.uniform(-1, 1, (130, 129)) * rng.choice([0, 1], (130, 129)))
+    sizes = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
+    p = jnp.asarray(draw(*((rng.choice([-30, 20]), 38.3) if wide else (-4, 0)))).astype(weight_dtype)
+    grads, p = {"a": jnp.asarray(draw(*sizes))}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
+    spec = {"a": Param((130, 129), ("embed", "mlp"))}
+    optimizer = make_optimizer(t, spec, "float32")
+    state = optimizer.init(p)
+    if rule != "adafactor":  # whose state no step leaves at less than a share of 1e-30: it stays as it begins
+      state = jax.tree.map(lambda x: x if x.dtype == np.int32 else jnp.abs(draw(*sizes)), state)
+    largest = lambda tree: max((float(np.abs(x).max()) for x in jax.tree.leaves(tree) if x.dtype != np.int32), default=0.0)
+    certainly = make_certainly_finite(t, weight_dtype)
+    proof = bool(certainly(*(jnp.float32(x) for x in (largest(grads), largest(state), largest(p), t.learning_rate))))
+    counts[proof] += 1
+    direction, state = optimizer.update(grads, state, p)
+    moved = (p["a"].astype(jnp.float32) - t.learning_rate * direction["a"]).astype(weight_dtype)
+    finite = all(np.isfinite(np.asarray(x)).all() for x in (moved, *jax.tree.leaves(state)))
+    assert finite or not proof, (keys, largest(grads), largest(p))
+    if not wide and not (weight_dtype == "float16" and rule in ("adamw", "adafactor")):
+      assert proof, (keys, largest(grads), largest(p))
+  assert counts[False]
+  certainly = make_certainly_finite(toy_config(f"opt_type={rule}").training, weight_dtype)
+  for bad in (np.nan, np.inf):
+    for at in range(3):
+      assert not certainly(*(jnp.float32(bad if i == at else 1e-3) for i in range(3)), jnp.float32(1e-3))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.norms import row_labels, row_squares
+from maxtext_like.training.norms import clip, row_labels, row_squares, state_labels
+from maxtext_like.training.step import UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step, with_precision
 
-CHECK, NO_CHECK = jnp.asarray(True), jnp.asarray(False)
+CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # the second is enough to do without a second look
 SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=0.5")
 
 
@@ -149,21 +150,111 @@ def test_flags_name_the_arrays_that_are_not_finite():
   kernel = np.array(params["stack_0"]["layer_0"]["kernel"])
   kernel[1] = np.nan
   params["stack_0"]["layer_0"]["kernel"] = jnp.asarray(kernel)
-  squares = row_squares(params)
-  bad = [label for label, s in zip(labels, squares, strict=True) if not np.isfinite(s)]
-  assert bad == ["layers.1.kernel"]
+  assert [label for label, good in zip(labels, row_squares(params).finite, strict=True) if not good] == ["layers.1.kernel"]
 
 
-def test_a_non_finite_update_from_finite_gradients_is_caught_in_checked_steps_only():
+@pytest.mark.parametrize("known", [CHECK, NO_CHECK])
+def test_a_non_finite_update_from_finite_gradients_is_caught_in_every_step(known):
   step, state = toy_step(toy_config("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e38"))
   state["params"]["embedding"]["table"] *= 1e4
-  checked, metrics = step(state, toy_batch(), CHECK)
+  new, metrics = step(state, toy_batch(), known)
   assert bool(metrics["finite"]["gradients"].all())
   assert not bool(metrics["finite"]["parameters"].all())
+  assert bool(metrics["finite"]["state_parameters"].all())
   assert bool(metrics["skipped"])
-  assert same(checked["params"], state["params"])
-  _, unchecked = step(state, toy_batch(), NO_CHECK)
-  assert not np.isfinite(unchecked["param_norm"])  # which the guard of the loop ends the run for
+  assert same(new["params"], state["params"])
+
+
+@pytest.mark.parametrize(("moment", "poison"), [("mu", np.nan), ("nu", np.inf), ("nu", -1e30)])
+def test_an_optimizer_that_holds_what_is_not_finite_is_named_and_nothing_is_applied(moment, poison):
+  step, state = toy_step(toy_config("opt_type=adamw"))
+  adam = state["opt_state"][0]
+  moments = getattr(adam, moment)
+  moments["stack_0"]["layer_0"]["kernel"] = moments["stack_0"]["layer_0"]["kernel"].at[2, 1, 3].set(poison)
+  new, metrics = step(state, toy_batch(), CHECK)
+  assert bool(metrics["skipped"])
+  assert same(new["params"], state["params"])
+  assert same(new["opt_state"], state["opt_state"])
+  labels = state_labels(toy_decoder(), state["opt_state"], step_params(state))
+  bad = [x for x, good in zip(labels, metrics["finite"]["state_optimizer"], strict=True) if not good]
+  assert bad == ([f"{moment}.layers.2.kernel"] if not np.isfinite(poison) else [])
+  assert np.isfinite(metrics["known"][1]) == np.isfinite(poison)
+  # The square root of a negative second moment is NaN in the parameters. What was known of another state is of no help.
+  assert bool(metrics["finite"]["parameters"].all()) == (poison == np.inf)
+  _, metrics = step(state, toy_batch(), NO_CHECK)
+  assert not bool(metrics["finite"]["state_parameters"].all() and metrics["finite"]["state_optimizer"].all())
+
+
+def step_params(state):
+  """The trained parameters of the toy."""
+  layer = {**state["params"]["stack_0"]["layer_0"], "bias": None}
+  return state["params"] | {"stack_0": {"layer_0": layer}}
+
+
+HUGE = 2.0**70
+
+
+@pytest.mark.parametrize("threshold", [0, 0.01])
+def test_numbers_whose_squares_leave_float32_are_finite(threshold):
+  """The whole loss times 2^70: gradients of 1e21, which are clipped to what those of the loss itself are clipped to."""
+  config = toy_config("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e-3", f"gradient_clipping_threshold={threshold}")
+  step, state = toy_step(config, decoder=toy_decoder())
+
+  def apply(p, batch):
+    loss, aux = step.apply(p, batch)
+    return loss * HUGE, aux
+
+  new, metrics = jax.jit(dataclasses.replace(step, apply=apply))(state, toy_batch(), NO_CHECK)
+  small, told = jax.jit(step)(state, toy_batch(), NO_CHECK)
+  assert not bool(metrics["skipped"])
+  assert bool(metrics["finite"]["gradients"].all())
+  np.testing.assert_allclose(metrics["grad_norm"], float(told["grad_norm"]) * HUGE, rtol=1e-6)
+  if threshold:
+    assert bool(metrics["clipped"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), new["params"], small["params"])
+  else:
+    sizes = row_squares(new["params"])
+    assert float(sizes.norm().value) == float(metrics["param_norm"]) > 1e17
+
+
+def test_a_norm_beyond_float32_is_infinite_and_clips_right_all_the_same():
+  tree = {"a": jnp.full((4, 4), 3e38), "b": jnp.full((2,), -1e30)}
+  squares = row_squares(tree)
+  assert bool(squares.finite.all())
+  np.testing.assert_allclose(np.sqrt(squares.on_host()), [12e38, 2**0.5 * 1e30], rtol=1e-6)
+  assert np.isinf(squares.norm().value)
+  clipped, was = jax.jit(lambda t: clip(t, row_squares(t).norm(), 1.0))(tree)
+  assert bool(was)
+  np.testing.assert_allclose(clipped["a"], np.full((4, 4), 0.25), rtol=1e-6)
+  np.testing.assert_allclose(clipped["b"], np.full(2, -1e30 / 12e38), rtol=1e-6)
+  assert np.isnan(row_squares({"a": jnp.asarray([1.0, np.nan, np.inf])}).small[0])
+  assert not row_squares({"a": jnp.asarray([1.0, -np.inf])}).finite[0]
+
+
+def test_ordinary_steps_are_proved_finite_and_evaluated_once():
+  step, state = toy_step(toy_config("opt_type=adamw", "learning_rate=1e-2"), decoder=toy_decoder())
+  seen = []
+
+  def certainly(*sizes):
+    seen.append(step.certainly_finite(*sizes))
+    return seen[-1]
+
+  watched = dataclasses.replace(step, certainly_finite=certainly)
+
+  @jax.jit
+  def run(state, batch, known):
+    state, metrics = watched(state, batch, known)
+    return state, metrics["known"], metrics["skipped"], seen.pop()
+
+  known, proved = CHECK, []
+  for i in range(4):
+    state, known, skipped, proof = run(state, toy_batch(i), known)
+    assert not bool(skipped)
+    proved.append(bool(proof))
+    leaves = [np.abs(x).max() for x in jax.tree.leaves(state["opt_state"]) if x.dtype == jnp.float32]
+    assert float(known[1]) == max(leaves)
+    assert float(known[0]) >= max(np.abs(x).max() for x in jax.tree.leaves(state["params"]))
+  assert proved == [False, True, True, True]
 
 
 def test_float16_overflow_halves_the_scale_and_skips():

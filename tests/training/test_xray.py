@@ -22,6 +22,7 @@ import pytest
 from maxtext_like.layers.decoder import Stack
 from maxtext_like.training import xray as training_xray
 from maxtext_like.training.program import make_program
+from maxtext_like.training.step import UNKNOWN
 from maxtext_like.training.xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
@@ -93,7 +94,7 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   assert hidden.loops == ("layer",)
   assert hidden.stats.max.shape == (LAYERS,)
   # Gradients and updates by layer equal the step's own.
-  after, _ = jax.jit(program.step)(state, toy_batch(), np.bool_(True))
+  after, _ = jax.jit(program.step)(state, toy_batch(), UNKNOWN)
   moved = np.abs(before - after["params"]["stack_0"]["layer_0"]["kernel"]).max((1, 2))
   np.testing.assert_allclose(named["kernel", "update"].stats.max, moved, rtol=1e-3)
   assert (named["kernel", "gradient"].stats.max > 0).all()

@@ -14,7 +14,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.optimizer import make_optimizer
+from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import TrainStep
@@ -79,6 +79,7 @@ def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any,
     apply=LossLayer(decoder, t.z_loss_multiplier, pieces),
     selection=selection,
     optimizer=optimizer,
+    certainly_finite=make_certainly_finite(t, config.precision.weight_dtype),
     schedule=make_schedule(t),
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,
