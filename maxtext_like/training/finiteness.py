@@ -152,7 +152,7 @@ class FinitenessGuard:
         "what to try: the same command again, which goes on from the newest checkpoint; another device if it comes again"
       )
     return (
-      f"step {result.step}: non-finite {where} already before the step: it was restored or given so; nothing was applied "
+      f"step {result.step}: non-finite {where}, before the step already, so it was restored or given; nothing was applied "
       f"and nothing saved\nwhat to try: {'; '.join(keys_to_try(self._config, 'state'))}"
     )
 

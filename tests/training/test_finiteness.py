@@ -157,7 +157,7 @@ def test_a_state_that_is_not_finite_ends_the_run_and_is_named(words):
   lines, error = guard(*words).observe(result(1, optimizer=bad, state_optimizer=bad))
   assert error is not None
   assert str(error).startswith(
-    "step 1: non-finite optimizer state in 2 of 8 arrays, first mu.layers.2.mlp.up already before the step"
+    "step 1: non-finite optimizer state in 2 of 8 arrays, first mu.layers.2.mlp.up, before the step already"
   )
   assert "learning_rate" not in str(error)
   assert "move the newest away" in str(error)
