@@ -141,23 +141,32 @@ def test_factored_moments_are_sharded_along_what_they_keep():
 def test_what_is_certainly_finite_is(rule, weight_dtype):
   """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
   rng = np.random.default_rng(0)
+  shape = (130, 129)  # large enough for Adafactor to factor it
+  spec = {"a": Param(shape, ("embed", "mlp"))}
+
+  def size(low, high):
+    return 10.0 ** rng.uniform(low, high)
+
+  def draw(low, high):
+    return jnp.asarray(size(low, high) * rng.uniform(-1, 1, shape) * rng.choice([0, 1], shape), jnp.float32)
+
+  def largest(tree):
+    return max((float(np.abs(x).max()) for x in jax.tree.leaves(tree) if x.dtype != np.int32), default=0.0)
+
   counts = {True: 0, False: 0}
   for trial in range(30):
-    size = lambda low, high: 10.0 ** rng.uniform(low, high)
     wide = trial % 2
+    sizes = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
     keys = {"learning_rate": size(-4, 8 if wide else -2), "adam_weight_decay": rng.choice([0, size(-3, 12 if wide else -1)])}
     keys |= {"adam_eps": size(-12, -6), "adam_b1": rng.choice([0, 0.9]), "opt_type": rule}
     t = toy_config(*(f"{k}={v}" for k, v in keys.items())).training
-    draw = lambda low, high: np.float32(size(low, high) * rng.uniform(-1, 1, (130, 129)) * rng.choice([0, 1], (130, 129)))
-    sizes = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
-    p = jnp.asarray(draw(*((rng.choice([-30, 20]), 38.3) if wide else (-4, 0)))).astype(weight_dtype)
-    grads, p = {"a": jnp.asarray(draw(*sizes))}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
-    spec = {"a": Param((130, 129), ("embed", "mlp"))}
+    p = draw(*sizes if wide else (-4, 0)).astype(weight_dtype)
+    grads, p = {"a": draw(*sizes)}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
     optimizer = make_optimizer(t, spec, "float32")
     state = optimizer.init(p)
     if rule != "adafactor":  # whose state no step leaves at less than a share of 1e-30: it stays as it begins
-      state = jax.tree.map(lambda x: x if x.dtype == np.int32 else jnp.abs(draw(*sizes)), state)
-    largest = lambda tree: max((float(np.abs(x).max()) for x in jax.tree.leaves(tree) if x.dtype != np.int32), default=0.0)
+      leaves, structure = jax.tree.flatten(state)
+      state = jax.tree.unflatten(structure, [x if x.dtype == np.int32 else jnp.abs(draw(*sizes)) for x in leaves])
     certainly = make_certainly_finite(t, weight_dtype)
     proof = bool(certainly(*(jnp.float32(x) for x in (largest(grads), largest(state), largest(p), t.learning_rate))))
     counts[proof] += 1
