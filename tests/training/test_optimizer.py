@@ -167,9 +167,10 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
     if rule != "adafactor":  # whose state no step leaves at less than a share of 1e-30: it stays as it begins
       leaves, structure = jax.tree.flatten(state)
       state = jax.tree.unflatten(structure, [x if x.dtype == np.int32 else jnp.abs(draw(*sizes)) for x in leaves])
-    certainly = make_certainly_finite(t, weight_dtype)
+    certainly: Any = make_certainly_finite(t, weight_dtype)
     proof = bool(certainly(*(jnp.float32(x) for x in (largest(grads), largest(state), largest(p), t.learning_rate))))
     counts[proof] += 1
+    direction: Any
     direction, state = optimizer.update(grads, state, p)
     moved = (p["a"].astype(jnp.float32) - t.learning_rate * direction["a"]).astype(weight_dtype)
     finite = all(np.isfinite(np.asarray(x)).all() for x in (moved, *jax.tree.leaves(state)))
