@@ -158,9 +158,11 @@ class LineFile:
         else:
           break
         row += 1
-      keep = min(int(starts[row]), end) if row < len(starts) else end
+      if row == len(starts):
+        return  # what follows is the rest of a line above the limit, or nothing
+      keep = min(int(starts[row]), end)
       base, held = keep, held[keep - base :]
-    if row < len(starts):
+    if len(starts):
       raise self._changed()
 
   def _contents(self, *, note: bool = False) -> Iterator[bytes]:

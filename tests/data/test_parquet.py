@@ -1,5 +1,7 @@
 """Parquet: rows as documents, row groups, checksums, damaged files, and a missing pyarrow."""
 
+import os
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -106,3 +108,45 @@ def test_without_pyarrow(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "pyarrow", None)
   with pytest.raises(UserError, match=r"pip install -e '.\[parquet\]'"):
     Parquet([path], "text")
+
+
+def test_bombs_are_refused_by_what_the_file_says(tmp_path, monkeypatch):
+  """Texts that unpack to far more than the file holds, and rows that hold nothing at all."""
+  monkeypatch.setattr("maxtext_like.data.files.UNPACKED_UP_TO", 2**20)
+  monkeypatch.setattr("maxtext_like.data.parquet.ROWS_UP_TO", 2**10)
+  path = write(tmp_path / "a.parquet", ["x" * 10**6] * 4, compression="zstd", use_dictionary=False)
+  with pytest.raises(UserError, match=r"a\.parquet, row group 0: [\d,]+ bytes become 4,000,\d+ or more.*decompression bomb"):
+    Parquet([path], "text")
+  pq.write_table(pa.table({"text": pa.nulls(10**6, pa.string())}), tmp_path / "b.parquet")
+  with pytest.raises(UserError, match=r"b\.parquet: 1,000,000 rows in [\d,]+ bytes: refused"):
+    Parquet([str(tmp_path / "b.parquet")], "text")
+
+
+MEASURED = """
+import resource, sys
+from maxtext_like.data.parquet import Parquet
+documents = Parquet([sys.argv[1]], "text")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert [len(documents.read(i).text) for i in (0, 299)] == [16_000_000] * 2
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_equal_texts_are_in_memory_once(tmp_path):
+  """4.8 GB of text in 1 KB of file: a text that the file stores once is not multiplied by reading it."""
+  once = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * 16_000_000]))
+  pq.write_table(pa.table({"text": once}), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+  assert (tmp_path / "a.parquet").stat().st_size < 2000
+  done = subprocess.run([sys.executable, "-c", MEASURED, str(tmp_path / "a.parquet")], capture_output=True, text=True)
+  assert int(done.stdout) * 1024 < 250e6, done
+
+
+def test_a_file_that_is_replaced_under_the_run(tmp_path):
+  path = write(tmp_path / "a.parquet", ["a", "b", "c"], row_group_size=1)
+  documents = Parquet([path], "text")
+  assert documents.read(0).text == "a"
+  os.utime(path, (1, 1))
+  assert documents.read(1).text == "b"
+  write(tmp_path / "a.parquet", ["a", "b", "d"], row_group_size=1)
+  with pytest.raises(UserError, match=r"a\.parquet: changed under the run"):
+    documents.read(2)

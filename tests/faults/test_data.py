@@ -1,6 +1,8 @@
 """Faults of the data that a run reads, against ``train.py`` itself."""
 
+import gzip
 import json
+import os
 import re
 
 import pytest
@@ -38,3 +40,48 @@ def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
   code, text = train.run("b", **keys, **FLAT, steps=step + 4)
   assert code == 0, text
   assert train.losses("a") == train.losses("b")
+
+
+def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path):
+  """Exit 2 and one message: bad records far from the first, a FIFO where a file is wanted, a bomb, an archive cut off."""
+  lines = records.read_text().splitlines(keepends=True)
+  records.write_text("".join([*lines[:350], '{"text": 3}\n', *lines[351:], '{"text": "cut']))
+  pictures = tmp_path / "data" / "pictures.jsonl"
+  pictures.write_text('{"text": "a <image>", "images": ["fifo"]}\n')
+  bomb, cut = tmp_path / "data" / "bomb.jsonl.gz", tmp_path / "data" / "cut.jsonl.gz"
+  bomb.write_bytes(gzip.compress(bytes(10**7)) * 50)
+  cut.write_bytes(gzip.compress(b"{}\n" * 10_000)[:-5])
+  os.mkfifo(tmp_path / "data" / "fifo")
+  tokenizer = tmp_path / "data" / "tokenizer"
+  tokenizer.mkdir()
+  (tokenizer / "tokenizer.json").write_text("{}")
+  os.mkfifo(tokenizer / "tokenizer_config.json")
+  for keys, expected in (
+    ({"dataset_path": records}, f"2 bad records among the 401 of data.dataset_path:\n  {records}:351: field 'text' is int"),
+    ({"dataset_path": pictures, "use_multimodal": "true"}, f"{pictures}:1: image {tmp_path}/data/fifo: a FIFO, not a regular"),
+    ({"dataset_path": tmp_path / "data" / "fifo"}, "fifo is a FIFO, not a regular file"),
+    ({"dataset_path": records, "tokenizer": tokenizer / "tokenizer_config.json"}, "is not a regular file"),
+    ({"dataset_path": bomb}, f"{bomb}: {bomb.stat().st_size:,} bytes become "),
+    ({"dataset_path": cut}, f"{cut}: cut off: the file ends at byte {cut.stat().st_size}"),
+  ):
+    code, text = train.run("a", dataset="jsonl", **keys)
+    assert code == 2, text
+    assert expected in text
+    assert "Traceback" not in text
+  assert not (train.output_dir / "a").exists()
+
+
+def test_files_to_evaluate_on_that_go_cost_no_step(train, records):
+  """The evaluation of step 20 fails; the step itself is in the metrics and in the checkpoint."""
+  other = records.with_name("other.jsonl")
+  other.write_bytes(records.read_bytes())
+  keys = {"dataset": "jsonl", "dataset_path": records, "eval_path": other, "eval_interval": 20, "eval_steps": 2}
+  process = train.start("a", **keys, **ENDLESS)
+  train.wait_for(r"data    400 documents train, 400 evaluate \(of eval_path\)", process)
+  train.wait_for(r"step +20 of", process)
+  other.unlink()
+  assert process.wait() == 2, train.log.read_text()
+  (step,) = train.complete("a")
+  assert step % 20 == 0
+  assert train.losses("a").keys() == set(range(1, step + 1))
+  assert f"error: {other}: No such file or directory" in train.log.read_text()

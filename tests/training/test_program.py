@@ -12,7 +12,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.training.program import make_program
-from tests.training.small import losses, small_config
+from tests.training.small import batches, losses, small_config
 
 ROOT = Path(__file__).parents[2]
 TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
@@ -62,3 +62,27 @@ def test_axes_that_do_not_fit_the_devices():
 def test_more_pieces_than_positions():
   with pytest.raises(UserError, match="num_vocab_tiling = 17 is more than max_target_length = 16"):
     make_program(small_config("gemma4-tiny", "num_vocab_tiling=17"))
+
+
+def test_a_step_looks_placeholders_up_as_padding():
+  """Image, video and audio tokens in text, without a tower: loss and gradients are those of padding's row, as in generate."""
+  words = ["num_decoder_layers=3", "num_kv_shared_layers=0", "use_double_wide_mlp=false", "per_device_batch_size=2"]
+  words += ["vocab_size_per_layer_input=300", "emb_dim=32", "mlp_dim=32"]
+  program = make_program(small_config("gemma4-e2b-tiny", *words))
+  held = program.config.vision.placeholder_ids
+  assert len(held) == 3
+  (plain,) = batches(program.global_batch, count=1)
+  at = (np.arange(len(held)), np.array([1, 4, 9]))
+  step, state = program.lower_step().compile(), program.lower_init().compile()
+
+  def result(tokens):
+    batch = plain | {"tokens": plain["tokens"].copy()}
+    batch["tokens"][at[0] % program.global_batch, at[1]] = tokens
+    _, metrics = step(state(np.uint32(1)), program.place(batch), np.bool_(True))
+    return float(metrics["loss"]), float(metrics["grad_norm"])
+
+  assert result(held) == result(held[::-1])
+  assert result(held) != result(np.array(held) + 20)
+  padded, placed = result(0), result(held)
+  assert placed[0] == padded[0]
+  assert placed[1] != padded[1], "the row of padding is trained by padding alone"
