@@ -100,13 +100,13 @@ def _heat_map(tensors: list[Tensor], kind: str, length: int, fmt: str) -> str:
   for t in chosen:
     inner = tuple(range(1 if t.loops else 0, t.stats.max.ndim))
     bad = np.atleast_1d(t.stats.nonfinite.sum(axis=inner))
-    headroom = np.where(np.isnan(t.stats.headroom[fmt]), np.inf, t.stats.headroom[fmt])
-    measured = np.atleast_1d((t.stats.count > 0).any(axis=inner))
-    bits = np.where(measured, np.atleast_1d(headroom.min(axis=inner)), math.nan)
+    known = ~np.isnan(t.stats.headroom[fmt])
+    least = np.where(known, t.stats.headroom[fmt], np.inf).min(axis=inner)
+    bits = np.atleast_1d(np.where(known.any(axis=inner), least, math.nan))
     cells = [f"<td class=l>{html.escape(t.name)}</td><td class=l>{t.direction}</td><td class=l>{t.dtype}</td>"]
     for i, (b, n) in enumerate(zip(bits.tolist(), bad.tolist(), strict=True)):
       back, ink = colour(-1.0 if n else b)
-      tip = f"{label} {i}: {n} non-finite, {b:.1f} bits" if kind else f"{n} non-finite, {b:.1f} bits"
+      tip = (f"{label} {i}: " if kind else "") + f"{n} non-finite, " + ("no size" if math.isnan(b) else f"{b:.1f} bits")
       cells.append(f'<td class=c style="background:{back};color:{ink}" title="{tip}">{symbol(b, n)}</td>')
     rows.append("<tr>" + "".join(cells) + "</tr>")
   return "".join([*rows, "</tbody></table></div>"])
@@ -143,7 +143,7 @@ def _list(report: Report) -> str:
     share = lambda x, at=at: "" if math.isnan(float(x[at])) else f"{100 * float(x[at]):.1f}%"
     texts = [t.name, t.source, t.direction, t.dtype, "x".join(map(str, t.shape))]
     numbers = [
-      value(s.max),
+      value(s.max) or ("NaN" if s.nan[at] else "inf" if s.inf[at] else ""),
       value(s.rms),
       value(s.min_nonzero),
       str(int(s.nan[at])),

@@ -90,12 +90,12 @@ class Report:
           t.dtype,
           "x".join(map(str, t.shape)) or "scalar",
           t.direction,
-          number(_best(np.nanmax, s.max)),
+          sizeless(t, "inf") or number(_best(np.nanmax, s.max)),
           number(_best(np.nanmax, s.rms)),
           number(_best(np.nanmin, s.min_nonzero)),
           str(t.nonfinite),
           "?" if np.isnan(s.zero).all() else f"{100 * float(np.nanmean(s.zero)):.0f}%",
-          _bits(_best(np.nanmin, s.headroom[fmt])),
+          sizeless(t, "none") or _bits(_best(np.nanmin, s.headroom[fmt])),
           ",".join(map(str, at)),
         ]
       )
@@ -140,6 +140,13 @@ def severity(t: Tensor, fmt: str) -> tuple[bool, float]:
   """Sort key: tensors with non-finite numbers first, then by headroom."""
   bits = _best(np.nanmin, t.stats.headroom[fmt])
   return (t.nonfinite == 0, math.inf if math.isnan(bits) else bits)
+
+
+def sizeless(t: Tensor, infinite: str) -> str:
+  """What stands for the size of a tensor without a finite number (but zeros): "NaN" or ``infinite``; "" of all others."""
+  if t.nonfinite == 0 or not np.isnan(t.stats.max).all():
+    return ""
+  return "NaN" if t.stats.nan.any() else infinite
 
 
 def worst_index(t: Tensor) -> tuple[int, ...]:

@@ -219,12 +219,13 @@ class Stats:
   An entry that was never computed (a branch not taken) is NaN, with count 0.
 
   Attributes:
-    count: elements measured.      max: largest finite |x|.      wide: the same before rounding to a narrow dtype, or 0.
+    count: elements measured.      wide: as max, before rounding to a narrow dtype, or 0.
+    max: largest finite |x|; NaN where elements are not finite and no other is above 0.
     rms: root mean square; NaN beside non-finite elements and where float32 squares under- or overflow (< 1e-19 or > 1e19).
     min_nonzero: smallest |x| > 0.      nan, inf, neg_inf: number of NaN, of +-inf, of -inf.      negative: elements < 0.
     zero: share of exact zeros.      subnormal: share of zeros and of subnormals of the tensor's own dtype.
     flushed: for each format, the share that is zero there although it is not zero here.
-    headroom: for each format, log2(largest finite number / max) in bits; negative where max does not fit.
+    headroom: for each format, log2(largest finite number / max) in bits; negative where max does not fit, NaN with it.
   Only count, max, wide, nan, inf, neg_inf, negative and headroom exist in light mode; the others are NaN.
   """
 
@@ -255,7 +256,7 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
   count, nan, inf = whole(COUNT), whole(NAN), whole(INF)
   measured = count > 0
   nothing = np.full(count.shape, math.nan)
-  largest = np.where(measured, real(MAX), math.nan)
+  largest = np.where(measured & ((real(MAX) > 0) | (nan + inf == 0)), real(MAX), math.nan)
   with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
     share = lambda c: np.where(measured, whole(c) / count, math.nan) if full else nothing
     rms = np.sqrt(real(SQUARES) / count)

@@ -11,9 +11,24 @@ from typing import Any
 import jax
 
 from maxtext_like import __version__
+from maxtext_like.masking import masked, masked_words
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "CUDA_VISIBLE_DEVICES", "NVIDIA_", "TF_CPP_", "OMP_NUM_THREADS", "MAXTEXT_LIKE_")
+VARIABLES = frozenset(
+  """
+  XLA_FLAGS XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_ALLOCATOR XLA_CLIENT_MEM_FRACTION
+  LIBTPU_INIT_ARGS TPU_LIBRARY_PATH TPU_VISIBLE_DEVICES TPU_VISIBLE_CHIPS TPU_ACCELERATOR_TYPE TPU_WORKER_ID
+  TPU_PROCESS_BOUNDS TPU_CHIPS_PER_PROCESS_BOUNDS TPU_SKIP_MDS_QUERY
+  CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VERSION
+  NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES NVIDIA_TF32_OVERRIDE NVIDIA_PRODUCT_NAME
+  NCCL_VERSION NCCL_DEBUG NCCL_ALGO NCCL_PROTO NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_SHM_DISABLE
+  NCCL_IB_DISABLE NCCL_IB_HCA NCCL_SOCKET_IFNAME NCCL_NET NCCL_CUMEM_ENABLE NCCL_BUFFSIZE NCCL_MAX_NCHANNELS
+  ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES TF_CPP_MIN_LOG_LEVEL TF_CPP_MAX_VLOG_LEVEL
+  OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS MALLOC_ARENA_MAX
+  JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID MAXTEXT_LIKE_DEBUG
+  """.split()
+)
+"""Environment variables that change what a run does, beside JAX's own options. Others are not kept: any may be a secret."""
 
 
 def _version(package: str) -> str | None:
@@ -41,11 +56,12 @@ def _commit() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-  """Versions, devices, command and the environment variables that change what JAX does, as JSON values."""
+  """Versions, devices, command and the environment variables that change what a run does, as JSON values without secrets."""
   devices = jax.devices()
+  known = VARIABLES | {name.upper() for name in jax.config.values if name.startswith("jax_")}
   return {
-    "command": sys.argv,
-    "working_directory": os.getcwd(),
+    "command": masked_words(sys.argv),
+    "working_directory": masked(os.getcwd()),
     "commit": _commit(),
     "maxtext_like": __version__,
     "python": platform.python_version(),
@@ -54,5 +70,5 @@ def describe() -> dict[str, Any]:
     "packages": {name: version for name in PACKAGES if (version := _version(name))},
     "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in devices],
     "processes": jax.process_count(),
-    "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+    "variables": {k: masked(v) for k, v in sorted(os.environ.items()) if k in known},
   }

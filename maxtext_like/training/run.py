@@ -25,6 +25,7 @@ from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, StoppedRunError
 from maxtext_like.layers.param import count
+from maxtext_like.masking import masked
 from maxtext_like.training import environment, memory, standing, tokenizer
 from maxtext_like.training.changes import changes
 from maxtext_like.training.failed_step import FailedStep
@@ -117,8 +118,9 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
       goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
-      directory.keep_earlier("config.yml", loaded.to_yaml())
-      files.text("config.yml", loaded.to_yaml())
+      config_yaml = masked(loaded.to_yaml())
+      directory.keep_earlier("config.yml", config_yaml)
+      files.text("config.yml", config_yaml)
       env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, program.state_labels, config.training.steps)
@@ -144,7 +146,8 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       finally:
         watchdog.leave()
         loop.write_goodput()
-        page = _Page(directory.path, outcome, guard.report, loaded, env, goodput.to_json(), progress.unwritten)
+        spent, outcome = goodput.to_json(), masked(outcome)
+        page = _Page(directory.path, outcome, guard.report, config_yaml, env, spent, progress.unwritten)
         unwritten = files.end(REPORT, page.render)
         for line in unwritten:
           progress.say(line)
@@ -357,7 +360,7 @@ class _Page:
   directory: Path
   outcome: str
   finiteness: Report
-  loaded: Loaded
+  config_yaml: str
   environment: dict[str, Any]
   goodput: dict[str, Any]
   output: str | None
@@ -369,7 +372,7 @@ class _Page:
       rows=read(self.directory / METRICS),
       samples=read(self.directory / SAMPLES),
       finiteness=self.finiteness,
-      config_yaml=self.loaded.to_yaml(),
+      config_yaml=self.config_yaml,
       environment=self.environment,
       unwritten=[*unwritten, *([self.output] if self.output else [])],
       goodput=self.goodput,

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from maxtext_like.checkpoint import atomic
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.masking import masked_words
 from maxtext_like.training.watchdog import end_now
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def _identity() -> dict[str, Any]:
     "pid": os.getpid(),
     "start_ticks": _start_ticks(os.getpid()),
     "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-    "command": shlex.join(sys.argv),
+    "command": shlex.join(masked_words(sys.argv)),
     "token": secrets.token_hex(8),
   }
 
@@ -108,17 +109,22 @@ class RunDirectory:
     return self.path / name
 
   def keep_earlier(self, name: str, text: str) -> None:
-    """Copies a file that ``text`` is about to replace to the next free of config.1.yml, config.2.yml, ..., if it differs."""
+    """Copies a file that ``text`` is about to replace to the next free of config.1.yml, config.2.yml, ..., if it differs.
+
+    Where that fails it is told, and the run goes on.
+    """
     path = self.path / name
     try:
       earlier = path.read_text(encoding="utf-8", errors="backslashreplace")
+      if earlier != text:
+        number = 1
+        while (copy := path.with_stem(f"{path.stem}.{number}")).exists():
+          number += 1
+        self.write_text(copy.name, earlier)
     except FileNotFoundError:
       return
-    if earlier != text:
-      number = 1
-      while (copy := path.with_stem(f"{path.stem}.{number}")).exists():
-        number += 1
-      self.write_text(copy.name, earlier)
+    except OSError as error:
+      _log.warning("%s: %s; the earlier one is not kept", path, error.strerror)
 
   def __enter__(self) -> "RunDirectory":
     """Makes the directory, proves that it can be written and takes the lock.

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
+from maxtext_like.masking import masked_words
 from maxtext_like.training.sinks.output import say_on_stderr
 
 _QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
@@ -140,7 +141,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     """
     if checkpoint is None:
       return self._error(f"after step {step}; nothing of it is kept")
-    resume = shlex.join([os.path.basename(sys.executable), *sys.argv])
+    resume = shlex.join([os.path.basename(sys.executable), *masked_words(sys.argv)])
     return self._error(f"after step {step}, saved in {checkpoint}; to go on from there: {resume}")
 
   def error_at_start(self) -> StoppedRunError:

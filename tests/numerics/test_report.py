@@ -152,3 +152,23 @@ def test_colours_fall_in_lightness_with_headroom_and_text_stays_readable():
     assert (light + 0.05) / (dark + 0.05) > 4.0
   assert html_page.symbol(3.7, 0) == "3"
   assert [html_page.symbol(b, n) for b, n in ((-1, 0), (5, 2), (np.inf, 0), (np.nan, 0))] == ["▲", "✕", "∞", "·"]
+
+
+@pytest.mark.parametrize("level", ["full", "light", "flag"])
+def test_a_tensor_that_is_nan_throughout_has_no_headroom(level):
+  """Its largest finite number is that of no number at all, and 0 would leave infinitely many bits."""
+  x = jnp.full((3, 5), jnp.nan)
+  rows = statistics.stack([statistics.row(x, full=level == "full", flag=level == "flag")])
+  s = statistics.decode(rows, full=level == "full")
+  assert np.isnan(s.max).all()
+  assert all(np.isnan(bits).all() for bits in s.headroom.values())
+
+
+def test_tables_say_nan_where_nothing_is_finite():
+  report = xray(lambda x: jnp.log(x - 2) * 2)(jnp.ones((3, 5)))
+  line = next(line for line in report.table().splitlines() if " mul " in line)
+  assert line.count("NaN") == 2, line
+  assert "inf" not in line
+  page = report.html()
+  assert "inf bits" not in page
+  assert "15 non-finite, no size" in page
