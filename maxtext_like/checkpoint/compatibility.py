@@ -70,6 +70,11 @@ def _of_the_model(sections: dict[str, Any]) -> dict[str, Any]:
   return {"model": sections.get("model", {}), "vision": tower}
 
 
+def require_same_model(where: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+  """The part of ``check_state`` that needs no arrays. Raises UserError."""
+  check_state(where, saved, current, {}, {}, allow_dtype_change=True)
+
+
 def check_state(
   where: str,
   saved: dict[str, Any],

@@ -9,7 +9,7 @@ from maxtext_like.errors import UserError
 
 
 def split_configuration(verb: str, description: str, argv: list[str], epilog: str = "") -> tuple[str, list[str]]:
-  """Splits ``CONFIG [hardware.yml ...] [key=value ...]``; prints the help of the verb and exits when asked to.
+  """Splits ``CONFIG [overlay.yml ...] [key=value ...]``; prints the help of the verb and exits when asked to.
 
   Args:
     verb: the verb, for the usage line.
@@ -49,14 +49,15 @@ def configuration_parser(verb: str, description: str, epilog: str = "") -> argpa
   """The parser that writes the help of a verb ``VERB CONFIG [key=value ...]``; a verb may add options of its own."""
   parser = argparse.ArgumentParser(
     prog=f"maxtext-like {verb}",
-    usage=f"maxtext-like {verb} CONFIG [hardware.yml ...] [key=value ...]",
+    usage=f"maxtext-like {verb} CONFIG [overlay.yml ...] [key=value ...]",
     description=description,
     epilog=epilog,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
   parser.add_argument("CONFIG", help="a model's name, as gemma4-tiny, or the path of a .yml file")
-  parser.add_argument("hardware.yml", nargs="*", help="files laid over the model file, as the mesh and kernels of a machine")
+  what = "files with some keys each, laid over the model file in order: your own settings, the mesh of a machine"
+  parser.add_argument("overlay.yml", nargs="*", help=what)
   parser.add_argument("key=value", nargs="*", help="values laid over the files; maxtext-like train --help-keys lists the keys")
   return parser
 

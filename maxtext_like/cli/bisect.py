@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
   options, words = _parse(argv)
   checkpoint = options.checkpoint and Path(options.checkpoint).expanduser()
   if checkpoint and not checkpoint.is_dir():
-    raise UserError(f"--checkpoint {options.checkpoint}: no such directory")
+    raise UserError(f"--checkpoint {options.checkpoint}: not a directory")
   load = _loader(options.config, checkpoint)
   loaded = load(words)
   print_notes(loaded.notes)
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   parser = argparse.ArgumentParser(
     prog="maxtext-like bisect",
-    usage="maxtext-like bisect [CONFIG] [--checkpoint DIR] [--tolerance X] [hardware.yml ...] [key=value ...]",
+    usage="maxtext-like bisect [CONFIG] [--checkpoint DIR] [--tolerance X] [overlay.yml ...] [key=value ...]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,

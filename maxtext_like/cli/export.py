@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import existing_path, local_path
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ def run(argv: list[str]) -> int:
     exit_on_error=False,
   )
   parser.add_argument(
-    "source", type=local_path, metavar="RUN_OR_DIR", nargs="?", help="a run, one of its checkpoints, or an imported checkpoint"
+    "source",
+    type=existing_path,
+    metavar="RUN_OR_DIR",
+    nargs="?",
+    help="a run, one of its checkpoints, or an imported checkpoint",
   )
   parser.add_argument("--out", type=local_path, metavar="HF_DIR", help="a new directory")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")

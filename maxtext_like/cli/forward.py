@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import existing_path, local_path
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     exit_on_error=False,
   )
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="directory with config.json and safetensors")
-  parser.add_argument("--inputs", type=local_path, metavar="IN.npz", help="the input arrays")
+  parser.add_argument("--inputs", type=existing_path, metavar="IN.npz", help="the input arrays")
   parser.add_argument("--output", type=local_path, metavar="OUT.npz", help="where to write the results; replaced if it exists")
   parser.add_argument("--gradients", action="store_true", help="gradients of the loss as well; needs labels")
   try:

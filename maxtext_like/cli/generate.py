@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Continues prompts, one from the command line or one a line of a .jsonl file:
@@ -102,10 +102,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   )
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="what to generate with")
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
-  parser.add_argument("--image", type=local_path, metavar="FILE", action="append", default=[], dest="images",
+  parser.add_argument("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
                       help="PNG or JPEG, put where the prompt says <image>, else before it; several in order")  # fmt: skip
   parser.add_argument(
-    "--batch", type=local_path, metavar="FILE", help='a .jsonl file with a "prompt" and perhaps "images" in every line'
+    "--batch", type=existing_path, metavar="FILE", help='a .jsonl file with a "prompt" and perhaps "images" in every line'
   )
   parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="longest answer, in tokens (128)")
   parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 takes the most likely token (1)")

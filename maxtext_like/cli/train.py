@@ -9,11 +9,12 @@ DESCRIPTION = "Trains a model. The same command again goes on from the newest ch
 EXAMPLES = """examples:
   maxtext-like train gemma4-tiny
   maxtext-like train gemma4-tiny steps=200 run_name=first dtype=bfloat16
-  maxtext-like train gemma4-31b gpu/h200.yml steps=2 finite_check_steps=2
+  maxtext-like train gemma4-31b gpu/h200.yml mine.yml steps=2    two files laid over the model's, then a value
   maxtext-like train --help-keys learning
 
 A run is the directory output_dir/run_name, runs/gemma4-tiny by default: config.yml, env.json, metrics.jsonl,
-finiteness.json, tensorboard/, checkpoints/ and, at the end, report.html.
+finiteness.json, tensorboard/, checkpoints/ and, at the end, report.html. What a later start would replace is kept beside it:
+config.1.yml, metrics.dropped.jsonl.
 
 exit codes: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers; 4 does not fit the machine;
 42 stopped by SIGTERM or a fault that a restart can mend; 130 stopped by Ctrl-C"""

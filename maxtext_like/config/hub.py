@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import existing_path, local_path
 
 KEYS = ("init_from", "tokenizer")
 """Keys of a configuration whose value may be such a name."""
@@ -47,8 +47,8 @@ def advice(text: str) -> str:
 
 
 def checkpoint_path(text: str) -> str:
-  """A checkpoint's directory as the ``type`` of an option or word that argparse reads: a path, or a model of the cache."""
+  """A checkpoint that is there as the ``type`` of an option or word that argparse reads: a path, or a model of the cache."""
   found = find(local_path(text))
   if found is None and (how := advice(text)):
     raise argparse.ArgumentTypeError(f"{text} is no directory here{how}")
-  return str(found or text)
+  return existing_path(str(found or text))

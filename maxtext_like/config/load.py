@@ -1,4 +1,4 @@
-"""``load_config``: base.yml <- model file <- hardware files <- command line, merged into one checked ``Config``."""
+"""``load_config``: base.yml <- model file <- overlays <- command line, merged into one checked ``Config``."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
 
   Args:
     path: a model's name (``gemma4-tiny``) or the path of a model file: sectioned, flat, or MaxText's.
-    overrides: what follows on the command line: ``key=value``, ``section.key=value``, hardware files.
+    overrides: what follows on the command line: ``key=value``, ``section.key=value``, overlays.
 
   Returns:
     The configuration with origins.
@@ -182,8 +182,8 @@ def _hardware_file(name: str) -> Path:
         f"hardware={name}: the device is found, and hardware is a file of keys for it"
         "\n  fix: leave it out; JAX_PLATFORMS=cpu before the command takes the CPU though there is an accelerator"
       )
-    kind = "is a directory, not a file" if path.is_dir() else "no such hardware file"
-    raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are hardware files")
+    kind = "is a directory, not a file" if path.is_dir() else "no such overlay"
+    raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are laid over it")
   return path
 
 

@@ -75,14 +75,14 @@ def is_key(word: str) -> bool:
 
 
 def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Problem]]:
-  """Splits the words after the model into hardware files and values.
+  """Splits the words after the model into overlays and values.
 
   Args:
     words: ``key=value``, ``section.key=value``, ``--key=value``, ``--key value``, ``key value``, ``file.yml``,
       ``hardware=file.yml``.
 
   Returns:
-    Paths of hardware files and entries, each in the order of the command line; a problem for every word that is none of
+    Paths of overlays and entries, each in the order of the command line; a problem for every word that is none of
     these, every empty key, empty value and unknown key.
   """
   hardware: list[str] = []

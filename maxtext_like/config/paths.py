@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
@@ -34,6 +35,13 @@ def local_path(text: str) -> str:
   """The same as the ``type`` of an option or word that argparse reads."""
   if is_url(text):
     raise argparse.ArgumentTypeError(f"{text} is a URL, not a path: {_FIX}")
+  return text
+
+
+def existing_path(text: str) -> str:
+  """``local_path`` of what is to be read: it has to be there, which is seen before anything heavy is imported."""
+  if not Path(local_path(text)).expanduser().exists():
+    raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
   return text
 
 

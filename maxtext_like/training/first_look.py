@@ -29,7 +29,7 @@ def first_look(loaded: Loaded) -> str | None:
     The line that says that the run is finished; None: there may be work to do.
 
   Raises:
-    UserError: every path that leads nowhere; or as ``Standing.require``.
+    UserError: every path that leads nowhere; or as ``Standing.require``; or the run is of another model.
   """
   config = loaded.config
   directory = run_directory(config)
@@ -37,8 +37,11 @@ def first_look(loaded: Loaded) -> str | None:
     raise error_of(problems)
   stands = standing.look(directory.path)
   stands.require(config.checkpoint)
-  if stands.newest is not None and stands.newest >= config.training.steps and _same(stands, config):
-    return finished_line(directory.path, stands.newest, config.training.steps)
+  if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
+    current = compatibility.record(config)
+    compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
+    if stands.newest >= config.training.steps and compatibility.surely_same_arrays(stored.config, current):
+      return finished_line(directory.path, stands.newest, config.training.steps)
   if (reason := _unusable(directory.path)) is not None:
     raise UserError(
       f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
@@ -77,15 +80,13 @@ def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> 
       data_files.find(entry, (), dataset, key)
 
 
-def _same(stands: standing.Standing, config: Config) -> bool:
-  """Nothing that could decide about the arrays differs; where something does, the program's own arrays are compared later."""
+def _manifest(step: Path) -> manifest.Manifest | None:
+  """Of a step that this version can read; what is wrong with another is said when it is restored."""
   try:
-    stored = manifest.read(stands.checkpoints / str(stands.newest))
+    stored = manifest.read(step)
   except manifest.DamageError:
-    return False
-  return stored.schema == manifest.SCHEMA_VERSION and compatibility.surely_same_arrays(
-    stored.config, compatibility.record(config)
-  )
+    return None
+  return stored if stored.schema <= manifest.SCHEMA_VERSION else None
 
 
 def _unusable(run: Path) -> str | None:

@@ -106,6 +106,8 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       if (newest := manager.latest_complete()) is not None:
         tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
+      if (gone := standing.gone_step(directory.path, newest)) is not None:
+        progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
       standing.remember_newest(directory.path, newest)
       stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
     stack.callback(watchdog.leave)

@@ -31,6 +31,31 @@ def remember_newest(run: Path, step: int | None) -> None:
     _log.warning("%s: %s; should the checkpoints be lost, the next start may not see it", run / NEWEST, error.strerror)
 
 
+def remembered_newest(run: Path) -> int | None:
+  """The newest step that was ever saved, damaged and deleted ones too; None: none was.
+
+  Raises:
+    FileNotFoundError: nobody wrote it down.
+    ValueError: what stands there is nothing of the kind.
+  """
+  record = json.loads((run / NEWEST).read_text(encoding="utf-8"))
+  step = record.get("step", "") if isinstance(record, dict) else ""
+  if not isinstance(step, int | None):
+    raise ValueError(f"no step in {json.dumps(record)}")
+  return step
+
+
+def gone_step(run: Path, newest: int | None) -> int | None:
+  """A later step than ``newest`` that was saved once, and that no directory is left of; None: there is none."""
+  try:
+    saved = remembered_newest(run)
+  except (FileNotFoundError, ValueError):
+    return None
+  if newest is None or saved is None or saved <= newest or any((run / "checkpoints").glob(f"{saved}*")):
+    return None
+  return saved
+
+
 @dataclass(frozen=True)
 class Standing:
   """What a run's directory says.
@@ -108,13 +133,13 @@ def _evidence(run: Path) -> list[str]:
   finished = _finished_steps(run)
   lines = [f"{name}: knows of step {step}" for name, step in finished.items()]
   try:
-    saved = json.loads((run / NEWEST).read_text(encoding="utf-8"))["step"]
+    saved = remembered_newest(run)
   except FileNotFoundError:
     due = _first_due(run)
     if due is None or max(finished.values(), default=0) < due:
       return []
     lines.append(f"{_CONFIG}: the first checkpoint was due at step {due}")
-  except (ValueError, KeyError, TypeError) as error:
+  except ValueError as error:
     lines.insert(0, f"{NEWEST}: cannot be read ({error})")
   else:
     if saved is None:

@@ -46,5 +46,5 @@ def test_help_names_what_it_takes(capsys):
   with pytest.raises(SystemExit, match="0"):
     main(["config", "--help"])
   out = capsys.readouterr().out
-  assert "maxtext-like config CONFIG [hardware.yml ...] [key=value ...]" in out
+  assert "maxtext-like config CONFIG [overlay.yml ...] [key=value ...]" in out
   assert "gemma4-31b" in out

@@ -91,7 +91,8 @@ def test_what_it_refuses(more: list[str], reason: str, checkpoint: Path, capsys:
 
 def test_images_for_checkpoints_without_a_tower_and_text_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture):
   text = copy_golden("gemma3_text", tmp_path / "text")
-  assert main(["generate", "--checkpoint", str(text), "--prompt", "a", "--image", "x.png"]) == 2
+  (tmp_path / "x.png").touch()
+  assert main(["generate", "--checkpoint", str(text), "--prompt", "a", "--image", str(tmp_path / "x.png")]) == 2
   assert "no vision tower (its config.json has no vision_config)" in capsys.readouterr().err
   (text / "tokenizer.json").unlink()
   assert main(["generate", "--checkpoint", str(text), "--prompt", "a"]) == 2

@@ -95,11 +95,14 @@ def test_keys_of_a_configuration(cached):
 def test_options(cached):
   snapshot = cached()
   assert hub.checkpoint_path(NAME) == str(snapshot)
-  assert hub.checkpoint_path("runs") == "runs"
+  with pytest.raises(argparse.ArgumentTypeError, match=r"^runs: no such file or directory"):
+    hub.checkpoint_path("runs")
   with pytest.raises(argparse.ArgumentTypeError, match="hf download google/gemma-3-12b-it"):
     hub.checkpoint_path("google/gemma-3-12b-it")
-  Path("runs").mkdir()
-  assert hub.checkpoint_path("runs/mine") == "runs/mine"  # a run that is not there, of a directory that is
+  Path("runs/mine").mkdir(parents=True)
+  assert hub.checkpoint_path("runs/mine") == "runs/mine"
+  with pytest.raises(argparse.ArgumentTypeError, match=r"^runs/others: no such file or directory"):
+    hub.checkpoint_path("runs/others")  # of a directory that is there, so no name of a model
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_understood(words):
     (["xyzzy=1"], "--help-keys"),
     (["training=5"], "unknown key 'training'"),
     (["steps=five"], "steps: 'five' is not an int"),
-    (["hardware=/nowhere.yml"], "no such hardware file"),
-    (["nowhere.yml"], "no such hardware file"),
+    (["hardware=/nowhere.yml"], "no such overlay"),
+    (["nowhere.yml"], "no such overlay"),
     (["hardware=."], "is a directory"),
   ],
 )

@@ -30,7 +30,6 @@ def finished(place, *words, step=100):
     (["mu_dtype=bfloat16"], False),
     (["opt_type=lion"], False),
     (["use_multimodal=true"], False),
-    (["sliding_window_size=7"], False),
   ],
 )
 def test_a_finished_run_is_known(tmp_path, words, known):
@@ -38,6 +37,12 @@ def test_a_finished_run_is_known(tmp_path, words, known):
   said = first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", *words]))
   steps = 50 if "steps=50" in words else 100
   assert said == (f"{tmp_path}/gemma4-tiny: already at step 100 of {steps}; raise steps to go on" if known else None)
+
+
+def test_another_model_is_refused(tmp_path):
+  finished(tmp_path)
+  with pytest.raises(UserError, match=r"model.sliding_window_size: checkpoint 32, this run 7"):
+    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "steps=200", "sliding_window_size=7"]))
 
 
 def test_every_wrong_path_is_listed_with_its_place(tmp_path):

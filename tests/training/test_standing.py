@@ -75,7 +75,17 @@ def test_without_metrics_finiteness_json_knows_of_steps(tmp_path):
   assert standing.look(tmp_path).evidence == ()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "{"])
+def test_a_later_step_that_is_gone(run):
+  assert standing.gone_step(run, 20) is None
+  standing.remember_newest(run, 40)
+  assert standing.gone_step(run, None) is None
+  assert standing.gone_step(run, 40) is None
+  assert standing.gone_step(run, 20) == 40
+  (run / "checkpoints/40.corrupt").mkdir(parents=True)  # told by whoever moved it
+  assert standing.gone_step(run, 20) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"step": "40"}'])
 def test_a_damaged_record_is_no_licence_to_start_again(run, text):
   (run / standing.NEWEST).write_text(text)
   with pytest.raises(UserError, match=rf"{standing.NEWEST}: cannot be read"):
