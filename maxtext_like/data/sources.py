@@ -1,5 +1,6 @@
 """Which documents a configuration names, for training and for evaluation."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +12,11 @@ from maxtext_like.data.order import Split
 from maxtext_like.data.parquet import Parquet
 from maxtext_like.data.text import TextFiles, stdlib
 from maxtext_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES: dict[str, tuple[str, ...]] = {"text": (), "jsonl": jsonl.SUFFIXES, "parquet": (".parquet",)}
+"""The files of a folder that each data set reads; empty: all."""
 
 
 class DataConfig(Protocol):
@@ -61,16 +67,20 @@ def open_documents(data: DataConfig, vision: VisionConfig | None = None, split: 
   if data.dataset == "python-stdlib":
     refuse_path(data)
     return stdlib()
+  if data.dataset not in SUFFIXES:
+    raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+  files = data_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
+  if key == "eval_path":
+    trained = data_files.find(data.dataset_path, SUFFIXES[data.dataset], data.dataset)
+    if common := sorted(set(files) & set(trained)):
+      logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
   if data.dataset == "text":
-    return TextFiles(data_files.find(path, (), "text", key))
+    return TextFiles(files)
   if data.dataset == "jsonl":
-    files = data_files.find(path, jsonl.SUFFIXES, "jsonl", key)
     if vision is None:
       return jsonl.JsonLines(files, data.text_field)
     return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal)
-  if data.dataset == "parquet":
-    return Parquet(data_files.find(path, (".parquet",), "parquet", key), data.text_field)
-  raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+  return Parquet(files, data.text_field)
 
 
 def refuse_path(data: DataConfig) -> None:

@@ -170,7 +170,7 @@ def test_nothing_is_held_out_where_nothing_evaluates(make, path):
   assert len(texts_of(take(source, 10))) == 40
 
 
-def test_files_of_their_own_to_evaluate_on(make, path, tmp_path):
+def test_files_of_their_own_to_evaluate_on(make, path, tmp_path, caplog):
   other = write(tmp_path / "b.jsonl", ["one", "two", "three"])
   given_ = {"dataset_path": path, "eval_path": other, "packing": False, "length": 64, "global_batch": 4}
   trained, evaluated = make(**given_, dataset_documents_max=4), make(**given_, split="eval", dataset_documents_max=4)
@@ -179,6 +179,9 @@ def test_files_of_their_own_to_evaluate_on(make, path, tmp_path):
   assert (trained.documents, evaluated.documents) == (4, 3)
   without = make(**{**given_, "eval_path": None, "eval_interval": 0}, dataset_documents_max=4)
   without.set_state(trained.get_state())  # to begin with it, or to end it, leaves the training data as they are
+  with caplog.at_level(logging.WARNING):
+    make(**{**given_, "eval_path": [other, path]}, split="eval")
+  assert f"1 of the 2 files of data.eval_path are trained on too, as {path}" in caplog.text
   with pytest.raises(UserError, match=r"data\.eval_path '.*nowhere': no such file"):
     make(**{**given_, "eval_path": str(tmp_path / "nowhere")}, split="eval")
   (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{\n')

@@ -1,0 +1,81 @@
+"""What compressed jsonl costs: finding its lines, reading records in random order, and the memory of both.
+
+  python benchmarks/packed_data.py [MEGABYTES]
+
+Makes jsonl of random words in a temporary folder (default: 1300 MB of 1.1 KB records, which takes a minute), packs it, and
+reads each file in a process of its own. Needs the extra `zstd`.
+"""
+
+import gzip
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+READS = 150_000
+
+
+def make(folder: Path, megabytes: int) -> list[Path]:
+  """The same records plain, as gzip and as zstd."""
+  import zstandard
+
+  words, chosen = ["alpha", "beta", "gamma", "delta", "training", "token", "é", "\n"], random.Random(0)
+  plain, packed, framed = (folder / name for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"))
+  frames = zstandard.ZstdCompressor(level=1)
+  with (
+    plain.open("wb") as p,
+    gzip.open(packed, "wb", compresslevel=1) as g,
+    framed.open("wb") as f,
+    frames.stream_writer(f) as z,
+  ):
+    size = 0
+    while size < megabytes * 10**6:
+      records = ({"text": " ".join(chosen.choices(words, k=200)), "id": chosen.random()} for _ in range(2000))
+      block = "".join(json.dumps(record) + "\n" for record in records).encode()
+      size += len(block)
+      for file in (p, g, z):
+        file.write(block)
+  return [plain, packed, framed]
+
+
+def measure(path: str) -> None:
+  """Prints the times of one file and what the memory of this process has grown by."""
+  import numpy as np
+
+  from maxtext_like.data.jsonl import JsonLines
+  from maxtext_like.data.order import Order
+
+  before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+  documents = JsonLines([path], "text")
+  index = time.perf_counter() - begin
+  order = Order(np.arange(len(documents)), shuffle_seed=0, repeat=True, groups=documents.groups)
+  begin = time.perf_counter()
+  for i in range(READS):
+    documents.read(order[i])
+  reads = time.perf_counter() - begin
+  grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+  lines = len(documents) * 24
+  size = Path(path).stat().st_size
+  print(
+    f"{Path(path).name:12} {size / 1e6:7.0f} MB {len(documents):9,} records  lines found in {index:5.1f} s  {READS:,} records "
+    f"in random order {reads:5.1f} s  memory {(grown - lines) / 1e9:.2f} GB + {lines / 1e6:.0f} MB"
+  )
+
+
+def main() -> None:
+  if len(sys.argv) == 3 and sys.argv[1] == "--file":
+    measure(sys.argv[2])
+    return
+  megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 1300
+  with tempfile.TemporaryDirectory() as folder:
+    for path in make(Path(folder), megabytes):
+      subprocess.run([sys.executable, __file__, "--file", str(path)], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+  main()
