@@ -1,22 +1,27 @@
-"""``maxtext-like compile``: the train step compiled for a TPU slice on this machine, and whether it fits there."""
+"""``maxtext-like compile``: the train step compiled for a TPU slice, or estimated for GPUs, and whether it fits there."""
+
+import os
 
 from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
+from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, GpuHost, find_gpus, find_topology
 
 DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
-(pip install -e '.[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed.
+(pip install -e '.[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed. For GPUs, whose programs
+only the device's own libraries can compile, it prints the estimate that train makes before it allocates anything.
 
-  topology=NAME     the slice: {", ".join(TOPOLOGIES)}
-  xla_flags=GROUP   base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
+  topology=NAME     a slice: {", ".join(TOPOLOGIES)}
+                    GPUs of a host, by estimate: a100-1 (80 GB), h100-8, h200-8, b200-8, h200 for one
+  xla_flags=GROUP   TPU: base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
                     them for a run; compiles 2 to 3 times as long and needs about as much memory
 
 Exit code 0: fits, 4: does not fit, 2: wrong usage."""
 EXAMPLES = """examples:
   maxtext-like compile gemma4-tiny topology=v6e-1
   maxtext-like compile gemma4-31b topology=v6e-32
-  maxtext-like compile gemma4-31b tpu/v6e-32.yml topology=v6e-32 per_device_batch_size=2"""
+  maxtext-like compile gemma4-31b tpu/v6e-32.yml topology=v6e-32 per_device_batch_size=2
+  maxtext-like compile gemma4-31b topology=h200-8"""
 
 
 def run(argv: list[str]) -> int:
@@ -24,18 +29,52 @@ def run(argv: list[str]) -> int:
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)
   if "topology" not in own:
-    raise UserError(f"compile: no topology\n  fix: add topology=NAME, one of {', '.join(TOPOLOGIES)}")
-  topology = find_topology(own["topology"])
+    raise UserError(f"compile: no topology\n  fix: add topology=NAME, one of {', '.join((*TOPOLOGIES, *GPU_NAMES))}")
+  host = find_gpus(own["topology"])
+  if host is not None and "xla_flags" in own:
+    raise UserError(f"compile: xla_flags={own['xla_flags']} is for TPUs, {host.name} is not\n  fix: leave it out")
+  topology = None if host else find_topology(own["topology"], GPU_NAMES)
 
   # Later than the configuration's errors, which should come at once.
   loaded = load_config(config, overrides)
   print_notes(loaded.notes)
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  if host is not None:
+    return estimate(loaded, host)
   from maxtext_like.training import ahead_of_time
 
   group = own.get("xla_flags", "base")
   step = ahead_of_time.compile_step(loaded.config, topology, ahead_of_time.xla_flags(group))
   print(report(loaded, step, group))
   return 0 if step.fits else DoesNotFitError.exit_code
+
+
+def estimate(loaded: Loaded, host: GpuHost) -> int:
+  """Prints what a step needs of each GPU, in GB (1e9 bytes), and gives the exit code."""
+  import jax
+
+  from maxtext_like.layers.param import count
+  from maxtext_like.training import memory
+
+  program, need, limit = memory.for_gpus(loaded.config, host)
+  fits = need.total <= limit.bytes
+  mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+  rows = [
+    *_run_rows(loaded, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
+    ("topology", f"{host.name} ({host.card}), {host.gpus} of one host, mesh {mesh}"),
+    *(("attention", str(use)) for use in program.kernels),
+    ("by estimate", "no GPU is here, and nothing was compiled: these are the arrays that follow from shapes and shardings,"),
+    ("", "as train counts them before it allocates; of each GPU:"),
+  ]
+  print("\n".join(f"  {name:<12} {value}" for name, value in rows))
+  print(memory.table(need, limit))
+  tail = [("not counted", "what XLA, cuDNN and NCCL work in, and weights that are gathered for a layer: the device tells")]
+  share = f"{need.total / limit.bytes:.0%} of what there is"
+  tail.append(("verdict", f"fits by estimate, with {share}" if fits else f"does not fit: {share}"))
+  print("\n".join(f"  {name:<12} {value}" for name, value in tail))
+  if not fits:
+    print(memory.remedies(program, need, limit))
+  return 0 if fits else DoesNotFitError.exit_code
 
 
 def split_own(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -58,15 +97,11 @@ def report(loaded: Loaded, step, group: str) -> str:
   """The table for people, in GiB (2**30 bytes) or MiB of one chip."""
   from maxtext_like.training.ahead_of_time import version
 
-  c, t, hbm = loaded.config, loaded.config.training, step.topology.hbm_bytes
+  hbm = step.topology.hbm_bytes
   chips = "1 chip" if step.topology.chips == 1 else f"{step.topology.chips} chips"
   mesh = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items())
-  shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a chip"
-  if t.gradient_accumulation_steps > 1:
-    shape += f", {t.gradient_accumulation_steps} times"
   rows = [
-    ("model", f"{c.model.model_name}, {step.parameters:,} parameters, {c.precision.weight_dtype} weights"),
-    ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
+    *_run_rows(loaded, step.parameters, "chip"),
     ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
     *(("attention", str(use)) for use in step.kernels),
     ("arguments", f"{_size(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
@@ -85,6 +120,18 @@ def report(loaded: Loaded, step, group: str) -> str:
     rows.append(("compiler", step.out_of_memory))
   rows.append(("verdict", "fits" if step.fits else f"does not fit: {_remedy(step)}"))
   return "\n".join(f"  {name:<12} {value}" for name, value in rows)
+
+
+def _run_rows(loaded: Loaded, parameters: int, device: str) -> list[tuple[str, str]]:
+  """What is looked at: model and training, the batch as that of a device, which is called ``device``."""
+  c, t = loaded.config, loaded.config.training
+  shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a {device}"
+  if t.gradient_accumulation_steps > 1:
+    shape += f", {t.gradient_accumulation_steps} times"
+  return [
+    ("model", f"{c.model.model_name}, {parameters:,} parameters, {c.precision.weight_dtype} weights"),
+    ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
+  ]
 
 
 def collectives(step) -> str:

@@ -42,7 +42,7 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
   if any(use.kernel == "cudnn_flash" for use in program.kernels):
     alone = dataclasses.replace(config.mesh, **dict.fromkeys(named, 1))
     program = make_program(config, mesh=make_mesh(alone, jax.devices()[:1]), platform=kind)
-  with _short_locations(), _assumed_gpu():
+  with _short_locations(), assumed_gpu():
     lowered = program.lower_step(platform)
     return program, lowered.compiler_ir("stablehlo")
 
@@ -89,8 +89,8 @@ def _short_locations() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _assumed_gpu() -> Iterator[None]:
-  """Lets JAX lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
+def assumed_gpu() -> Iterator[None]:
+  """Lets JAX trace and lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   answers = {

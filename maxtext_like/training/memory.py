@@ -9,10 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.errors import DoesNotFitError
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
+from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.program import Program
+from maxtext_like.training.lowered import assumed_gpu
+from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.topologies import GpuHost, memory_of
 from maxtext_like.training.trainable import merge
 
 GB = 1e9
@@ -117,9 +121,10 @@ def device_limit(device: Any, devices_here: int) -> Limit | None:
     limit = host_limit()
     return limit and Limit(limit.bytes // devices_here, limit.source)
   stats = device.memory_stats() or {}
-  if "bytes_limit" not in stats:
-    return None
-  return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
+  if "bytes_limit" in stats:
+    return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
+  known = memory_of(device.device_kind)  # with another allocator than JAX's own
+  return known and Limit(known, f"{device.device_kind}, all of it")
 
 
 def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Limit | None:
@@ -142,6 +147,21 @@ def table(need: MemoryEstimate, limit: Limit | None) -> str:
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
   return "\n".join(lines)
+
+
+def for_gpus(config: Config, host: GpuHost) -> tuple[Program, MemoryEstimate, Limit]:
+  """A run on GPUs that are not here: its program, which nothing can compile, the estimate that ``train`` makes, the limit.
+
+  Raises:
+    UserError: as ``make_program``; a mesh that does not fit the host.
+  """
+  try:
+    program = make_program(config, mesh=abstract_mesh(config.mesh, host.gpus), platform="gpu")
+  except UserError as error:
+    raise UserError(f"topology={host.name}: {error}") from error
+  with assumed_gpu():
+    need = estimate(program)
+  return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of an {host.card}")
 
 
 def require_fit(program: Program) -> tuple[MemoryEstimate, Limit | None]:

@@ -1,5 +1,7 @@
-"""TPU slices that the train step can be compiled for on any machine, with the memory of a chip. Imports no JAX."""
+"""TPU slices that the train step can be compiled for on any machine, GPUs that it is estimated for. Imports no JAX."""
 
+import os
+import re
 from dataclasses import dataclass
 
 from maxtext_like.config.problems import nearest
@@ -44,16 +46,86 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
-def find_topology(name: str) -> Topology:
+def find_topology(name: str, others: tuple[str, ...] = ()) -> Topology:
   """The slice of this name.
+
+  Args:
+    name: of a slice.
+    others: names that whoever asks knows besides, for the error.
 
   Raises:
     UserError: unknown, with the nearest names.
   """
   if name in TOPOLOGIES:
     return TOPOLOGIES[name]
-  near = nearest(name, TOPOLOGIES, count=3)
-  known = ", ".join(TOPOLOGIES)
+  near = nearest(name, (*TOPOLOGIES, *others), count=3)
+  known = ", ".join((*TOPOLOGIES, *others))
   raise UserError(
     f"topology={name}: unknown topology{', did you mean ' + ' or '.join(near) + '?' if near else ''}\n  fix: one of {known}"
   )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuHost:
+  """GPUs of one host.
+
+  Attributes:
+    name: as people order it, ``h200-8``: the card and how many of them.
+    card: as JAX calls it.
+    gpus: how many.
+    card_bytes: memory of one card that CUDA gives out.
+    share: of it, what JAX takes.
+  """
+
+  name: str
+  card: str
+  gpus: int
+  card_bytes: int
+  share: float
+
+  @property
+  def bytes(self) -> int:
+    """Of a card, what JAX lets a program use."""
+    return int(self.card_bytes * self.share)
+
+
+_SHARE, _SHARE_VARIABLE = 0.92, "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as gpu/env.sh sets it; JAX's own is 0.75
+MAX_GPUS = 8
+# What CUDA says of a card. H100 and H200 were asked (driver 580.159.04); A100 and B200 as PyTorch's messages about a lack of
+# memory have it, the smallest that is published (it varies with the driver by 0.2 GiB).
+_CARDS = {
+  "a100": ("NVIDIA A100-SXM4-80GB", int(79.15 * GIB)),
+  "h100": ("NVIDIA H100 80GB HBM3", 85_017_493_504),
+  "h200": ("NVIDIA H200", 150_109_880_320),
+  "b200": ("NVIDIA B200", int(178.35 * GIB)),
+}
+GPU_NAMES = tuple(f"{card}-{gpus}" for card in _CARDS for gpus in (1, 2, 4, 8))
+
+
+def find_gpus(name: str) -> GpuHost | None:
+  """The GPUs of this name, ``h200`` for one of them; None: it names none.
+
+  Raises:
+    UserError: more than one host has; the environment's share of a card's memory is none.
+  """
+  found = re.fullmatch(rf"({'|'.join(_CARDS)})(?:-([0-9]{{1,6}}))?", name)
+  if found is None:
+    return None
+  gpus = int(found[2] or 1)
+  if not 1 <= gpus <= MAX_GPUS:
+    raise UserError(f"topology={name}: this version runs on one host, of 1 to {MAX_GPUS} GPUs\n  fix: topology={found[1]}-8")
+  card, size = _CARDS[found[1]]
+  return GpuHost(name=f"{found[1]}-{gpus}", card=card, gpus=gpus, card_bytes=size, share=_share())
+
+
+def _share() -> float:
+  text = os.environ.get(_SHARE_VARIABLE) or str(_SHARE)
+  if re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) is None or not float(text):
+    raise UserError(f"environment variable {_SHARE_VARIABLE}={text}: not a share of the memory\n  fix: unset it, or {_SHARE}")
+  return float(text)
+
+
+def memory_of(device_kind: str) -> int | None:
+  """Bytes of a device by what JAX calls it, where it does not say itself; None: not in the tables here."""
+  cards = dict(_CARDS.values()) | {"TPU v6 lite": _V6E_HBM}
+  return cards.get(device_kind)

@@ -13,7 +13,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training import ahead_of_time
 from maxtext_like.training.ahead_of_time import CompiledStep, count_collectives, out_of_memory_bytes, xla_flags
-from maxtext_like.training.topologies import GIB, TOPOLOGIES, find_topology
+from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -36,6 +36,11 @@ def test_topologies_are_what_their_names_say():
     (["gemma4-tiny", "topology"], "no value"),
     (["gemma4-tiny", "topology=v6e-8", "stepz=3"], "did you mean 'steps'"),
     (["gemma4-tiny", "topology=v6e-8", "xla_flags=some"], "one of base, all"),
+    (["gemma4-tiny", "topology=h200-16"], "one host, of 1 to 8 GPUs\n  fix: topology=h200-8"),
+    (["gemma4-tiny", "topology=h100-0"], "one host, of 1 to 8 GPUs"),
+    (["gemma4-tiny", "topology=H200_8"], "did you mean h200-8"),
+    (["gemma4-tiny", "topology=h200", "xla_flags=all"], "xla_flags=all is for TPUs"),
+    (["gemma4-tiny", "topology=h200-8", "stepz=3"], "did you mean 'steps'"),
   ],
 )
 def test_wrong_words(words, message, capsys):
@@ -116,6 +121,55 @@ def test_flags_have_the_types_that_the_compiler_takes():
   assert base.items() < everything.items()
   with pytest.raises(UserError, match="xla_flags=most"):
     xla_flags("most")
+
+
+def test_gpus_are_what_their_names_say(monkeypatch):
+  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+  one, eight = find_gpus("h200"), find_gpus("h200-8")
+  assert one is not None
+  assert eight is not None
+  assert (one.name, one.gpus, eight.gpus, one.card) == ("h200-1", 1, 8, "NVIDIA H200")
+  assert all((host := find_gpus(name)) and host.name == name for name in GPU_NAMES)
+  assert not set(GPU_NAMES) & set(TOPOLOGIES)
+  assert find_gpus("v6e-8") is find_gpus("h200-x") is None
+  # What JAX 0.11.2 gave with this share on the cards themselves, which rounds it up to its blocks.
+  for card, limit in {"h100": 78_217_478_144, "h200": 138_101_653_504}.items():
+    host = find_gpus(card)
+    assert host is not None
+    assert 0 <= limit - host.bytes < 2 << 20
+    assert memory_of(host.card) == host.card_bytes
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "-0.5", "nan", "most", "0.9x"])
+def test_a_share_of_the_memory_that_is_none(value, monkeypatch, capsys):
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", value)
+  assert main(["compile", "gemma4-tiny", "topology=h200"]) == 2
+  assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={value}: not a share" in capsys.readouterr().err
+
+
+def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
+  """The numbers of an H200 are those that train printed on one: docs/gpu.md."""
+  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  words = ["compile", "gemma3-4b", "topology=h200", "per_device_batch_size=2"]
+  assert main(words) == 0
+  fits = capsys.readouterr().out
+  for part in (
+    "3,880,263,168 parameters",
+    "nothing was compiled",
+    "together          66.83 GB",
+    "138.10 GB",
+    "fits by estimate",
+  ):
+    assert part in fits
+  assert "temporaries" not in fits
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
+  assert main(words) == 4
+  too_big = capsys.readouterr().out
+  for part in ("60.04 GB  (0.4 of the 150.11 GB of an NVIDIA H200)", "does not fit: 111%", "per_device_batch_size=1 (now 2)"):
+    assert part in too_big
+  assert main(["compile", "gemma4-tiny", "topology=h200-8", "ici_fsdp_parallelism=3"]) == 2
+  assert "topology=h200-8: mesh: " in capsys.readouterr().err
 
 
 STEP = CompiledStep(

@@ -92,3 +92,17 @@ def test_the_container_counts_when_it_has_less_than_the_machine(tmp_path: Path):
   (tmp_path / "memory.max").write_text("max\n")
   assert memory.host_limit(meminfo, tmp_path) == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
   assert memory.host_limit(tmp_path / "absent", tmp_path) is None
+
+
+def test_a_device_that_does_not_say_how_much_it_has_is_known_by_its_name():
+  class Device:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+    def memory_stats(self):
+      return None
+
+  limit = memory.device_limit(Device(), 1)
+  assert limit is not None
+  assert (limit.bytes, limit.source) == (150_109_880_320, "NVIDIA H200, all of it")
+  Device.device_kind = "NVIDIA GeForce"
+  assert memory.device_limit(Device(), 1) is None
