@@ -33,18 +33,18 @@ def run(argv: list[str]) -> int:
   host = find_gpus(own["topology"])
   if host is not None and "xla_flags" in own:
     raise UserError(f"compile: xla_flags={own['xla_flags']} is for TPUs, {host.name} is not\n  fix: leave it out")
-  topology = None if host else find_topology(own["topology"], GPU_NAMES)
+  target = host or find_topology(own["topology"], GPU_NAMES)
 
   # Later than the configuration's errors, which should come at once.
   loaded = load_config(config, overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"
-  if host is not None:
-    return estimate(loaded, host)
+  if isinstance(target, GpuHost):
+    return estimate(loaded, target)
   from maxtext_like.training import ahead_of_time
 
   group = own.get("xla_flags", "base")
-  step = ahead_of_time.compile_step(loaded.config, topology, ahead_of_time.xla_flags(group))
+  step = ahead_of_time.compile_step(loaded.config, target, ahead_of_time.xla_flags(group))
   print(report(loaded, step, group))
   return 0 if step.fits else DoesNotFitError.exit_code
 

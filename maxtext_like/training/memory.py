@@ -124,7 +124,7 @@ def device_limit(device: Any, devices_here: int) -> Limit | None:
   if "bytes_limit" in stats:
     return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
   known = memory_of(device.device_kind)  # with another allocator than JAX's own
-  return known and Limit(known, f"{device.device_kind}, all of it")
+  return None if known is None else Limit(known, f"{device.device_kind}, all of it")
 
 
 def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Limit | None:
