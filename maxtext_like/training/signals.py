@@ -1,7 +1,8 @@
 """SIGTERM, Ctrl-C and a terminal that goes away ask the loop to stop after its step; asked twice, the process ends at once.
 
 Python runs signal handlers between two bytecodes of the main thread, which may sit in a compilation or a collective for
-minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there. Work in which
+minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there. No other one takes
+these signals: the system hands one to a single thread, and while that waits for a dead disk nobody hears of it. Work in which
 nothing is to be saved is done on a thread too (``StopRequest.interruptible``), so that the main thread can leave it.
 """
 
@@ -53,6 +54,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     self._before: dict[signal.Signals, Any] = {}
     self._read = self._write = -1
     self._old_wakeup = -1
+    self._mask: set[Any] = set()
     self._thread: threading.Thread | None = None
     self._wake = threading.Event()
     self._left: list[threading.Thread] = []
@@ -63,6 +65,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     self._before = {number: signal.signal(number, _ignore) for number in heard}
     self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+    self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # what starts from here on has it too
     self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
     self._thread.start()
     return self
@@ -76,8 +79,10 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       self._thread.join()
     os.close(self._write)
     os.close(self._read)
+    signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
   def _listen(self) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
     while byte := os.read(self._read, 1)[0]:
       if byte not in self._before:
         continue

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from maxtext_like.errors import ExitError, InterruptedRunError, RetryableError
 from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.sinks.output import say_on_stderr
 
 STACKS_NAME = "stacks.txt"
 _TICK_SECONDS = 0.5
@@ -165,8 +166,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._end(entry, limit)
       if entry.seconds >= limit / 2 and not entry.warned:
         entry.warned = True
-        text = f"\nwarning: {entry.what} takes {entry.seconds:.0f} s now; after {limit:.0f} s the run ends with exit code 42\n"
-        threading.Thread(target=_to_standard_error, args=(text,), daemon=True).start()
+        say_on_stderr(
+          f"\nwarning: {entry.what} takes {entry.seconds:.0f} s by now; after {limit:.0f} s the run ends with exit code 42"
+        )
 
   def _end(self, entry: _Watched, limit: float) -> NoReturn:
     where = stacks()

@@ -1,0 +1,204 @@
+"""What hangs ends: frozen disks, a thread that is stopped, data that never come; stacks in the log, exit code 42."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+LONG = {"steps": 1_000_000, "log_interval": 5, "replay_failed_step": "false"}
+
+
+class Disk:
+  """A file system of its own in a namespace of its own, whose writers can be stopped for any time (FIFREEZE)."""
+
+  def __init__(self, image: Path, place: Path):
+    self.place = place
+    script = 'truncate -s 64M "$0" && mkfs.ext4 -q -F "$0" && mount -o loop "$0" "$1" && echo ready && read end'
+    self._keeper = subprocess.Popen(
+      ["unshare", "-m", "sh", "-c", script, image, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert self._keeper.stdout is not None
+    self.usable = self._keeper.stdout.readline() == "ready\n"
+    self.inside = ["nsenter", "-m", "-t", str(self._keeper.pid), f"--wdns={ROOT}"]
+    self.seen_from_outside = Path(f"/proc/{self._keeper.pid}/root{place}")
+    self._processes: list[subprocess.Popen] = []
+
+  def spawn(self, train, name, **keys):
+    """A run of train.py that sees this disk."""
+    self._processes.append(train.spawn(name, prefix=self.inside, **keys))
+    return self._processes[-1]
+
+  def freeze(self):
+    subprocess.run([*self.inside, "fsfreeze", "-f", self.place], check=True)
+
+  def thaw(self):
+    subprocess.run([*self.inside, "fsfreeze", "-u", self.place], stderr=subprocess.DEVNULL, check=False)
+
+  def close(self):
+    if self.usable:
+      self.thaw()
+    for process in self._processes:
+      process.kill()
+      process.wait()
+    self._keeper.communicate("end\n")
+
+  def steps(self):
+    """The steps whose manifest is there."""
+    return sorted(int(path.parent.name) for path in self.seen_from_outside.glob("*/COMPLETE.json"))
+
+
+@pytest.fixture
+def disk(train, tmp_path):
+  """The checkpoints of run "a" on a disk of their own."""
+  if not all(map(shutil.which, ("unshare", "nsenter", "fsfreeze", "mkfs.ext4"))):
+    pytest.skip("needs unshare, nsenter, fsfreeze and mkfs.ext4")
+  train.checkpoints("a").mkdir(parents=True)
+  found = Disk(tmp_path / "image", train.checkpoints("a"))
+  try:
+    if not found.usable:
+      pytest.skip("needs the right to mount a loop device (root with CAP_SYS_ADMIN)")
+    yield found
+  finally:
+    found.close()
+
+
+def hangs_and_ends(train, process, disk, message):
+  """A process that waits for a frozen disk cannot even die before that thaws; that it is on its way is in its log."""
+  train.wait_for(message, process)
+  train.wait_for(r"threads:\n(.*\n)*.*Thread 0x.*most recent call first", process)
+  disk.thaw()
+  assert process.wait(timeout=60) == 42, train.log.read_text()
+  assert "Traceback" not in train.log.read_text()
+
+
+def waits_for_the_disk(process):
+  """Waits until one of its threads sleeps where no signal wakes it."""
+  deadline = time.monotonic() + 60
+  looks = 0
+  while looks < 20:  # reading from a disk that answers looks the same, for a moment
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+    looks = looks + 1 if "D" in states else 0
+    assert time.monotonic() < deadline, states
+    time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_disk_that_never_answers(train, disk):
+  """A save that hangs, SIGTERM while one hangs, and a start that hangs; the newest whole checkpoint is gone on from."""
+  process = disk.spawn(train, "a", watchdog_save_seconds=4, **LONG)
+  train.wait_for(r"step +25 of", process)
+  disk.freeze()
+  saved = disk.steps()
+  hangs_and_ends(train, process, disk, r"error: the (wait for the )?save of step \d+ takes longer than 4 s")
+  text = train.log.read_text()
+  assert "(watchdog_save_seconds): the run ends here, and the newest whole checkpoint stays as it is" in text
+  assert "checkpoint-" in text.partition("threads:")[2] or "MainThread" in text.partition("threads:")[2]
+  assert text.partition("threads:")[2] in (train.output_dir / "a" / "stacks.txt").read_text()
+  assert disk.steps() == saved
+
+  process = disk.spawn(train, "a", watchdog_save_seconds=0, watchdog_exit_seconds=3, **LONG)
+  train.wait_for(rf"from step {saved[-1]} in(.*\n)*step", process)
+  disk.freeze()
+  saved = disk.steps()
+  waits_for_the_disk(process)
+  process.send_signal(signal.SIGTERM)
+  hangs_and_ends(train, process, disk, r"error: the way out of the run takes longer than 3 s \(watchdog_exit_seconds\)")
+  assert disk.steps() == saved
+
+  disk.freeze()
+  process = disk.spawn(train, "b", output_dir=disk.place, watchdog_compile_seconds=3, **LONG)
+  hangs_and_ends(train, process, disk, r"error: the start takes longer than 3 s \(watchdog_compile_seconds\)")
+
+
+@contextlib.contextmanager
+def helped_by(program, *words, says):
+  """Runs a Python program until the end of the context; None when it ended instead of saying that it is ready."""
+  with subprocess.Popen([sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout is not None
+    yield process if process.stdout.readline() == f"{says}\n" else None
+    process.kill()
+
+
+STOP_MAIN_THREAD = """
+import ctypes, os, sys, time
+SEIZE, INTERRUPT, CONT = 0x4206, 0x4207, 7
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+thread = int(sys.argv[1])
+if libc.ptrace(SEIZE, thread, None, None):
+  sys.exit(f"cannot trace: {os.strerror(ctypes.get_errno())}")
+while True:
+  libc.ptrace(INTERRUPT, thread, None, None)
+  os.waitpid(thread, 0x40000000)
+  # Stopped in a futex it waits for something, and so without Python's lock, which the other threads need.
+  if open(f"/proc/{thread}/task/{thread}/syscall").read().startswith("202 "):
+    break
+  libc.ptrace(CONT, thread, None, None)
+  time.sleep(0.001)
+print("stopped", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="knows the system calls of x86_64 Linux")
+def test_a_step_that_never_ends(train):
+  """The thread that steps is stopped from outside (ptrace), all others go on."""
+  process = train.start("a", watchdog_step_seconds=2, **LONG)
+  train.wait_for(r"step +10 of", process)
+  while not train.complete("a"):
+    time.sleep(0.01)
+  with helped_by(STOP_MAIN_THREAD, process.pid, says="stopped") as stopper:
+    if stopper is None:
+      process.kill()
+      pytest.skip("needs the right to trace a process")
+    train.wait_for(r"error: step \d+ takes longer than 2 s \(watchdog_step_seconds\)(.*\n)*.*Thread 0x", process)
+  assert process.wait(timeout=60) == 42
+  assert "MainThread" in train.log.read_text()
+  assert train.complete("a")
+
+
+HOLD_LEASES = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # asks to give a lease back, because somebody opens the file
+held = []
+for name in sys.argv[1:]:
+  held.append(os.open(name, os.O_RDWR))
+  while True:
+    try:
+      fcntl.fcntl(held[-1], fcntl.F_SETLEASE, fcntl.F_WRLCK)
+      break
+    except BlockingIOError:  # it is being read
+      time.sleep(0.001)
+    except OSError as error:
+      sys.exit(f"no leases here: {error}")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
+def test_data_that_never_come(train, tmp_path):
+  """Whoever opens one of the files waits for another process (file leases, 45 s)."""
+  corpus = tmp_path / "corpus"
+  shutil.copytree(Path(train.keys["dataset_path"]).parent, corpus)
+  process = train.start("a", dataset_path=f"{corpus}/*.txt", watchdog_data_seconds=2, **LONG)
+  train.wait_for(r"step +10 of", process)
+  with helped_by(HOLD_LEASES, *corpus.iterdir(), says="held") as holder:
+    if holder is None:
+      process.kill()
+      pytest.skip("needs a file system with leases")
+    assert process.wait(timeout=60) == 42, train.log.read_text()
+  text = train.log.read_text()
+  assert "warning: no batch for 1 s; the data thread is at:" in text
+  assert "error: no batch for 2 s: the data source stalls" in text
+  assert 'data/files.py", line' in text
+  assert train.complete("a")
