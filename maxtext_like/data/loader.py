@@ -101,7 +101,7 @@ def make_data(
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
   multimodal = _multimodal(vision, tokenizer.encode_special if parse else tokenizer.encode, length)
-  documents = open_documents(data, vision, split)
+  documents = open_documents(data, vision, split, whole=tokenizer.special if parse else ())
   available, fraction = len(documents), held_out_fraction(data)
   whole = path_key(data, split) == "eval_path"  # evaluation has files of its own
   used = available if whole else min(available, data.dataset_documents_max or available)

@@ -1,7 +1,7 @@
 """Which documents a configuration names, for training and for evaluation."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from maxtext_like.config.vision import VisionConfig
@@ -60,8 +60,10 @@ def path_key(data: DataConfig, split: Split) -> str:
   return "eval_path" if split == "eval" and data.eval_path else "dataset_path"
 
 
-def open_documents(data: DataConfig, vision: VisionConfig | None = None, split: Split = "train") -> Documents:
-  """The documents that data.dataset names for a split; images are jsonl's alone. Raises UserError."""
+def open_documents(
+  data: DataConfig, vision: VisionConfig | None = None, split: Split = "train", whole: Iterable[str] = ()
+) -> Documents:
+  """The documents that data.dataset names for a split; images are jsonl's alone. `whole`: see TextFiles. Raises UserError."""
   key = path_key(data, split)
   path = data.eval_path if key == "eval_path" else data.dataset_path
   if data.dataset == "python-stdlib":
@@ -75,7 +77,7 @@ def open_documents(data: DataConfig, vision: VisionConfig | None = None, split: 
     if common := sorted(set(files) & set(trained)):
       logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
   if data.dataset == "text":
-    return TextFiles(files)
+    return TextFiles(files, whole=whole)
   if data.dataset == "jsonl":
     if vision is None:
       return jsonl.JsonLines(files, data.text_field)

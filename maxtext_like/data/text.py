@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from maxtext_like.data import files as data_files
@@ -29,13 +29,17 @@ class TextFiles:
 
   groups: Sequence[int] | None = None
 
-  def __init__(self, files: Sequence[str], *, piece_bytes: int = PIECE_BYTES, skip_undecodable: bool = False):
-    """`files`: paths. Raises UserError when there is no text in any of them."""
+  def __init__(
+    self, files: Sequence[str], *, piece_bytes: int = PIECE_BYTES, skip_undecodable: bool = False, whole: Iterable[str] = ()
+  ):
+    """`files`: paths; `whole`: spellings that no piece ends inside of. UserError when there is no text in any of them."""
     self._files = list(files)
     self._sizes = data_files.sizes(self._files)
     if not sum(self._sizes):
       raise UserError(f"data.dataset_path: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
     self._piece_bytes = piece_bytes
+    self._whole = sorted((spelling.encode() for spelling in whole), key=len, reverse=True)
+    self._longest = len(self._whole[0]) if self._whole else 0
     self._skip_undecodable = skip_undecodable
     self._pieces = [max(1, -(-size // piece_bytes)) for size in self._sizes]  # an empty file is an empty document
     self._ends = list(accumulate(self._pieces))
@@ -64,7 +68,19 @@ class TextFiles:
     skip = 1
     while skip < min(4, len(window)) and window[skip] & 0xC0 == 0x80:  # a continuation byte of a UTF-8 character
       skip += 1
-    return position + skip - 1
+    return self._after_spelling(file, position + skip - 1)
+
+  def _after_spelling(self, file: int, position: int) -> int:
+    """The end of the spelling that `position` lies inside of; else `position`."""
+    if not self._whole:
+      return position
+    begin = max(0, position - self._longest)
+    window, at = data_files.read_bytes(self._files[file], begin, 2 * self._longest), position - begin
+    for spelling in self._whole:
+      start = window.find(spelling, max(0, at - len(spelling) + 1))
+      if 0 <= start < at:
+        return begin + start + len(spelling)
+    return position
 
   def read(self, index: int) -> Record:
     file, piece = self._locate(index)
