@@ -31,6 +31,7 @@ ARGUMENTS = {
   "split": "train",
   "vision": None,
   "lookup": None,
+  "stall_limit_seconds": 600.0,
 }
 
 

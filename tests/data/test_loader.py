@@ -396,3 +396,12 @@ def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
   read = {name for name, member in vars(sources.DataConfig).items() if isinstance(member, property)}
   assert len(read) == 13
   assert read <= {field.name for field in dataclasses.fields(DataConfig)}
+
+
+def test_a_source_that_never_answers_has_the_limit_it_was_given(make, path, monkeypatch):
+  answer, encode = threading.Event(), BytesTokenizer.encode
+  source = make(dataset_path=path, stall_limit_seconds=0.6)
+  monkeypatch.setattr(BytesTokenizer, "encode", lambda *given, **keys: (answer.wait(20), encode(*given, **keys))[1])
+  with pytest.raises(RetryableError, match=r"no batch for 1 s: the data source stalls"):
+    take(source, 1000)
+  answer.set()

@@ -1,4 +1,4 @@
-"""What hangs ends: frozen disks, a thread that is stopped, data that never come; stacks in the log, exit code 42."""
+"""What hangs ends: frozen disks, a thread that is stopped; stacks in the log, exit code 42."""
 
 import contextlib
 import os
@@ -163,42 +163,4 @@ def test_a_step_that_never_ends(train):
     train.wait_for(r"error: step \d+ takes longer than 2 s \(watchdog_step_seconds\)(.*\n)*.*Thread 0x", process)
   assert process.wait(timeout=60) == 42
   assert "MainThread" in train.log.read_text()
-  assert train.complete("a")
-
-
-HOLD_LEASES = """
-import fcntl, os, signal, sys, time
-signal.signal(signal.SIGIO, signal.SIG_IGN)  # asks to give a lease back, because somebody opens the file
-held = []
-for name in sys.argv[1:]:
-  held.append(os.open(name, os.O_RDWR))
-  while True:
-    try:
-      fcntl.fcntl(held[-1], fcntl.F_SETLEASE, fcntl.F_WRLCK)
-      break
-    except BlockingIOError:  # it is being read
-      time.sleep(0.001)
-    except OSError as error:
-      sys.exit(f"no leases here: {error}")
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
-def test_data_that_never_come(train, tmp_path):
-  """Whoever opens one of the files waits for another process (file leases, 45 s)."""
-  corpus = tmp_path / "corpus"
-  shutil.copytree(Path(train.keys["dataset_path"]).parent, corpus)
-  process = train.start("a", dataset_path=f"{corpus}/*.txt", watchdog_data_seconds=2, **LONG)
-  train.wait_for(r"step +10 of", process)
-  with helped_by(HOLD_LEASES, *corpus.iterdir(), says="held") as holder:
-    if holder is None:
-      process.kill()
-      pytest.skip("needs a file system with leases")
-    assert process.wait(timeout=60) == 42, train.log.read_text()
-  text = train.log.read_text()
-  assert "warning: no batch for 1 s; the data thread is at:" in text
-  assert "error: no batch for 2 s: the data source stalls" in text
-  assert 'data/files.py", line' in text
   assert train.complete("a")
