@@ -27,24 +27,46 @@ MODEL_DEFAULTS: dict[tuple[str, ...], dict[str, object]] = {
 }
 """What MaxText's base.yml (for the tokens: the tokenizer) says of a model where the file does not, by family."""
 
-OTHER_DEFAULTS: dict[str, object] = {
+DEFAULTS: dict[str, object] = {
   "max_position_embeddings": 163840,
   "indexer_sparse_training": False,
   "indexer_loss_scaling_factor": 0.0,
+  "dtype": "bfloat16",
+  "weight_dtype": "float32",
+  "grad_dtype": "float32",
   "float32_qk_product": False,
   "float32_logits": False,
   "float32_gate_logits": False,
+  "float32_weight_sum": True,
+  "cast_logits_to_fp32": True,
+  "logits_dot_in_fp32": False,
+  "matmul_precision": "default",
   "steps": 150001,
+  "scan_layers": True,
   "remat_policy": "full",
   "per_device_batch_size": 12,
+  "max_target_length": 2048,
+  "gradient_accumulation_steps": 1,
+  "opt_type": "adamw",
   "learning_rate": 3e-5,
+  "lr_schedule_type": "cosine",
+  "warmup_steps_fraction": 0.1,
+  "learning_rate_final_fraction": 0.1,
+  "adam_b1": 0.9,
+  "adam_b2": 0.95,
+  "adam_eps": 1e-8,
+  "adam_weight_decay": 0.1,
+  "gradient_clipping_threshold": 1.0,
+  "z_loss_multiplier": 0.0,
   "num_vocab_tiling": 1,
+  "packing": True,
+  "shuffle": True,
   "checkpoint_interval": 10000,
   "max_to_keep": "all",
   "dataset": "tfds (c4/en:3.1.0)",
   "tokenizer": "the model's, from the Hub",
 }
-"""MaxText's defaults for keys that are here too and have another one, by our name."""
+"""MaxText's defaults for keys that are here too, by our name. Those that are the same may still be others in a model file."""
 
 OTHER_RULES = (
   ("weight decay", "not on norms, scalars, biases", "on every parameter"),
@@ -83,8 +105,8 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
   """
   idle = set() if values["use_indexer"] else {"indexer_sparse_training", "indexer_loss_scaling_factor"}
   idle |= set() if values["num_experts"] else {"float32_gate_logits"}
-  rows = []
-  for key, theirs in OTHER_DEFAULTS.items():
+  rows = [] if decoder else [("model", "this project's, as released", "MaxText's file of it")]
+  for key, theirs in DEFAULTS.items():
     if key in said or key in idle or values[key] == theirs or (LEAVES[key][0] == "model" and not decoder):
       continue
     rows.append((key, to_text(values[key]), theirs if isinstance(theirs, str) else to_text(theirs)))
@@ -93,7 +115,7 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
       rows.append(("vision tower", "trained", "frozen (freeze_vision_encoder_params)"))
     if values["decoder_block"] == "gemma4":
       rows.append(("size of an image", "follows its aspect ratio", "one for all images"))
-  return rows + list(OTHER_RULES)
+  return [*rows, *OTHER_RULES]
 
 
 def table(of: str, rows: list[tuple[str, str, str]]) -> str:

@@ -27,7 +27,7 @@ def test_the_length_of_the_schedule():
 def test_the_table_leads_to_our_keys():
   assert set(maxtext.RENAMED.values()) <= set(LEAVES)
   assert not maxtext.KNOWN & set(LEAVES)
-  assert {*maxtext.VALUES, *maxtext_file.OTHER_DEFAULTS} <= set(LEAVES)
+  assert {*maxtext.VALUES, *maxtext_file.DEFAULTS} <= set(LEAVES)
 
 
 BASE = ["configs/base.yml", "base.yml", "src/maxtext/configs/base.yml", str(configs_folder() / "base.yml")]
@@ -39,6 +39,8 @@ def test_maxtexts_commands_name_the_model_behind_the_defaults(path, tmp_path, mo
   loaded = load_config(path, ["model_name=gemma3-tiny", "steps=7", "learning_rate=1e-5"])
   assert loaded.config == load_config("gemma3-tiny", ["steps=7", "learning_rate=1e-5"]).config
   rows = {line.split()[0]: line.split()[1:] for line in loaded.notes[-1].splitlines()[2:]}
+  assert rows["dtype"] == ["float32", "bfloat16"]  # of the model file, which is this project's
+  assert {"model", "max_target_length"} <= set(rows)
   assert rows["remat_policy"] == [loaded.config.training.remat_policy, "full"]
   assert not {"steps", "learning_rate", "max_position_embeddings"} & set(rows)
   with pytest.raises(UserError, match=r"holds defaults, no model\n  fix: name a model"):
