@@ -9,7 +9,9 @@ import numpy as np
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.sources import find_step, no_checkpoint
+from maxtext_like.errors import NonFiniteError
 from maxtext_like.training import loss_scale
+from maxtext_like.training.norms import row_labels, row_squares
 from maxtext_like.training.program import Program
 from maxtext_like.training.step import State
 
@@ -23,18 +25,29 @@ def read_weights(directory: Path, program: Program) -> Any:
 
   Raises:
     UserError: nothing of the kind is there, or it is of another model.
+    NonFiniteError: a weight is not finite.
   """
   directory = directory.expanduser()
   params = program.abstract_state["params"]
   if (directory / "config.json").is_file():
     places = jax.tree.map(lambda x: x.sharding, params)
     config = program.config
-    return load_hugging_face(directory, program.decoder, model=config.model, vision=config.vision, shardings=places)
+    return load_hugging_face(
+      directory, program.decoder, model=config.model, vision=config.vision, shardings=places, finite=True
+    )
   step = find_step(directory)
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
   allow = program.config.checkpoint.allow_dtype_change
-  return restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
+  found = restore.load(step, {"params": params}, config=program.config, allow_dtype_change=allow).state["params"]
+  finite = jax.device_get(jax.jit(lambda tree: row_squares(tree).finite)(found))
+  if bad := [name for name, good in zip(row_labels(program.decoder, program.spec), finite, strict=True) if not good]:
+    raise NonFiniteError(
+      f"init_from: {step}: {len(bad)} arrays hold numbers that are not finite, first {bad[0]}\n"
+      "  why: whatever is computed with them is not finite either\n"
+      "  fix: begin with another step of that run"
+    )
+  return found
 
 
 def read_state(directory: Path, program: Program) -> State:

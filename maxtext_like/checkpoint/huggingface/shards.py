@@ -93,6 +93,10 @@ class Shards:
     """Dtype and shape of a tensor, from the header."""
     return self._home[name].entries[name]
 
+  def path(self, name: str) -> Path:
+    """The file that holds a tensor."""
+    return self._home[name].path
+
   def raw(self, name: str) -> np.ndarray:
     """A tensor as it is stored: a read-only view, not read before it is used."""
     return self._home[name].tensor(name)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
 from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8
 from maxtext_like.checkpoint.huggingface.shards import Shards
@@ -16,7 +18,7 @@ from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, te
 from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.errors import UserError
+from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
 
 # Files, and transformers by version, put the text model below different prefixes.
@@ -37,7 +39,10 @@ class Weights:
     decoder: the model.
     notes: what the file holds and this model does not use, a sentence each.
     table: every tensor, in the order of the model.
+    finite: numbers that are not finite are an error, found as they are read.
   """
+
+  finite: bool = False
 
   def __init__(self, directory: Path, decoder: Decoder, config: HuggingFaceConfig):
     """Reads headers only.
@@ -142,6 +147,7 @@ class Weights:
 
     Raises:
       UserError: a number that ``dtype`` cannot hold.
+      NonFiniteError: one that is not finite, with ``finite``.
     """
     pieces = self._pieces[path]
     stacked = len(pieces[0][1].index)
@@ -151,12 +157,29 @@ class Weights:
       if all(i in r for i, r in zip(piece.index, ranges, strict=False)):
         where = tuple(i - r.start for i, r in zip(piece.index, ranges, strict=False))
         part = piece.to_ours(self.shards.weight(name))[index[stacked:]]
-        if part.ndim:
-          _convert(part, out[where], name)
-        else:
-          out[where] = _converted(part, dtype, name)
+        self._convert(np.atleast_1d(part), np.atleast_1d(out[(*where, ...)]), name)
         self.shards.release()
     return out
+
+  def _convert(self, part: np.ndarray, out: np.ndarray, name: str) -> None:
+    """Fills ``out``, block by block: a whole converted copy of a table would double the memory that it takes."""
+    rows = max(1, _BLOCK_BYTES * len(part) // max(out.nbytes, 1))
+    for start in range(0, len(part), rows):
+      block = out[start : start + rows]
+      with np.errstate(over="ignore"):
+        block[...] = _converted(part[start : start + rows], out.dtype, name, refuse=not self.finite)
+      if self.finite and not all_finite(block):  # in the cache still, and laid out in one piece
+        raise self._not_finite(out.dtype, name)
+
+  def _not_finite(self, dtype: np.dtype, name: str) -> Exception:
+    stored = self.shards.weight(name)
+    if all_finite(stored):
+      return _beyond(dtype, name)
+    return NonFiniteError(
+      f"{printable(self.shards.path(name))}: tensor '{printable(name)}' holds {described(stored)}\n"
+      "  why: whatever is computed with it is not finite either\n"
+      "  fix: fetch the file again, or make it again from weights that are finite"
+    )
 
   def part(self, path: tuple[str, ...], index: tuple[int | slice, ...]) -> np.ndarray:
     """``params[path][index]`` in float32, of which no more is read than the file's format asks for.
@@ -190,6 +213,7 @@ class Weights:
 
     Raises:
       UserError: a number that the parameter's dtype cannot hold.
+      NonFiniteError: one that is not finite, with ``finite``.
     """
     import jax
 
@@ -246,6 +270,7 @@ def load_hugging_face(
   model: ModelConfig | None = None,
   vision: VisionConfig | None = None,
   shardings: Any = None,
+  finite: bool = False,
 ) -> dict:
   """The parameters of a Hugging Face checkpoint directory for a decoder.
 
@@ -255,15 +280,19 @@ def load_hugging_face(
     model: the configuration the decoder was built from, when that is not config.json itself; the two are compared.
     vision: its ``vision:`` section, in the same way.
     shardings: as for ``Weights.load``.
+    finite: refuse numbers that are not.
 
   Raises:
     UserError: as ``Weights``, and when config.json describes another model.
+    NonFiniteError: with ``finite``, naming file and tensor.
   """
   directory = Path(directory)
   config = read_config(directory)
   if model is not None:
     require_same_model(config, model, directory, vision)
-  return Weights(directory, decoder, config).load(shardings)
+  weights = Weights(directory, decoder, config)
+  weights.finite = finite
+  return weights.load(shardings)
 
 
 def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
@@ -271,21 +300,18 @@ def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
   return (*(max(axis) + 1 for axis in stacked), *pieces[0][1].shape)
 
 
-def _convert(part: np.ndarray, out: np.ndarray, name: str) -> None:
-  """Fills ``out``, block by block: a whole converted copy of a table would double the memory that it takes."""
-  rows = max(1, _BLOCK_BYTES * len(part) // max(out.nbytes, 1))
-  for start in range(0, len(part), rows):
-    out[start : start + rows] = _converted(part[start : start + rows], out.dtype, name)
-
-
-def _converted(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def _converted(part: np.ndarray, dtype: np.dtype, name: str, *, refuse: bool) -> np.ndarray:
   if dtype != np.float16 or part.dtype == np.float16:
     return part.astype(dtype, copy=False)
-  with np.errstate(over="ignore"):
-    converted = part.astype(np.float32).astype(dtype)
-  if np.isinf(converted).any():
-    raise UserError(f"{printable(name)}: holds numbers beyond 65504, which weight_dtype=float16 cannot hold; use bfloat16")
+  converted = part.astype(np.float32).astype(dtype)
+  if refuse and np.isinf(converted).any():
+    raise _beyond(dtype, name)
   return converted
+
+
+def _beyond(dtype: np.dtype, name: str) -> UserError:
+  largest = f"{float(ml_dtypes.finfo(dtype).max):.5g}"
+  return UserError(f"{printable(name)}: holds numbers beyond {largest}, which weight_dtype={dtype} cannot hold; use bfloat16")
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

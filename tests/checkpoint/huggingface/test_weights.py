@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface import weights as weights_module
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face
@@ -303,3 +304,22 @@ def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
     tracemalloc.stop()
   assert loaded["embedding"]["table"].nbytes == largest
   assert peak <= 1.5 * largest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_finite_is_read_off_the_bits(dtype: str):
+  """Every 8-bit number; of the wider formats those around the largest, and every kind of NaN."""
+  kind = np.dtype(dtype)
+  if kind.itemsize < 4:
+    numbers = np.arange(2 ** (8 * kind.itemsize)).astype(f"u{kind.itemsize}").view(kind)
+  else:
+    info = np.finfo(kind)
+    numbers = np.array([0, -0.0, info.max, -info.max, info.tiny, np.inf, -np.inf, np.nan, -np.nan], kind)
+  with np.errstate(invalid="ignore"):
+    good = np.isfinite(numbers.astype(np.float64))
+  assert all_finite(numbers[good])
+  assert all_finite(np.zeros((0, 3), kind))
+  assert not any(all_finite(numbers[~good][i : i + 1]) for i in range(0, int((~good).sum()), 7))
+  numbers = np.concatenate([numbers[good][:5], numbers[~good][-1:]]).reshape(2, 3)
+  assert not all_finite(numbers)
+  assert described(numbers).endswith("1 NaN of 6 numbers, the first at [1, 2]")
