@@ -283,7 +283,7 @@ def _prepare(
         restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
     if restored is not None:
       for line in changes(restored, program):
-        progress.say(line)
+        progress.say(masked(line))
       with goodput.phase("restore"):
         data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.

