@@ -27,12 +27,14 @@ import sys, time
 from maxtext_like.training import run_directory
 run_directory._HEARTBEAT_SECONDS, run_directory._WATCH_SECONDS = 0.2, 1.0
 with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
+  metrics = open(run.path / "metrics.jsonl", "a")
+  metrics.write("row" + chr(10))
+  metrics.flush()
   print("held", flush=True)
   if sys.argv[3:] == ["exclusive"]:
     with run.exclusive():
       print("inside", flush=True)
       time.sleep(60)
-  metrics = open(run.path / "metrics.jsonl", "a")
   while True:
     run.require_held()
     metrics.write("row" + chr(10))
