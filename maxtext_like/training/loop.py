@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
+from maxtext_like.training import memory
 from maxtext_like.training.changes import batch_of
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
@@ -251,6 +252,7 @@ class Loop:
     row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
+    row |= memory.in_use(self.program.devices)
     row |= {} if launched.epoch is None else {"epoch": launched.epoch}
     if every and step % every == 0:
       row |= by_layer

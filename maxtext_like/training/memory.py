@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,13 @@ def device_limit(device: Any, devices_here: int) -> Limit | None:
     return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
   known = memory_of(device.device_kind)  # with another allocator than JAX's own
   return None if known is None else Limit(known, f"{device.device_kind}, all of it")
+
+
+def in_use(devices: Iterable[Any]) -> dict[str, float]:
+  """memory_gb and memory_peak_gb of the fullest device of this process, now and since the start; {} where it does not tell."""
+  here = [stats for d in devices if d.process_index == jax.process_index() and (stats := d.memory_stats())]
+  names = {"memory_gb": "bytes_in_use", "memory_peak_gb": "peak_bytes_in_use"}
+  return {key: max(s[name] for s in here) / GB for key, name in names.items() if here and all(name in s for s in here)}
 
 
 def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Limit | None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines in a pipe, and warnings above either."""
+"""What a person sees while a run goes on: plain lines in a pipe; on a terminal a bar, and a line now and then; warnings."""
 
 import logging
 import sys
@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from maxtext_like.training.sinks.output import Output
+
+_LINE_SECONDS = 60.0  # between two plain lines above the bar
 
 
 def duration(seconds: float) -> str:
@@ -36,7 +38,7 @@ class Progress:
 
   Args:
     last_step: steps at the end of the run.
-    interval: steps between two plain lines; a bar follows every step.
+    interval: steps between two plain lines in a pipe; above a bar there is one a minute, and one at every evaluation.
     stream: default: standard output.
   """
 
@@ -46,6 +48,7 @@ class Progress:
     self._live: Any = None
     self._task: Any = None
     self._times: list[float] = []
+    self._lines_at: float | None = None
     self._handler = _Handler(self)
     self._propagate = True
 
@@ -90,8 +93,11 @@ class Progress:
       if step % self._interval == 0 or step == self._last_step:
         self.say(step_line(row, self._last_step, eta))
       return
-    if "eval_loss" in row:
-      self.say(f"step {step}: eval loss {row['eval_loss']:.4f}")
+    # The bar shows the present only; these lines stay, and scroll back to how it went.
+    due = self._lines_at is None or time.monotonic() - self._lines_at >= _LINE_SECONDS
+    if due or "eval_loss" in row or step == self._last_step:
+      self._lines_at = time.monotonic()
+      self.say(step_line(row, self._last_step, eta))
     numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in row:
       numbers += f"  mfu {row['mfu']:.1%}"

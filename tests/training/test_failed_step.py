@@ -51,7 +51,7 @@ def toy_loop(config, place: Path) -> Any:
   trained = selection.split(spec)[0]
   optimizer = state_labels(decoder, state["opt_state"], trained)
   others = {"optimizer": optimizer, "state_parameters": row_labels(decoder, spec), "state_optimizer": optimizer}
-  program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1))
+  program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1), devices=())
   quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False)
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)

@@ -48,7 +48,7 @@ class Result:
 def test_a_step_takes_as_long_as_the_device_works_on_it():
   steps = 5
   program: Any = SimpleNamespace(
-    config=load_config("gemma4-tiny", [f"steps={steps}"]).config, place=lambda x: x, mesh=SimpleNamespace(size=1)
+    config=load_config("gemma4-tiny", [f"steps={steps}"]).config, place=lambda x: x, mesh=SimpleNamespace(size=1), devices=()
   )
   guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
   guard.observe.return_value = ([], None)

@@ -4,6 +4,7 @@ Only the format is tensorboardX's. Its own writer hands events to a thread throu
 first error, and then the queue is full for ever and whoever logs waits with it.
 """
 
+import math
 import os
 import platform
 import struct
@@ -15,6 +16,8 @@ from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.metrics import Row
 
 DIRECTORY = "tensorboard"
+_PERF = ("step_seconds", "tokens_per_second", "data_seconds", "tflops_per_device", "mfu", "memory_gb", "memory_peak_gb")
+_TAGS = {"eval_loss": "eval/loss"} | {name: f"perf/{name}" for name in _PERF}
 
 
 class Events:
@@ -49,10 +52,17 @@ class Events:
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-  """(tag, number) of a row; a list has a tag for each layer, null has none."""
+  """(tag, number) of a row, in groups train/, eval/, perf/ and numerics/; a list has a tag for each layer, null has none."""
   for name, value in row.items():
-    layers = {f"{name}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-    yield from ((tag, number) for tag, number in layers.items() if tag != "step" and number is not None)
+    if name == "step":
+      continue
+    tag = name if name.startswith("numerics/") else _TAGS.get(name, f"train/{name}")
+    layers = {f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
+    yield from ((tag, number) for tag, number in layers.items() if number is not None)
+  # Beside other terms the loss is not the cross entropy.
+  for group, loss in (("train", row.get("cross_entropy", row.get("loss"))), ("eval", row.get("eval_loss"))):
+    if loss is not None and loss < 700:  # e^700 is near float64's limit
+      yield f"{group}/perplexity", math.exp(loss)
 
 
 def _record(event: bytes) -> bytes:

@@ -1,11 +1,13 @@
 """report.html: a run in one file that works offline: curves, finiteness table, configuration, environment."""
 
 import json
-import math
 from html import escape
 from typing import Any
 
 from maxtext_like.training.finiteness import CHECKS, Report
+from maxtext_like.training.goodput import PHASES, shares
+from maxtext_like.training.progress import duration
+from maxtext_like.training.sinks.curves import BAD, figure
 from maxtext_like.training.sinks.metrics import Row
 
 # (title, metrics drawn together, logarithmic)
@@ -16,14 +18,13 @@ CURVES = (
   ("Learning rate", ("learning_rate",), False),
   ("Tokens a second", ("tokens_per_second",), False),
   ("Step seconds", ("step_seconds",), True),
+  ("MFU", ("mfu",), False),
+  ("Device memory, GB", ("memory_peak_gb", "memory_gb"), False),
   ("Loss scale", ("loss_scale",), True),
   ("Expert load, 1 is balanced", ("moe_load_max", "moe_load_min"), False),
   ("Indexer loss", ("indexer_loss",), False),
 )
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 62, 28, 10
-POINTS = 1000  # of a curve; longer runs are thinned
 SAMPLES = 100  # newest ones that are shown
-COLOURS = ("#0072b2", "#d55e00")  # told apart without colour vision (Okabe and Ito)
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:980px;padding:0 1rem;color:#1a1a1a;background:#fff}
 h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin-top:2rem}
@@ -31,9 +32,16 @@ h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin-top:2rem}
 figcaption{font-weight:600;font-size:.9rem}svg{width:100%;height:auto}svg text{font-size:11px;fill:#444}
 table{border-collapse:collapse}
 td,th{border-bottom:1px solid #ddd;padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
-pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:#b00020;font-weight:600}.good{color:#00695c}
+pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:BAD;font-weight:600}.good{color:#00695c}
 .facts{color:#444}.text{white-space:pre-wrap;overflow-wrap:anywhere}
+.bar{display:flex;height:22px;margin:.5rem 0}.bar div{min-width:1px}
 """
+
+# Okabe and Ito's, and greys.
+_PHASE_COLOURS = {
+  "steps": "#009e73", "lost": "#d55e00", "data": "#e69f00", "compile": "#0072b2", "start": "#999999", "restore": "#56b4e9",
+  "save": "#cc79a7", "evaluate": "#f0e442", "sample": "#444444", "end": "#bbbbbb",
+}  # fmt: skip
 
 
 def render(
@@ -52,7 +60,7 @@ def render(
 
   Args:
     name: of the run.
-    outcome: how it ended, one line.
+    outcome: how it ended.
     rows: of metrics.jsonl.
     finiteness: of finiteness.json; empty when the check is off.
     config_yaml: the resolved configuration.
@@ -61,19 +69,20 @@ def render(
     unwritten: lines about what could not be written.
     goodput: of goodput.json.
   """
-  figures = "".join(_figure(title, keys, log, rows) for title, keys, log in CURVES)
+  figures = "".join(figure(title, keys, log, rows) for title, keys, log in CURVES)
   parts = [
-    f"<h1>{escape(name)}</h1><p>{escape(outcome)}</p>",
+    f"<h1>{escape(name)}</h1><p class=text>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
     *(f"<p class=bad>{escape(line)}</p>" for line in unwritten or []),
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
+    _time(goodput),
     _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",
     f"<h2>Configuration</h2><pre>{escape(config_yaml)}</pre>",
     f"<h2>Environment</h2><pre>{escape(json.dumps(environment, indent=2))}</pre>",
   ]
   meta = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
-  head = f"{meta}<title>{escape(name)}</title><style>{STYLE}</style>"
+  head = f"{meta}<title>{escape(name)}</title><style>{STYLE.replace('BAD', BAD)}</style>"
   return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -88,10 +97,35 @@ def _facts(rows: list[Row]) -> str:
     facts.append(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
   if rates:
     facts.append(f"median {rates[len(rates) // 2]:,.0f} tokens/s")
+  bad = [r["step"] for r in rows if "loss" in r and r["loss"] is None]
+  if bad:
+    facts.append(f"loss not finite at step {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}")
   words = {"skipped": "updates skipped", "clipped": "gradients clipped", "rescued": "values rescued"}
   totals = {word: sum(r.get(key) or 0 for r in rows) for key, word in words.items()}
   facts += [f"{total:,.0f} {word}" for word, total in totals.items() if total]
   return ", ".join(facts)
+
+
+def _time(goodput: dict[str, Any] | None) -> str:
+  """Where the wall time of all lives of the run went."""
+  if goodput is None:
+    return ""
+  parts, lives, between = shares(goodput), goodput["lives"], goodput["between_lives_seconds"]
+  bar = "".join(
+    f"<div style='flex:{share:.4f};background:{_PHASE_COLOURS[name]}' title='{PHASES[name]}: {share:.1%}'></div>"
+    for name, share in parts
+  )
+  rows = "".join(
+    f"<tr><td><span style='color:{_PHASE_COLOURS[name]}'>■</span> {PHASES[name]}<td>{share:.1%}"
+    f"<td>{duration(goodput['seconds'][name])}"
+    for name, share in parts
+  )
+  restarts = f"; {lives} starts, and {duration(between)} between them in which nothing ran" if lives > 1 else ""
+  total = duration(sum(goodput["seconds"].values()))
+  return (
+    f"<h2>Time</h2><p class=facts>goodput {goodput['goodput']:.1%} of {total}{restarts}</p>"
+    f"<div class=bar role=img aria-label='shares of the wall time, as in the table'>{bar}</div><table>{rows}</table>"
+  )
 
 
 def _samples(samples: list[Row]) -> str:
@@ -129,62 +163,3 @@ def _finiteness(report: Report) -> str:
 
 def _short(value: Any) -> str:
   return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str:
-  """One curve with its axes; nothing where the run has no such numbers."""
-  series = []
-  for key in keys:
-    points = [(r["step"], float(r[key])) for r in rows if r.get(key) is not None and (not log or r[key] > 0)]
-    if points:
-      series.append((key, points[:: -(-len(points) // POINTS)] + points[-1:]))
-  if not series:
-    return ""
-  xs = [x for _, points in series for x, _ in points]
-  ys = [y for _, points in series for _, y in points]
-  low, high = min(ys), max(ys)
-  if low == high:
-    low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
-    log = False
-  ticks = _ticks(low, high, log)
-  low, high = min(low, ticks[0]), max(high, ticks[-1])
-  first, last = min(xs), max(max(xs), min(xs) + 1)
-
-  def x_at(x: float) -> float:
-    return LEFT + (x - first) / (last - first) * (WIDTH - LEFT - 10)
-
-  def y_at(y: float) -> float:
-    f = (math.log(y / low) / math.log(high / low)) if log else (y - low) / (high - low)
-    return HEIGHT - BOTTOM - f * (HEIGHT - BOTTOM - TOP)
-
-  marks = [
-    f"<line x1={LEFT} x2={WIDTH - 10} y1={y_at(t):.1f} y2={y_at(t):.1f} stroke=#e0e0e0 />"
-    f"<text x={LEFT - 6} y={y_at(t) + 4:.1f} text-anchor=end>{t:.4g}</text>"
-    for t in ticks
-  ]
-  marks += [
-    f"<text x={x_at(x):.1f} y={HEIGHT - 8} text-anchor={anchor}>{x}</text>" for x, anchor in ((first, "start"), (last, "end"))
-  ]
-  marks.append(f"<text x={(LEFT + WIDTH) / 2} y={HEIGHT - 8} text-anchor=middle>step</text>")
-  for i, (key, points) in enumerate(series):
-    line = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in points)
-    dash = " stroke-dasharray=5,3" if i else ""
-    marks.append(f"<polyline points='{line}' fill=none stroke={COLOURS[i]} stroke-width=1.8{dash} />")
-    if len(points) <= 2 or i:
-      marks += [f"<circle cx={x_at(x):.1f} cy={y_at(y):.1f} r=2.5 fill={COLOURS[i]} />" for x, y in points[:200]]
-    if len(series) > 1:
-      marks.append(f"<text x={WIDTH - 14} y={TOP + 14 + 14 * i} text-anchor=end style='fill:{COLOURS[i]}'>{escape(key)}</text>")
-  label = escape(f"{title}, steps {first} to {last}, {min(ys):.4g} to {max(ys):.4g}", quote=True)
-  svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img aria-label=\"{label}\">{''.join(marks)}</svg>"
-  return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
-
-
-def _ticks(low: float, high: float, log: bool) -> list[float]:
-  """Round numbers around and between the ends."""
-  if log and high / low > 20:
-    return [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-  step = 10.0 ** math.floor(math.log10((high - low) / 3))
-  step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 5)
-  first = math.floor(low / step)
-  ticks = [i * step for i in range(first, math.ceil(high / step) + 1)]
-  return [t for t in ticks if t > 0] if log else ticks

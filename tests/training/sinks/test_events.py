@@ -24,12 +24,23 @@ def events(directory):
 
 def test_a_row_is_one_event_with_a_tag_for_each_number_and_each_layer(tmp_path):
   writer = Events(tmp_path, 0)
-  writer.write({"step": 1, "loss": 2.0, "numerics/forward/mlp/max": [1.5, None]})
+  row = {"step": 1, "loss": 2.0, "cross_entropy": 1.0, "eval_loss": 0.0, "mfu": 0.5, "memory_gb": 3.0, "epoch": 0.25}
+  writer.write(row | {"numerics/forward/mlp/max": [1.5, None]})
   writer.write({"step": 2, "loss": None})
   head, one, two = events(tmp_path)
   assert head.file_version == "brain.Event:2"
   assert (one.step, two.step) == (1, 2)
-  assert {v.tag: v.simple_value for v in one.summary.value} == {"loss": 2.0, "numerics/forward/mlp/max/layer_00": 1.5}
+  assert {v.tag: round(v.simple_value, 3) for v in one.summary.value} == {
+    "train/loss": 2.0,
+    "train/cross_entropy": 1.0,
+    "train/perplexity": 2.718,
+    "train/epoch": 0.25,
+    "eval/loss": 0.0,
+    "eval/perplexity": 1.0,
+    "perf/mfu": 0.5,
+    "perf/memory_gb": 3.0,
+    "numerics/forward/mlp/max/layer_00": 1.5,
+  }
   assert not two.summary.value
 
 
