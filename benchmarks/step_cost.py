@@ -58,7 +58,11 @@ def lower(program: Program, *, checked: bool = True, platform: str | None = None
 
 def proof(program: Program, result: bool) -> Program:
   """A program whose updates are all taken for certainly finite, or none."""
-  return dataclasses.replace(program, step=dataclasses.replace(program.step, certainly_finite=lambda *_: jnp.full((), result)))
+
+  def certainly(gradient, state, parameter, rate):
+    return jnp.full((), result), state
+
+  return dataclasses.replace(program, step=dataclasses.replace(program.step, certainly_finite=certainly))
 
 
 def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, Program]:

@@ -92,6 +92,7 @@ class Loop:
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
+  _look: Any = field(default=None, init=False)
   _known: Any = field(default_factory=lambda: UNKNOWN, init=False)
   _pending: _Launched | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
@@ -151,6 +152,7 @@ class Loop:
           if saving and step < t.steps:
             with self.goodput.phase("save"):
               self._flush()
+              self._look_at_optimizer(step)
               self.manager.save(step, self.state, self._extra(), finite=self.finite)
             self._last_end = time.perf_counter()
         if step < t.steps:
@@ -205,9 +207,25 @@ class Loop:
     """Saves at the end of a run; returns the path of the checkpoint, None where there is none."""
     with self.goodput.phase("save"):
       self._flush()
-      if self.manager is None or not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+      if self.manager is None:
+        return None
+      self._look_at_optimizer(step)
+      if not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
         return None
     return str(self.manager.directory / str(step))
+
+  def _look_at_optimizer(self, step: int) -> None:
+    """Reads what the steps only proved: a proof knows nothing of a device whose memory forgets.
+
+    Raises:
+      NonFiniteError: the optimizer's state is not fit to be saved.
+    """
+    if not self.finite:
+      return
+    if self._look is None:
+      self._look = self.program.lower_look().compile()
+    if (error := self.guard.before_save(step, np.asarray(self._look(self.state["opt_state"])))) is not None:
+      raise error
 
   def _flush(self) -> None:
     """What a life that is killed after a checkpoint must have left."""

@@ -60,7 +60,7 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> o
   return _in_float32(optax.chain(*chain))
 
 
-Certainly = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Certainly = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def make_certainly_finite(training: TrainingConfig, weight_dtype: str) -> Certainly:
@@ -68,8 +68,12 @@ def make_certainly_finite(training: TrainingConfig, weight_dtype: str) -> Certai
 
   The function takes float32 scalars: the largest |gradient|, the largest number of the optimizer's state, the largest
   |parameter|, and the learning rate; infinite or NaN where nothing is known. It returns a bool scalar: nothing that
-  ``make_optimizer``'s update of these and the step's subtraction compute or store leaves its dtype. False means that the
-  update may still be finite. The second moment is taken to be no less than 0, as every finite update leaves it.
+  ``make_optimizer``'s update of these and the step's subtraction compute or store leaves its dtype; and what then no number
+  of the optimizer's next state exceeds, but for roundings. False means that the update may still be finite. The second moment
+  is taken to be no less than 0, as every finite update leaves it.
+
+  So a state that was looked at once is known to be finite as long as the proof holds, without reading it again: moments are
+  means of what they were and of what came, and roundings of so many steps stay below the quarter that is left for them.
 
   Args:
     training: the ``training:`` section.
@@ -81,22 +85,23 @@ def make_certainly_finite(training: TrainingConfig, weight_dtype: str) -> Certai
   most_state = float(jnp.finfo(training.mu_dtype or weight_dtype).max) / 4
 
   def certainly(gradient, state, parameter, rate):
-    first = second = computed = gradient
+    first = second = computed = kept = gradient
     if training.opt_type == "adamw":
       first, second = jnp.maximum(state, gradient), jnp.maximum(state, jnp.square(gradient))
       direction = first / (1 - b1) / eps  # without its bias, over the smallest denominator
-      computed = jnp.maximum(first / (1 - b1), second / (1 - b2))
+      computed, kept = jnp.maximum(first / (1 - b1), second / (1 - b2)), second
     elif training.opt_type == "adafactor":
       # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is
       # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size.
       direction = jnp.where((gradient <= 1) & (state <= 4), 1e6, jnp.inf)
+      kept = jnp.maximum(state, jnp.square(gradient) + 1e-30)
     elif training.opt_type == "lion":
       first, direction = jnp.maximum(state, gradient), jnp.float32(1)
     else:
       first = direction = gradient + np.float32(training.sgd_momentum) * state
     moved = parameter + rate * (direction + np.float32(training.adam_weight_decay) * parameter)
     everything = functools.reduce(jnp.maximum, (first, second, computed, direction, moved))
-    return (everything < most) & (first < most_state) & (moved < most_stored)
+    return (everything < most) & (first < most_state) & (moved < most_stored), jnp.maximum(first, kept)
 
   return certainly
 

@@ -19,7 +19,7 @@ from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.kernels import KernelUse, settle
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
-from maxtext_like.training.norms import row_labels, state_labels
+from maxtext_like.training.norms import row_labels, state_labels, state_peaks
 from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer, state_shardings
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
@@ -162,6 +162,13 @@ class Program:
       program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
       traced = program.trace(self.abstract_state, self.abstract_batch, known)
       return traced.lower(lowering_platforms=None if platform is None else (platform,))
+
+  def lower_look(self) -> Any:
+    """The look at an optimizer state before it is saved: opt_state -> bool by row (``state_labels``), finite or not."""
+    params = self.selection.split(self.abstract_state["params"])[0]
+    with use_mesh(self.mesh):
+      look = jax.jit(lambda state: jnp.isfinite(state_peaks(state, params)), out_shardings=replicated(self.mesh))
+      return look.lower(self.abstract_state["opt_state"])
 
   def lower_eval(self) -> Any:
     """The held-out loss: (params, batch) -> (sum of the cross entropies, number of real targets)."""

@@ -18,7 +18,7 @@ from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_weights import read_state
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.norms import row_labels, state_labels
+from maxtext_like.training.norms import row_labels, state_labels, state_peaks
 from maxtext_like.training.trainable import select
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
 
@@ -121,6 +121,32 @@ def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
     loop.run(0)
   assert "not finite before it" in str(error.value)
   assert not caught
+
+
+def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
+  """The steps only prove it finite; memory that changes behind them is found by reading it."""
+  loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
+  step, saved = loop.train_step, []
+  trained = select(decoder := toy_decoder(), decoder.params(), loop.program.config.model, ()).split(decoder.params())[0]
+  look = SimpleNamespace(compile=lambda: lambda state: np.isfinite(state_peaks(state, trained)))
+  loop.program.lower_look = lambda: look
+  loop.manager = SimpleNamespace(
+    due=lambda n: n % 2 == 0, poll=lambda: None, save=lambda n, *_, **__: saved.append(n), complete_steps=lambda: saved
+  )
+  loop.data.get_state = dict
+  loop.program.global_batch, loop.program.devices = 4, [SimpleNamespace(device_kind="toy")]
+
+  def forgets(state, batch, known):
+    state, metrics = step(state, batch, known)
+    if int(state["step"]) == 3:
+      trace = state["opt_state"][0].trace
+      trace["head"]["kernel"] = trace["head"]["kernel"].at[1, 1].set(np.inf)
+    return state, metrics
+
+  loop.train_step = forgets
+  with pytest.raises(NonFiniteError, match=r"step 4: non-finite optimizer state in 1 of \d+ arrays, first trace.head.kernel"):
+    loop.run(0)
+  assert saved == [2]
 
 
 def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, caught):
