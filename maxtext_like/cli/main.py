@@ -72,8 +72,9 @@ def _as_exit(error: Exception) -> ExitError | None:
   if isinstance(error, ExitError):
     return error
   if isinstance(error, OSError):
-    # Whoever looks at a path first gets this one; it can only have been typed.
-    return UserError(f"{error.filename}: {error.strerror}") if error.errno == errno.ENAMETOOLONG else None
+    # Whoever looks first at a path that was typed gets one of these.
+    known = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP) and error.filename is not None
+    return UserError(f"{error.filename}: {error.strerror}") if known else None
   from maxtext_like.cli.environment import backend_error
 
   return backend_error(error) if isinstance(error, RuntimeError) else None

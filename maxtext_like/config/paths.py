@@ -11,7 +11,8 @@ from maxtext_like.errors import UserError
 PATH_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "output_dir", "compilation_cache_dir")
 """Keys whose value names something in the file system of this machine."""
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Any scheme with two slashes; of the ones for storage also what pathlib makes of them.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|https?|hdfs|abfss?|az|file):/")
 _FIX = "name a path on this machine: remote storage has to be mounted (gcsfuse, s3fs, NFS), or copied"
 
 

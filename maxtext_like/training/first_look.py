@@ -70,6 +70,8 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
     except UserError as error:
       what, _, fix = str(error).partition("\n  fix: ")
       yield Problem(what, fix=fix, where=loaded.origins[key])
+    except PermissionError as error:
+      yield Problem(f"{key.partition('.')[2]}: {error.filename}: {error.strerror}", where=loaded.origins[key])
 
 
 def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> None:

@@ -113,15 +113,15 @@ def look(run: Path) -> Standing:
     UserError: the directory may not be read.
     RetryableError: its disk does not answer.
   """
-  if not run.is_dir():
-    return Standing(run, None, False, ())
   try:
+    if not run.is_dir():
+      return Standing(run, None, False, ())
     steps = StepDirectories(run / "checkpoints")
     there = (run / "checkpoints").is_dir()
     newest = max(steps.complete(), default=None) if there else None
     damaged = newest is None and there and bool(steps.with_manifest())
     evidence = () if newest is not None or damaged else tuple(_evidence(run))
-  except PermissionError as error:
+  except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
     raise UserError(f"{error.filename}: {error.strerror}") from error
   except OSError as error:
     raise RetryableError(f"{error.filename or run}: {error.strerror}") from error

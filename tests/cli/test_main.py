@@ -1,6 +1,8 @@
 """The command line: exit codes, one message on stderr, no traceback unless asked for, and quick help (faults F49, F57)."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from maxtext_like import errors
+from maxtext_like.cli import main as cli
 from maxtext_like.cli.main import VERBS, main, printable
-from maxtext_like.errors import StoppedRunError
+from maxtext_like.errors import StoppedRunError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,3 +165,21 @@ def test_the_message_of_a_bad_file_is_one_line_with_its_place(tmp_path):
   assert done.stderr.startswith("error: m.yml:2: tag 'tag:yaml.org,2002:python/object/apply:os.system'")
   assert done.stderr.count("\n") == 1
   assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("words", [["train", "x" * 300], ["train", "gemma4-tiny", "x" * 300 + ".yml"], ["replay", "x" * 300]])
+def test_a_name_that_no_file_can_have(words, capsys):
+  assert main(words) == 2
+  assert re.fullmatch(r"error: \S*x{300}\S*: File name too long\n", capsys.readouterr().err)
+
+
+def test_a_path_that_may_not_be_looked_at_is_wrong_input():
+  error = cli._as_exit(PermissionError(errno.EACCES, "Permission denied", "/there"))
+  assert (type(error), str(error)) == (UserError, "/there: Permission denied")
+  assert cli._as_exit(OSError(errno.EIO, "Input/output error", "/there")) is None
+
+
+def test_endless_words_are_shortened():
+  text = f"a {'1' * 5000}b c"
+  assert cli.shortened(text) == f"a {'1' * 200}...(5001 characters)...{'1' * 49}b c"
+  assert cli.shortened("x" * 999) == "x" * 999

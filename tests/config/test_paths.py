@@ -33,7 +33,13 @@ def test_every_url_of_a_command_is_listed():
 
 def test_names_of_files_may_be_url_like():
   assert not any(is_url(text) for text in ("://b", "/a://b", "C:/x", "gs:", "1s://x", "bytes", ""))
-  assert require_local("gs:/x") == "gs:/x"
+  assert require_local("bags:/x") == "bags:/x"
+
+
+@pytest.mark.parametrize("text", ["gs://b", "s3://b/x", "hf://a/b", "https://a", "file:///x", "memory://x", "gs:/b"])
+def test_urls(text):
+  with pytest.raises(UserError, match=f"^{text} is a URL"):
+    require_local(text)
 
 
 @pytest.mark.parametrize("words", [("gs://b/model.yml",), ("gemma4-tiny", "gs://b/mine.yml")])
