@@ -23,12 +23,14 @@ import shutil
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxtext_like.checkpoint import atomic, companions, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import RetryableError, UserError
 
@@ -82,6 +84,8 @@ class CheckpointManager:
     fence: entered around every rename and removal in ``directory``; raises, or never returns, when that is another's by now.
     saved: takes a step when it is whole and has its name; called by the thread of the save.
     watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
+    mirror: a second place that every complete step is copied to, and a damaged one is replaced from.
+    mirror_seconds: how long ``close`` waits for the last copy.
 
   Raises:
     UserError: the directory cannot be made or read, or holds a step under another's name.
@@ -103,6 +107,8 @@ class CheckpointManager:
     fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     saved: Callable[[int], None] = lambda step: None,
     watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
+    mirror: Mirror | None = None,
+    mirror_seconds: float = 60.0,
   ):
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
@@ -128,6 +134,11 @@ class CheckpointManager:
       self._steps.make()
     except OSError as error:
       raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
+    self._mirror, self._mirror_seconds = mirror, mirror_seconds
+    newest = self.latest_complete()
+    self._run = (newest is not None and manifest.read(self._steps.path(newest)).run) or uuid.uuid4().hex
+    if mirror is not None and newest is not None:
+      mirror.offer(self._steps.path(newest))  # the run may have ended before it was there
     atexit.register(self._at_exit)
 
   def __enter__(self) -> "CheckpointManager":
@@ -237,6 +248,7 @@ class CheckpointManager:
       leaves=tree.describe(flat),
       files={},
       versions=manifest.versions(),
+      run=self._run,
     )
     pending = _Pending(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
@@ -291,7 +303,9 @@ class CheckpointManager:
       return
     try:
       with self._watch("save", "the removal of old checkpoints"):
-        self._steps.drop_old(self._max_to_keep)
+        if self._mirror is not None:
+          self._mirror.offer(self._steps.path(pending.step))
+        self._steps.drop_old(self._max_to_keep, self._mirror.needed if self._mirror is not None else ())
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
 
@@ -399,6 +413,8 @@ class CheckpointManager:
     if self._checkpointer is not None:
       self._checkpointer.close()
       self._checkpointer = None
+    if self._mirror is not None:
+      self._mirror.close(self._mirror_seconds)
 
   def _at_exit(self) -> None:
     """Last guard for a program that never closed its manager: it must not end with 0 and without its last step."""
@@ -439,12 +455,12 @@ class CheckpointManager:
     for number in reversed(candidates):
       path = self._steps.path(number)
       try:
-        stored = manifest.read(path)
-        restore.check(path, stored, wanted, config=self.config or None, allow_dtype_change=allow_dtype_change)
-        manifest.check_hashes(path, stored)
+        stored = self._checked(path, wanted, allow_dtype_change)
       except manifest.DamageError as error:
-        damaged.append((number, str(error)))
-        continue
+        if not self._copied_back(number, error):
+          damaged.append((number, str(error)))
+          continue
+        stored = self._checked(path, wanted, allow_dtype_change)
       for corrupt, reason in damaged:
         _log.error("step %d is corrupt: %s; using step %d", corrupt, reason, number)
         self._steps.set_aside(corrupt)
@@ -456,6 +472,23 @@ class CheckpointManager:
         "  put back a copy of one of them, or start afresh with another run_name or resume=false"
       )
     return None
+
+  def _checked(self, path: Path, wanted: dict[str, Any], allow_dtype_change: bool) -> manifest.Manifest:
+    stored = manifest.read(path)
+    restore.check(path, stored, wanted, config=self.config or None, allow_dtype_change=allow_dtype_change)
+    manifest.check_hashes(path, stored)
+    return stored
+
+  def _copied_back(self, step: int, damage: Exception) -> bool:
+    """Whether a damaged step was replaced from the mirror."""
+    try:
+      if self._mirror is None or not self._mirror.fetch(step, self._steps):
+        return False
+    except RetryableError as error:
+      _log.warning("%s", error)
+      return False
+    _log.error("step %d is corrupt: %s; copied back from %s", step, damage, self._mirror)
+    return True
 
 
 def _free_bytes(path: Path) -> int | None:

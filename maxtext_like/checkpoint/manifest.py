@@ -42,6 +42,7 @@ class Manifest:
     leaves: shape and dtype of every array by name.
     files: size in bytes and xxh3_128 of every file, by path relative to the step's directory.
     versions: of the framework and of the libraries that wrote it.
+    run: the life of the run that wrote it, drawn at random at its first start; empty: a version that had none.
     schema: version of this layout.
   """
 
@@ -52,6 +53,7 @@ class Manifest:
   leaves: dict[str, dict[str, Any]]
   files: dict[str, dict[str, Any]]
   versions: dict[str, str]
+  run: str = ""
   schema: int = SCHEMA_VERSION
 
 
@@ -122,16 +124,29 @@ def read(step_directory: Path) -> Manifest:
   """
   path = step_directory / FILE_NAME
   try:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    written = fields.pop("xxh3_128")
+    text = path.read_text(encoding="utf-8")
   except FileNotFoundError as error:
     raise DamageError(f"file {path} is missing") from error
-  except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+  except (OSError, ValueError) as error:
+    raise DamageError(f"file {path} is not a manifest ({type(error).__name__}: {error})") from error
+  return parse(text, str(path))
+
+
+def parse(text: str, path: str) -> Manifest:
+  """The manifest that a text is; ``path`` names it in errors.
+
+  Raises:
+    DamageError: not JSON, or changed since it was written.
+  """
+  try:
+    fields = json.loads(text)
+    written = fields.pop("xxh3_128")
+  except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
     raise DamageError(f"file {path} is not a manifest ({type(error).__name__}: {error})") from error
   if written != _digest(fields):
     raise DamageError(f"file {path} does not match its own hash")
-  known = {field.name for field in dataclasses.fields(Manifest)}
-  if missing := known - fields.keys():
+  known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Manifest)}
+  if missing := {name for name, required in known.items() if required} - fields.keys():
     raise DamageError(f"file {path} lacks {', '.join(sorted(missing))}")
   return Manifest(**{name: value for name, value in fields.items() if name in known})
 

@@ -47,7 +47,7 @@ class StepDirectories:
   def numbered(self) -> list[int]:
     """Returns every directory, or link to one, that is named like a step, oldest first."""
     names = (entry.name for entry in os.scandir(self.directory) if entry.is_dir())
-    return sorted(int(name) for name in names if _is_number(name))
+    return sorted(int(name) for name in names if is_step_name(name))
 
   def with_manifest(self) -> list[int]:
     """Returns the steps that have a manifest, damaged or not, oldest first."""
@@ -66,7 +66,7 @@ class StepDirectories:
     if not self.directory.is_dir():
       return
     for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
-      if not _is_number(entry.name):
+      if not is_step_name(entry.name):
         continue
       if entry.is_symlink() and not entry.is_dir():
         raise UserError(
@@ -121,7 +121,7 @@ class StepDirectories:
     """Gives a step that was written whole its name. From here on it counts. What lies in the way is moved aside."""
     with self._fence():
       if os.path.lexists(self.path(step)):
-        self._move_aside(step, _INCOMPLETE)
+        self._move_aside(step, _CORRUPT if (self.path(step) / manifest.FILE_NAME).exists() else _INCOMPLETE)
       (path or self.saving(step)).rename(self.path(step))
 
   def drop_old(self, keep: int | None, spare: Collection[int] = ()) -> None:
@@ -158,7 +158,8 @@ class StepDirectories:
     return target
 
 
-def _is_number(name: str) -> bool:
+def is_step_name(name: str) -> bool:
+  """Whether a directory of this name is a step."""
   return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 

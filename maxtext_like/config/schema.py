@@ -203,6 +203,7 @@ class CheckpointConfig(_Checked):
   allow_dtype_change: bool
   allow_data_change: bool
   init_from: str | None
+  checkpoint_mirror: str | None
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
@@ -212,6 +213,14 @@ class CheckpointConfig(_Checked):
         "resume: true with enable_checkpointing: false", ("resume", "enable_checkpointing"),
         "turn one of them around: a run without checkpoints cannot be resumed",
       )  # fmt: skip
+    if self.checkpoint_mirror is not None and not self.enable_checkpointing:
+      yield Problem(
+        f"checkpoint_mirror = {self.checkpoint_mirror} with enable_checkpointing: false",
+        ("checkpoint_mirror", "enable_checkpointing"),
+        "there is nothing to copy: leave one of them out",
+      )
+    if self.checkpoint_mirror == "":
+      yield Problem("checkpoint_mirror is empty", ("checkpoint_mirror",), "name a path or a URL, or null for none")
     if self.init_from == "":
       yield Problem("init_from is empty", ("init_from",), "name a directory, or null for fresh weights")
 

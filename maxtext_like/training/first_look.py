@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from maxtext_like.checkpoint import compatibility, manifest
+from maxtext_like.checkpoint import compatibility, manifest, mirror
 from maxtext_like.checkpoint.sources import require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.problems import Problem, error_of
@@ -33,14 +33,18 @@ def first_look(loaded: Loaded) -> str | None:
   """
   config = loaded.config
   directory = run_directory(config)
+  if config.checkpoint.checkpoint_mirror is not None:
+    mirror.require_usable(config.checkpoint.checkpoint_mirror)
   if problems := list(_lost_paths(loaded)):
     raise error_of(problems)
   stands = standing.look(directory.path)
-  stands.require(config.checkpoint)
+  mirrored = config.checkpoint.checkpoint_mirror is not None
+  if not (mirrored and stands.evidence):  # what is lost here may come back from there
+    stands.require(config.checkpoint)
   if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
     current = compatibility.record(config)
     compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
-    if stands.newest >= config.training.steps and compatibility.surely_same_arrays(stored.config, current):
+    if stands.newest >= config.training.steps and not mirrored and compatibility.surely_same_arrays(stored.config, current):
       return finished_line(directory.path, stands.newest, config.training.steps)
   if (reason := _unusable(directory.path)) is not None:
     raise UserError(

@@ -18,7 +18,9 @@ import numpy as np
 
 from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.sources import require_source
+from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import Config, DataConfig
@@ -82,6 +84,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     program = stop.interruptible(lambda: make_program(config))
     need, limit = memory.require_fit(program)
     watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
+    mirror = _open_mirror(config, directory)
     # The data are opened, and the first batch is made, before anything is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
     data = stack.enter_context(contextlib.closing(stop.interruptible(lambda: open_data(program, "train", settings))))
@@ -99,7 +102,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     standing.look(directory.path).require(config.checkpoint)
     manager = None
     if config.checkpoint.enable_checkpointing:
-      manager = stack.enter_context(_manager(config, directory, data, watchdog))
+      manager = stack.enter_context(_manager(config, directory, data, watchdog, mirror))
       if (done := finished_step(program, manager)) is not None:
         progress.say(finished_line(directory.path, done, config.training.steps))
         return
@@ -202,7 +205,27 @@ def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
   )
 
 
-def _manager(config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog) -> CheckpointManager:
+def _open_mirror(config: Config, directory: RunDirectory) -> Mirror | None:
+  """The second place of the checkpoints, from which what is lost here was copied back; None: there is none.
+
+  Raises:
+    UserError, RetryableError: as ``Mirror.bring_back``.
+  """
+  c = config.checkpoint
+  if c.checkpoint_mirror is None:
+    return None
+  mirror = Mirror(c.checkpoint_mirror, directory.path.name, directory.checkpoints, c.max_to_keep)
+  # Before the data are opened, for a step brings its tokenizer along; so it is held for that time alone.
+  with RunDirectory(directory.path.parent, directory.path.name) as held:
+    steps = StepDirectories(directory.checkpoints, held.exclusive)
+    if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
+      print(f"mirror  step {step} copied back from {mirror}, its newest one; {directory.checkpoints} had none as new")
+  return mirror
+
+
+def _manager(
+  config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog, mirror: Mirror | None
+) -> CheckpointManager:
   c = config.checkpoint
   return CheckpointManager(
     directory.checkpoints,
@@ -214,6 +237,8 @@ def _manager(config: Config, directory: RunDirectory, data: DataSource, watchdog
     fence=directory.exclusive,
     saved=lambda step: standing.remember_newest(directory.path, step),
     watch=watchdog.watch,
+    mirror=mirror,
+    mirror_seconds=min(watchdog.limit("exit") / 2, 24 * 3600),
   )
 
 

@@ -1,0 +1,290 @@
+"""A second place for a run's checkpoints: a mounted disk, or object storage through fsspec, for when the first one is lost.
+
+Layout: ``<checkpoint_mirror>/<run_name>/checkpoints/N``, the same as in the run's directory, so a mirror on a disk is a run to
+every command. A step is copied after it was proved whole, on a thread of its own, file by file with its hashes and the
+manifest last; until then a file ``COPYING`` marks it as ours and unfinished. What fails is told, tried again, and ends no run.
+
+Every checkpoint holds the name of its run's life, drawn at random at its first start: two runs that happen to share a name, and
+so a place in the mirror, are told apart by it and refused.
+"""
+
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from maxtext_like.checkpoint import atomic, manifest
+from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
+from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.masking import masked
+
+_log = logging.getLogger(__name__)
+_MARKER = "COPYING"
+_CHUNK_BYTES = 16 << 20
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 5.0, 600.0
+_EXTRAS = {"gs": "gcs", "gcs": "gcs"}  # protocols whose package is an optional extra of ours
+
+
+def require_usable(place: str) -> None:
+  """Looks whether a mirror's kind of storage can be used at all; asks no network.
+
+  Raises:
+    UserError: an unknown protocol, or one whose package is not installed.
+  """
+  import fsspec
+
+  protocol = fsspec.core.split_protocol(place)[0] or "file"
+  try:
+    fsspec.get_filesystem_class(protocol)
+  except ImportError as error:
+    extra = _EXTRAS.get(protocol)
+    fix = f"pip install -e '.[{extra}]'" if extra else f"install the package: {error}"
+    raise UserError(f"checkpoint_mirror = {place}: {protocol}:// needs a package that is not installed\n  fix: {fix}") from None
+  except ValueError:
+    raise UserError(
+      f"checkpoint_mirror = {place}: unknown protocol {protocol}://\n  fix: a path, or a URL that fsspec knows, as gs://bucket/runs"
+    ) from None
+
+
+class Mirror:
+  """The steps of one run in their second place.
+
+  Args:
+    place: a path, or a URL that fsspec knows.
+    run_name: of the run.
+    own: where the run itself keeps its steps.
+    keep: newest steps that are kept; None: all.
+
+  Raises:
+    UserError: as ``require_usable``; or it is the run's own directory.
+  """
+
+  def __init__(self, place: str, run_name: str, own: Path, keep: int | None):
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    require_usable(place)
+    if "://" not in place:
+      place = os.path.abspath(os.path.expanduser(place))
+    self._files, root = fsspec.core.url_to_fs(place)
+    self._root = f"{root.rstrip('/')}/{run_name}/checkpoints"
+    self._name = f"checkpoint_mirror {masked(place)}"
+    self._local = isinstance(self._files, LocalFileSystem)
+    self._keep = keep
+    if self._local and os.path.realpath(self._root) == os.path.realpath(own):
+      raise UserError(f"checkpoint_mirror = {place} is where the run itself writes\n  fix: another place, on another disk")
+    self._condition = threading.Condition()
+    self._wanted: Path | None = None
+    self._copying: Path | None = None
+    self._failure: str | None = None
+    self._closing = False
+    self._thread: threading.Thread | None = None
+
+  def __str__(self) -> str:
+    return self._name
+
+  # Copying.
+
+  def offer(self, step: Path) -> None:
+    """Hands over a complete step; one that still waits is passed over for it. Never waits, never raises."""
+    with self._condition:
+      self._wanted = step
+      if self._thread is None:
+        self._thread = threading.Thread(target=self._work, name="checkpoint-mirror", daemon=True)
+        self._thread.start()
+      self._condition.notify_all()
+
+  @property
+  def needed(self) -> set[int]:
+    """The own steps that are to be copied or are being copied, which must not be dropped meanwhile."""
+    with self._condition:
+      return {int(path.name) for path in (self._wanted, self._copying) if path is not None}
+
+  def close(self, seconds: float) -> None:
+    """Waits for what was handed over, at most so long; what is still not there is told. The next start offers it again."""
+    with self._condition:
+      self._closing = True
+      self._condition.notify_all()
+    if self._thread is not None:
+      self._thread.join(seconds)
+      if missing := self.needed:
+        reason = self._failure or f"it took more than {seconds:.0f} s"
+        _log.warning("%s: step %d is not there: %s; the next start of this run copies it", self._name, max(missing), reason)
+
+  def _work(self) -> None:
+    delay = _FIRST_RETRY_SECONDS
+    while True:
+      with self._condition:
+        self._condition.wait_for(lambda: self._wanted is not None or self._closing)
+        if self._wanted is None:
+          return
+        self._copying, self._wanted = self._wanted, None
+        last, step = self._closing, self._copying
+      try:
+        self._copy(step)
+      except manifest.DamageError as error:  # what is no whole step here would be none there
+        _log.error("%s: step %s is not copied: %s", self._name, step.name, error)
+      except Exception as error:  # fsspec's many kinds; none of them may end a run
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        with self._condition:
+          if reason != self._failure:
+            _log.warning("%s: step %s is not there yet: %s; it is tried again", self._name, step.name, reason)
+          self._failure, self._copying = reason, None
+          self._wanted = self._wanted or step
+          if last:
+            return
+          self._condition.wait_for(lambda: self._closing, delay)
+        delay = min(2 * delay, _LAST_RETRY_SECONDS)
+        continue
+      with self._condition:
+        if self._failure is not None:
+          _log.warning("%s: works again, step %s is there", self._name, step.name)
+        self._failure, self._copying = None, None
+      delay = _FIRST_RETRY_SECONDS
+
+  def _copy(self, step: Path) -> None:
+    text = (step / manifest.FILE_NAME).read_text(encoding="utf-8")
+    stored = manifest.parse(text, str(step))
+    if not stored.run:
+      return  # of a version that did not tell runs apart
+    there = f"{self._root}/{step.name}"
+    self._files.invalidate_cache()
+    if self._manifest(stored.step) != stored:
+      self._files.makedirs(there, exist_ok=True)
+      self._write(f"{there}/{_MARKER}", stored.run.encode())
+      for name, expected in stored.files.items():
+        self._copy_file(step / name, f"{there}/{name}", expected["xxh3_128"])
+      self._write(f"{there}/{manifest.FILE_NAME}", text.encode())
+      if self._manifest(stored.step) != stored:
+        raise OSError("the manifest reads back otherwise than it was written")
+      self._files.rm_file(f"{there}/{_MARKER}")
+    self._drop_old(stored)
+
+  def _copy_file(self, source: Path, target: str, expected: str) -> None:
+    if self._files.exists(target) and self._hash(target) == expected:  # of a copy that was interrupted
+      return
+    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+    digest = xxhash.xxh3_128()
+    with open(source, "rb", buffering=0) as read, self._files.open(target, "wb") as written:
+      while chunk := read.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        written.write(chunk)
+      if self._local:
+        written.flush()
+        os.fsync(written.fileno())
+    if digest.hexdigest() != expected:
+      raise manifest.DamageError(f"file {source} has changed since it was written")
+    if self._hash(target) != expected:
+      raise OSError(f"{target} reads back otherwise than it was written")
+
+  def _write(self, path: str, content: bytes) -> None:
+    if self._local:
+      atomic.write_text(Path(path), content.decode())
+    else:
+      self._files.pipe_file(path, content)
+
+  def _hash(self, path: str) -> str:
+    digest = xxhash.xxh3_128()
+    with self._files.open(path, "rb") as file:
+      while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+  def _drop_old(self, newest: manifest.Manifest) -> None:
+    for number in self._numbered():
+      there = f"{self._root}/{number}"
+      if number < newest.step and self._files.exists(f"{there}/{_MARKER}"):  # a copy that was never finished
+        self._files.rm(there, recursive=True)
+    mine = sorted(number for number, stored in self.steps().items() if stored.run == newest.run)
+    for number in mine[: -self._keep] if self._keep else []:
+      self._files.rm_file(f"{self._root}/{number}/{manifest.FILE_NAME}")
+      self._files.rm(f"{self._root}/{number}", recursive=True)
+
+  # Looking and bringing back.
+
+  def steps(self) -> dict[int, manifest.Manifest]:
+    """The complete steps by number; what fsspec raises where the place does not answer."""
+    found = {number: self._manifest(number) for number in self._numbered()}
+    return {number: stored for number, stored in found.items() if stored is not None}
+
+  def bring_back(self, own: StepDirectories, *, resume: bool) -> int | None:
+    """Copies the newest step back where the run's own steps are gone or older; returns it, None when there was no need.
+
+    Raises:
+      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some.
+      RetryableError: the mirror does not answer, and the run has no step of its own to go on from.
+    """
+    mine = own.complete() if own.directory.is_dir() else []
+    try:
+      theirs = self.steps()
+    except Exception as error:
+      if mine:
+        _log.warning("%s: cannot be looked at: %s", self._name, error)
+        return None
+      raise RetryableError(f"{self._name}: cannot be looked at, and the run has no checkpoint of its own: {error}") from error
+    if not theirs:
+      return None
+    lives = {stored.run for stored in theirs.values()}
+    if mine:
+      lives.add(manifest.read(own.path(mine[-1])).run)
+    if len(lives) > 1 or not resume:
+      why = "resume is false" if len(lives) == 1 else "steps of different runs of that name are there or in the run directory"
+      raise UserError(
+        f"{self._name}: {self._root} holds step {max(theirs)}, and {why}: they would be mixed\n"
+        "  fix: choose another run_name or another checkpoint_mirror, or move away what is not of this run"
+      )
+    for number in sorted(theirs, reverse=True):
+      if mine and mine[-1] >= number:
+        return None
+      if self.fetch(number, own):
+        return number
+    raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is whole, see above")
+
+  def fetch(self, number: int, own: StepDirectories) -> bool:
+    """Copies one step back under its hashes; False, and told, when it is not there or not whole.
+
+    Raises:
+      RetryableError: it could not be read, or not be written here.
+    """
+    target = own.saving(number)
+    try:
+      stored = self._manifest(number)
+      if stored is None:
+        return False
+      target.mkdir(parents=True)
+      for name, expected in stored.files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        self._files.get_file(f"{self._root}/{number}/{name}", str(target / name))
+        if manifest.hash_file(target / name, sync=True)[1] != expected["xxh3_128"]:
+          _log.error("%s: step %d is damaged: %s has changed since it was written", self._name, number, name)
+          return False
+      manifest.write(target, stored)
+      own.commit(number)
+      atomic.sync_directory(own.directory)
+      return True
+    except Exception as error:
+      raise RetryableError(f"{self._name}: step {number} cannot be copied to {own.directory}: {error}") from error
+    finally:
+      shutil.rmtree(target, ignore_errors=True)
+
+  def _numbered(self) -> list[int]:
+    self._files.invalidate_cache()
+    try:
+      names = [str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+    except FileNotFoundError:
+      return []
+    return sorted(int(name) for name in names if is_step_name(name))
+
+  def _manifest(self, number: int) -> manifest.Manifest | None:
+    """The manifest of a step; None without one, or with one that is not whole or of another step."""
+    path = f"{self._root}/{number}/{manifest.FILE_NAME}"
+    try:
+      text: Any = self._files.cat_file(path)
+      stored = manifest.parse(text.decode(), path)
+    except (FileNotFoundError, UnicodeDecodeError, manifest.DamageError):
+      return None
+    return stored if stored.step == number else None

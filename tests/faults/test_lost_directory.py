@@ -1,0 +1,77 @@
+"""The run's directory goes: removed while it trains, lost and brought back from the mirror, taken over by another host."""
+
+import json
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import assert_bitwise_equal
+
+
+def test_removed_while_it_trains(train):
+  """Exit code 42 and a sentence, whatever was written meanwhile; nothing is made again."""
+  process = train.start("a", steps=1_000_000, log_interval=5)
+  train.wait_for(r"step +10 of", process)
+  run = train.output_dir / "a"
+  while run.exists():  # a step that is being saved may fall into the removal
+    subprocess.run(["rm", "-rf", run], check=False)
+  assert process.wait(timeout=60) == 42, train.log.read_text()
+  assert f"run directory {run}: it was removed or renamed while this run was going on" in train.log.read_text()
+  assert "Traceback" not in train.log.read_text()
+  assert not run.exists()
+
+
+def test_lost_and_brought_back(train, tmp_path):
+  keys = {"checkpoint_mirror": tmp_path / "mirror", "max_to_keep": 1, "steps": 30, "log_interval": 10}
+  code, text = train.run("a", **keys)
+  assert code == 0, text
+  whole, run = train.state("a", 30), train.output_dir / "a"
+  assert [path.name for path in (tmp_path / "mirror" / "a" / "checkpoints").iterdir()] == ["30"]
+  shutil.rmtree(run)
+  code, text = train.run("a", **keys)
+  assert code == 0, text
+  assert f"mirror  step 30 copied back from checkpoint_mirror {tmp_path}/mirror, its newest one" in text
+  assert "already at step 30 of 30" in text
+  assert_bitwise_equal(train.state("a", 30), whole)
+  # Checkpoints that are lost from a directory that knows of them come back too, and the run goes on.
+  shutil.rmtree(train.checkpoints("a"))
+  code, text = train.run("a", **keys | {"steps": 40})
+  assert code == 0, text
+  assert "from step 30 in" in text
+  assert train.losses("a").keys() == set(range(31, 41))
+  for other, said in (
+    ({"checkpoint_mirror": "gs://bucket/runs"}, "gs:// needs a package that is not installed\n  fix: pip install -e '.[gcs]'"),
+    ({"resume": "false", "run_name": "a", "output_dir": tmp_path / "new"}, "holds step 40, and resume is false"),
+  ):
+    code, text = train.run("a", **keys | other)
+    assert (code, said in text) == (2, True), text
+
+
+@pytest.mark.slow
+def test_taken_over_from_another_host(train, tmp_path):
+  """SIGSTOP, a takeover by a process that sees another host, SIGCONT: the first ends and changes nothing."""
+  elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname far-away && exec "$@"', "sh"]
+  if not shutil.which("unshare") or subprocess.run([*elsewhere, "true"], capture_output=True).returncode:
+    pytest.skip("needs the right to have another host name (root with CAP_SYS_ADMIN)")
+  first = train.spawn("a", prefix=elsewhere, steps=1_000_000, log_interval=5)
+  log = train.log
+  train.wait_for(r"step +35 of", first)
+  first.send_signal(signal.SIGSTOP)
+  code, text = train.run("a")
+  assert code == 0, text
+  assert "held from far-away; watching its heartbeat for 16 s" in text
+  assert f"taking over the lock of process {first.pid} on far-away" in text
+  run = train.output_dir / "a"
+  before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+  holder = subprocess.Popen(["sleep", "100"])
+  lock = run / "run.lock"
+  lock.write_text(json.dumps({"host": "here", "pid": holder.pid, "started": "now", "command": "the second one"}))
+  first.send_signal(signal.SIGCONT)
+  assert first.wait(timeout=60) == 42, log.read_text()
+  holder.kill()
+  holder.wait()
+  assert "process" in log.read_text().rpartition("error: ")[2]
+  assert "took it over" in log.read_text()
+  assert lock.exists()
+  assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path != lock} == before
