@@ -133,8 +133,7 @@ def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
   loop.manager = SimpleNamespace(
     due=lambda n: n % 2 == 0, poll=lambda: None, save=lambda n, *_, **__: saved.append(n), complete_steps=lambda: saved
   )
-  loop.data.get_state = dict
-  loop.program.global_batch, loop.program.devices = 4, [SimpleNamespace(device_kind="toy")]
+  loop._extra = dict
 
   def forgets(state, batch, known):
     state, metrics = step(state, batch, known)
