@@ -6,6 +6,7 @@ newest step that was ever saved stands in a file beside ``checkpoints/``; a dire
 version, is judged by how far metrics.jsonl goes and how often config.yml saved.
 """
 
+import errno
 import json
 import logging
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from maxtext_like.errors import RetryableError, UserError
 NEWEST = "newest_checkpoint.json"
 _METRICS, _FINITENESS, _CONFIG = "metrics.jsonl", "finiteness.json", "config.yml"
 _TAIL_BYTES = 1 << 20  # of metrics.jsonl; its last row lies there
+_OF_THE_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 _log = logging.getLogger(__name__)
 
 
@@ -121,10 +123,9 @@ def look(run: Path) -> Standing:
     newest = max(steps.complete(), default=None) if there else None
     damaged = newest is None and there and bool(steps.with_manifest())
     evidence = () if newest is not None or damaged else tuple(_evidence(run))
-  except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-    raise UserError(f"{error.filename}: {error.strerror}") from error
   except OSError as error:
-    raise RetryableError(f"{error.filename or run}: {error.strerror}") from error
+    kind = UserError if error.errno in _OF_THE_PATH else RetryableError
+    raise kind(f"{error.filename or run}: {error.strerror}") from error
   return Standing(run, newest, damaged, evidence)
 
 

@@ -1,12 +1,14 @@
 """What a run's directory says of checkpoints that are not there."""
 
+import errno
 import json
+import os
 
 import pytest
 
 from maxtext_like.checkpoint import manifest
 from maxtext_like.config.load import load_config
-from maxtext_like.errors import UserError
+from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.training import standing
 
 CONFIG = "checkpoint:\n  enable_checkpointing: {}  # where from\n  checkpoint_interval: {}\ntraining:\n  steps: {}\n"
@@ -125,6 +127,21 @@ def test_checkpoints_that_would_not_be_used_are_refused(tmp_path, words):
   complete(tmp_path, 20)
   with pytest.raises(UserError, match=words.replace("=", " is ")):
     standing.look(tmp_path).require(settings(words))
+
+
+@pytest.mark.parametrize(
+  ("code", "kind"),
+  [(errno.EACCES, UserError), (errno.ENAMETOOLONG, UserError), (errno.EIO, RetryableError), (errno.ESTALE, RetryableError)],
+)
+def test_a_restart_can_mend_a_disk_and_not_a_path(run, monkeypatch, code, kind):
+  complete(run, 20)
+
+  def fail(*_):
+    raise OSError(code, "told by the system", "there")
+
+  monkeypatch.setattr(os, "scandir", fail)
+  with pytest.raises(kind, match=r"^there: told by the system$"):
+    standing.look(run)
 
 
 def test_a_disk_that_does_not_take_the_record_is_told(tmp_path, caplog):
