@@ -11,8 +11,8 @@ from typing import Any
 
 from maxtext_like.errors import UserError
 
-# A label, not a dimension: a renamed model file is the same model.
-_MODEL_LABELS = frozenset({"model_name"})
+# Labels, not dimensions: a renamed model file, or one that lists the tokens that end an answer, is the same model.
+_MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"})
 # What ``vision:`` says about the data, not about the tower.

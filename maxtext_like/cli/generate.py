@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     vocabulary=model.tokenizer.vocab_size,
     seed=options.seed,
   )
-  stop = stop_tokens(model.tokenizer, model.files, options.stop) | set(options.stop_ids)
+  stop = stop_tokens(model.tokenizer, model.files, options.stop, model.program.config.model) | set(options.stop_ids)
   decoder, tokenizer = model.program.decoder, model.tokenizer
   encoded = encode(prompts, tokenizer, model.program.config.vision)
   check(encoded, decoder, options.max_tokens)

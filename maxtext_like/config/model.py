@@ -86,12 +86,18 @@ class ModelConfig:
 
   # Token ids with a meaning for the model.
   pad_token_id: int | None
-  bos_token_id: int
-  eos_token_id: int
+  bos_token_id: int | None
+  eos_token_id: int | tuple[int, ...] | None
 
   def __post_init__(self):
     if problems := list(self.problems()):
       raise InvalidSectionError(problems)
+
+  @property
+  def eos_token_ids(self) -> tuple[int, ...]:
+    """The tokens that end an answer, in order."""
+    ids = self.eos_token_id
+    return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
   def attention_types(self) -> tuple[LayerType, ...]:
     """The type of every layer, spelt out."""
@@ -113,7 +119,10 @@ class ModelConfig:
     counts += ["moe_mlp_dim", "shared_experts", "first_num_dense_layers", "q_lora_rank", "kv_lora_rank"]
     counts += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "indexer_n_heads", "indexer_head_dim"]
     counts += ["indexer_topk", "routed_bias_update_rate", "load_balance_loss_weight", "indexer_loss_scaling_factor"]
-    yield from at_least(self, 0, *counts, "mscale", "mscale_all_dim", "bos_token_id", "eos_token_id", "pad_token_id")
+    yield from at_least(self, 0, *counts, "mscale", "mscale_all_dim", "bos_token_id", "pad_token_id")
+    for token in self.eos_token_ids:
+      if token < 0:
+        yield Problem(f"eos_token_id = {token} is below 0", ("eos_token_id",), "token ids begin at 0")
     yield from at_least(self, 1, "global_head_dim", "global_num_kv_heads", "vocab_size_per_layer_input")
     positive = ["normalization_layer_epsilon", "rope_max_timescale", "local_rope_max_timescale", "rope_factor"]
     positive += ["rope_linear_scaling_factor", "routed_scaling_factor", "beta_fast", "beta_slow"]

@@ -4,23 +4,30 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
+from maxtext_like.config.model import ModelConfig
 from maxtext_like.data.special_tokens import known_names, token_id
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 
 
-def stop_tokens(tokenizer: Tokenizer, directory: Path | None, names: Iterable[str] = ()) -> frozenset[int]:
-  """The tokenizer's eos, what a model's files list beside it (Gemma's end of a turn), and what is named.
+def stop_tokens(
+  tokenizer: Tokenizer, directory: Path | None, names: Iterable[str] = (), model: ModelConfig | None = None
+) -> frozenset[int]:
+  """The tokenizer's eos, what a model's files or its configuration list beside it (Gemma's end of a turn), and what is named.
 
   Args:
     tokenizer: of the model.
     directory: with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None: no files.
     names: of further tokens, as ``data.special_tokens.token_id`` takes them.
+    model: its ``model:`` section, which counts where the tokenizer's eos is among its own: else it speaks of another
+      tokenizer's tokens.
 
   Raises:
     UserError: a name that is no token; a file that is malformed.
   """
   stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+  if model is not None and stops.intersection(model.eos_token_ids):
+    stops.update(model.eos_token_ids)
   if directory is not None:
     stops |= _listed(directory)
   for name in names:

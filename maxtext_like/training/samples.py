@@ -44,7 +44,7 @@ class Samples:
     prompts = [Prompt(text, place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
     self._prompts = encode(prompts, tokenizer, program.config.vision)
     check(self._prompts, program.decoder, self._tokens)
-    self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None)
+    self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None, model=program.config.model)
 
   def __call__(self, step: int, params: Any) -> list[Row]:
     """Samples from the parameters after ``step`` steps.

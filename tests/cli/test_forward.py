@@ -62,7 +62,7 @@ def test_values_of_config_json_are_blamed_on_it(tmp_path: Path, capsys: pytest.C
   config = json.loads((checkpoint / "config.json").read_text())
   (checkpoint / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 7}))
   message = failure(tmp_path, capsys, checkpoint=checkpoint)
-  assert "num_experts_per_tok = 7 is more than num_experts = 6" in message
+  assert "num_experts_per_tok = 7 is more than n_routed_experts = 6" in message
   assert str(checkpoint / "config.json") in message
   assert ".yml" not in message.replace("configs/base.yml", "")
 

@@ -14,7 +14,9 @@ from maxtext_like.checkpoint.huggingface.config_deepseek import read_deepseek, w
 from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_gemma4, write_gemma
 from maxtext_like.checkpoint.huggingface.config_vision import PLACEHOLDERS, read_vision, with_tower
 from maxtext_like.checkpoint.huggingface.fields import Fields
+from maxtext_like.checkpoint.huggingface.names import NAMES
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
+from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
@@ -42,6 +44,7 @@ class HuggingFaceConfig:
     multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
     float8_block: rows and columns that share a ``_scale_inv``.
     dtype: the dtype the file names for its weights, if any.
+    notes: what the tensors say otherwise, a sentence each.
   """
 
   model_type: str
@@ -50,6 +53,7 @@ class HuggingFaceConfig:
   multimodal: bool
   float8_block: tuple[int, int]
   dtype: str | None
+  notes: tuple[str, ...] = ()
 
   @property
   def has_tower(self) -> bool:
@@ -58,7 +62,7 @@ class HuggingFaceConfig:
 
 
 def read_config(directory: Path) -> HuggingFaceConfig:
-  """Reads ``directory``/config.json.
+  """Reads ``directory``/config.json, and what the tensors beside it say otherwise about the output head.
 
   Raises:
     UserError: no such file, malformed, or a model that is not supported; says where and what is.
@@ -69,7 +73,12 @@ def read_config(directory: Path) -> HuggingFaceConfig:
       f"{printable(directory)}: has no config.json; expected a Hugging Face checkpoint directory\n"
       "  fix: name one; maxtext-like export makes one of a run"
     )
-  return interpret(parse_file(path, limit=_LIMIT), printable(path))
+  config = interpret(parse_file(path, limit=_LIMIT), printable(path))
+  if config.model["logits_via_embedding"] and (head := other_head(directory, config.float8_block)):
+    untied = config.model | {"logits_via_embedding": False}
+    note = f"{printable(head)} differs from the embedding, so the head is its own, though config.json ties them"
+    return dataclasses.replace(config, model=untied, notes=(note,))
+  return config
 
 
 def interpret(values: Any, where: str) -> HuggingFaceConfig:
@@ -77,7 +86,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   if not isinstance(values, dict):
     raise UserError(f"{where}: not a JSON object")
   top = Fields(values, where)
-  model_type = top.text("model_type", "")
+  model_type = top.text("model_type", "", null="")
   if model_type not in _READERS:
     found = f"'{printable(model_type)}'" if model_type else "missing"
     raise UserError(f"{where}: model_type {found} is not supported; supported: {', '.join(_READERS)}")
@@ -91,7 +100,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
     vision=read_vision(top),
     multimodal=multimodal,
     float8_block=_float8_block(top),
-    dtype=top.text("dtype", top.text("torch_dtype", "")) or None,
+    dtype=top.text("dtype", "", null="") or top.text("torch_dtype", "", null="") or None,
   )
 
 
@@ -131,9 +140,14 @@ def require_same_model(
       pairs[key] = (there if there in known else None, here if here in known else None)
   changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
   if changed:
-    table = "\n".join(f"  {key}: config.json {there}, this run {here}" for key, (there, here) in changed.items())
+    names = NAMES[model.decoder_block]
+    lines = []
+    for key, (there, here) in changed.items():
+      theirs, source = names.get(key, key), "tensors" if key == "logits_via_embedding" and config.notes else "config.json"
+      lines.append(f"  {theirs}: {source} {there}, this run {here}" + (f" ({key})" if theirs != key else ""))
+    lines += [f"  note: {note}" for note in config.notes]
     raise UserError(
-      f"{printable(directory)}: a checkpoint of another model:\n{table}\n"
+      f"{printable(directory)}: a checkpoint of another model:\n" + "\n".join(lines) + "\n"
       "  fix: train a model file with the checkpoint's values; maxtext-like import writes one"
     )
 

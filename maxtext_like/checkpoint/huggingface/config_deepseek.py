@@ -5,7 +5,7 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.fields import Fields
+from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
 from maxtext_like.config.model import ModelConfig
 
 
@@ -13,14 +13,15 @@ def read_deepseek(top: Fields) -> dict[str, Any]:
   """The model section of a ``deepseek_v3`` or ``deepseek_v32`` config.json."""
   sparse = top.values["model_type"] == "deepseek_v32"
   top.only("hidden_act", "silu", "no other activation is trained here")
-  top.only("scoring_func", "sigmoid", "the router of V3")
-  top.only("topk_method", "noaux_tc", "the router of V3")
-  top.only("moe_layer_freq", 1, "every layer after the dense ones has experts")
-  top.only("mlp_bias", False, "the MLPs have no biases")
+  top.only("scoring_func", "sigmoid", "the router of V3", nullable=True)
+  top.only("topk_method", "noaux_tc", "the router of V3", nullable=True)
+  top.only("moe_layer_freq", 1, "every layer after the dense ones has experts", nullable=True)
+  top.only("mlp_bias", False, "the MLPs have no biases", nullable=not sparse)
+  null_is_false = REFUSED if sparse else False  # V3.2's class takes no null
   layers = top.integer("num_hidden_layers", 61)
   heads = top.integer("num_attention_heads", 128)
   nope, rotary = top.integer("qk_nope_head_dim", 128), top.integer("qk_rope_head_dim", 64)
-  q_rank = top.optional_integer("q_lora_rank", 1536)
+  q_rank = top.integer("q_lora_rank", 1536, null=None)
   if sparse and q_rank is None:
     raise top.error("q_lora_rank", "is null; the indexer of V3.2 reads the query latent")
   experts_key = "num_experts" if sparse and "num_experts" in top else "n_routed_experts"
@@ -38,13 +39,13 @@ def read_deepseek(top: Fields) -> dict[str, Any]:
     "logits_via_embedding": top.boolean("tie_word_embeddings", False),
     "max_position_embeddings": top.integer("max_position_embeddings", position_default),
     "attention_bias": top.boolean("attention_bias", False),
-    "rope_interleave": sparse or top.boolean("rope_interleave", True),
+    "rope_interleave": sparse or top.boolean("rope_interleave", True, null=False),
     "num_experts": top.integer(experts_key, 256),
     "num_experts_per_tok": top.integer("num_experts_per_tok", 8),
     "moe_mlp_dim": top.integer("moe_intermediate_size", 2048),
-    "shared_experts": top.integer("n_shared_experts", 1),
+    "shared_experts": top.integer("n_shared_experts", 1, least=0),
     "first_num_dense_layers": _dense_layers(top, layers),
-    "norm_topk_prob": top.boolean("norm_topk_prob", True),
+    "norm_topk_prob": top.boolean("norm_topk_prob", True, null=null_is_false),
     "routed_scaling_factor": top.number("routed_scaling_factor", 2.5),
     "routed_bias": True,
     "n_routing_groups": top.integer("n_group", 8),
@@ -58,9 +59,9 @@ def read_deepseek(top: Fields) -> dict[str, Any]:
     "indexer_n_heads": top.integer("index_n_heads", 64) if sparse else 0,
     "indexer_head_dim": top.integer("index_head_dim", 128) if sparse else 0,
     "indexer_topk": top.integer("index_topk", 2048) if sparse else 0,
-    "pad_token_id": top.token("pad_token_id", 0) if "pad_token_id" in top else None,
+    "pad_token_id": top.token("pad_token_id", None),
     "bos_token_id": top.token("bos_token_id", 0),
-    "eos_token_id": top.token("eos_token_id", 1),
+    "eos_token_id": top.tokens("eos_token_id", 1),
   }
 
 
@@ -78,8 +79,11 @@ def _dense_layers(top: Fields, layers: int) -> int:
 
 def _rope(top: Fields, position_default: int) -> dict[str, Any]:
   rope = top.section("rope_scaling" if "rope_scaling" in top else "rope_parameters")
-  kind = rope.text("rope_type", rope.text("type", "default"))
-  values: dict[str, Any] = {"rope_max_timescale": rope.number("rope_theta", top.number("rope_theta", 1e4))}
+  kind = rope_type(rope, "default")
+  theta = (rope if "rope_theta" in rope.values else top).number("rope_theta", 1e4)
+  values: dict[str, Any] = {"rope_max_timescale": theta}
+  for section in (top, rope):
+    section.only("partial_rotary_factor", 1.0, "every dimension of the rotary part is rotated", nullable=section is top)
   if kind == "default":
     return values | {"rope_type": "default"}
   if kind != "yarn":
@@ -89,14 +93,16 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
     raise rope.error("attention_factor", "is not supported; it follows from factor, mscale and mscale_all_dim")
   if "factor" not in rope:
     raise rope.error("factor", "is missing; YaRN needs it")
-  original = rope.integer("original_max_position_embeddings", top.integer("max_position_embeddings", position_default))
+  key = "original_max_position_embeddings"  # at the top it overrides
+  trained = top.integer("max_position_embeddings", position_default)
+  original = (top if key in top.values else rope).integer(key, trained)
   return values | {
     "rope_type": "yarn",
     "rope_factor": rope.number("factor", 1.0),
-    "beta_fast": rope.number("beta_fast", 32.0),
-    "beta_slow": rope.number("beta_slow", 1.0),
-    "mscale": rope.number("mscale", 0.0, above=-1e-30),
-    "mscale_all_dim": rope.number("mscale_all_dim", 0.0, above=-1e-30),
+    "beta_fast": rope.number("beta_fast", 32.0, null=32.0),
+    "beta_slow": rope.number("beta_slow", 1.0, null=1.0),
+    "mscale": rope.number("mscale", 0.0, above=-1e-30, null=0.0),
+    "mscale_all_dim": rope.number("mscale_all_dim", 0.0, above=-1e-30, null=0.0),
     "original_max_position_embeddings": original,
   }
 

@@ -5,7 +5,7 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.fields import Fields
+from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
 from maxtext_like.config.model import ModelConfig
 
 _KINDS = {"sliding_attention": "sliding", "full_attention": "global"}
@@ -17,14 +17,15 @@ def _text(top: Fields) -> Fields:
   return top.section("text_config") if top.values["model_type"] in ("gemma3", "gemma4") else top
 
 
-def _tied(top: Fields, text: Fields) -> bool:
-  return top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", True))
+def _null_is_untied(top: Fields) -> Any:
+  """The meaning of ``tie_word_embeddings: null``: false for Gemma 3's class with a tower; the others refuse it."""
+  return False if top.values["model_type"] == "gemma3" else REFUSED
 
 
 def _common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
   text.only("hidden_activation", "gelu_pytorch_tanh", "no other activation is trained here")
   text.only("attention_bias", False, "Gemma attention has no biases here")
-  cap = text.number("final_logit_softcapping", 0.0)
+  cap = text.number("final_logit_softcapping", 0.0, null=0.0)
   return {
     "vocab_size": text.integer("vocab_size", defaults["vocab_size"]),
     "emb_dim": text.integer("hidden_size", 2304),
@@ -35,14 +36,16 @@ def _common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
     "head_dim": text.integer("head_dim", 256),
     "mlp_activation": "gelu",
     "normalization_layer_epsilon": text.number("rms_norm_eps", 1e-6),
-    "logits_via_embedding": _tied(top, text),
+    # The class with the head decides: what text_config says is not read. Gemma 3's, with a tower, takes null for false.
+    "logits_via_embedding": top.boolean("tie_word_embeddings", True, null=_null_is_untied(top)),
     "max_position_embeddings": text.integer("max_position_embeddings", 131072),
     "final_logits_soft_cap": cap or None,
     "attention_bias": False,
     "sliding_window_size": text.integer("sliding_window", defaults["sliding_window"]),
-    "pad_token_id": None if text.values.get("pad_token_id", 0) is None else text.token("pad_token_id", 0),
+    "pad_token_id": text.token("pad_token_id", 0),
     "bos_token_id": text.token("bos_token_id", 2),
-    "eos_token_id": text.token("eos_token_id", 1),
+    # The Hub's nested files list the tokens that end an answer at the top.
+    "eos_token_id": (top if "eos_token_id" in top else text).tokens("eos_token_id", 1),
   }
 
 
@@ -64,7 +67,7 @@ def _layer_types(text: Fields, layers: int, every: int, *, last_is_global: bool)
 
 
 def _plain(rope: Fields) -> None:
-  kind = rope.text("rope_type", rope.text("type", "default"))
+  kind = rope_type(rope, "default")
   if kind != "default":
     raise rope.error("rope_type", f"'{kind}' is not supported for sliding layers; supported: 'default'")
 
@@ -73,18 +76,21 @@ def read_gemma3(top: Fields) -> dict[str, Any]:
   """The model section of a ``gemma3`` or ``gemma3_text`` config.json."""
   text = _text(top)
   values = _common(top, text, vocab_size=262208, num_hidden_layers=26, sliding_window=4096)
-  text.only("use_bidirectional_attention", False, "an embedding model, not a language model")
+  text.only("use_bidirectional_attention", False, "an embedding model, not a language model", nullable=True)
   if top is not text:
     values["final_logits_soft_cap"] = None  # transformers applies it in the text-only class alone
-  every = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", 6))
+  every = 6 if "layer_types" in text else text.integer("sliding_window_pattern", 6)
   values |= _layer_types(text, values["num_decoder_layers"], every, last_is_global=False)
   # Hub files: rope_theta, rope_local_base_freq and rope_scaling; transformers 5: rope_parameters by layer type.
   nested = text.section("rope_parameters")
   sliding, full = nested.section("sliding_attention"), nested.section("full_attention")
   if "rope_scaling" in text:
-    full = text.section("rope_scaling")
+    scaling = text.section("rope_scaling")
+    full = Fields({**full.values, **scaling.values}, scaling.where)
   _plain(sliding)
-  kind = full.text("rope_type", full.text("type", "default"))
+  for section in (text, full):
+    section.only("partial_rotary_factor", 1.0, "every dimension of a head is rotated", nullable=section is text)
+  kind = rope_type(full, "default")
   if kind not in ("default", "linear"):
     raise full.error("rope_type", f"'{kind}' is not supported for Gemma 3; supported: 'default', 'linear'")
   if kind == "linear" and "factor" not in full:
@@ -95,8 +101,10 @@ def read_gemma3(top: Fields) -> dict[str, Any]:
     "query_pre_attn_scalar": text.number("query_pre_attn_scalar", 256.0),
     "rope_type": "linear" if factor != 1.0 else "default",
     "rope_linear_scaling_factor": factor,
-    "rope_max_timescale": nested.section("full_attention").number("rope_theta", text.number("rope_theta", 1e6)),
-    "local_rope_max_timescale": sliding.number("rope_theta", text.number("rope_local_base_freq", 1e4)),
+    "rope_max_timescale": (full if "rope_theta" in full.values else text).number("rope_theta", 1e6),
+    "local_rope_max_timescale": (
+      sliding.number("rope_theta", 1e4) if "rope_theta" in sliding.values else text.number("rope_local_base_freq", 1e4)
+    ),
     "use_bidirectional_image_attn": top is not text,
   }
 
@@ -118,9 +126,15 @@ def read_gemma4(top: Fields) -> dict[str, Any]:
   rope = text.section("rope_parameters")
   full, sliding = rope.section("full_attention"), rope.section("sliding_attention")
   _plain(sliding)
-  kind = full.text("rope_type", "proportional" if not full.values else "default")
+  kind = rope_type(full, "proportional" if not full.values else "default")
   if kind not in ("default", "proportional"):
     raise full.error("rope_type", f"'{kind}' is not supported for Gemma 4; supported: 'default', 'proportional'")
+  if "rope_parameters" in text:
+    for name in _KINDS:
+      if name not in rope:
+        raise rope.error(name, "is missing")
+      if "rope_theta" not in rope.section(name).values:
+        raise rope.section(name).error("rope_theta", "is missing")
   full.only("factor", 1.0, "no released Gemma 4 stretches its positions")
   default = 1.0 if full.values else 0.25
   proportion = full.number("partial_rotary_factor", default) if kind == "proportional" else 1.0
@@ -142,13 +156,12 @@ def read_gemma4(top: Fields) -> dict[str, Any]:
 def _gemma4_heads(text: Fields, values: dict[str, Any]) -> dict[str, Any]:
   """Heads of the global layers: Hub fields, or ``per_layer_config`` as transformers 5 writes it."""
   shared = text.boolean("attention_k_eq_v", False)
-  heads = {
-    "share_kv_projections": shared,
-    "global_head_dim": text.integer("global_head_dim", 512),
-    "global_num_kv_heads": text.optional_integer("num_global_key_value_heads", None) if shared else None,
-  }
   if "per_layer_config" not in text.values:
-    return heads
+    return {
+      "share_kv_projections": shared,
+      "global_head_dim": text.integer("global_head_dim", 512),
+      "global_num_kv_heads": text.integer("num_global_key_value_heads", 0, null=None) or None if shared else None,
+    }
   layers, per_layer = values["num_decoder_layers"], text.section("per_layer_config")
   every = values["inhomogeneous_layer_cycle_interval"]
   types = values["layer_types"] or ["sliding" if (i + 1) % every else "global" for i in range(layers)]
@@ -172,7 +185,8 @@ def _gemma4_heads(text: Fields, values: dict[str, Any]) -> dict[str, Any]:
   head_dim, kv_heads = found.pop() if found else (values["head_dim"], values["num_kv_heads"])
   if not shared and kv_heads != values["num_kv_heads"]:
     raise per_layer.error("num_key_value_heads", "global layers have their own only together with attention_k_eq_v")
-  return heads | {
+  return {
+    "share_kv_projections": shared,
     "global_head_dim": head_dim,
     "global_num_kv_heads": kv_heads if shared and kv_heads != values["num_kv_heads"] else None,
   }

@@ -5,7 +5,7 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on.
 
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.fields import Fields
+from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 
@@ -26,7 +26,7 @@ def read_vision(top: Fields) -> dict[str, Any]:
 
 def _placeholders(top: Fields) -> dict[str, Any]:
   """Null: there is no such token."""
-  return {key: top.optional_token(key, default) for key, default in PLACEHOLDERS.items()}
+  return {key: top.token(key, default) for key, default in PLACEHOLDERS.items()}
 
 
 def _read_gemma3(top: Fields, vision: Fields) -> dict[str, Any]:
@@ -50,13 +50,15 @@ def _read_gemma3(top: Fields, vision: Fields) -> dict[str, Any]:
 
 def _token(top: Fields, which: str, default: int) -> int:
   """Gemma 3 writes ``image_token_index``, and reads ``image_token_id`` as well."""
-  return top.token(f"{which}_token_index", top.token(f"{which}_token_id", default))
+  key = f"{which}_token_index" if f"{which}_token_index" in top.values else f"{which}_token_id"
+  # The model reads the image's token alone.
+  return top.integer(key, default, least=0, null=REFUSED if which == "image" else default)
 
 
 def _read_gemma4(top: Fields, vision: Fields) -> dict[str, Any]:
   vision.only("model_type", "gemma4_vision", "the tower of Gemma 4")
   vision.only("hidden_activation", "gelu_pytorch_tanh", "no other activation is trained here")
-  vision.only("attention_bias", False, "the tower has no biases here")
+  vision.only("attention_bias", False, "the tower has no biases here", nullable=True)
   heads = vision.integer("num_attention_heads", 12)
   if vision.integer("num_key_value_heads", 12) != heads:
     raise vision.error("num_key_value_heads", f"differs from num_attention_heads, {heads}; not supported")
@@ -79,8 +81,8 @@ def _read_gemma4(top: Fields, vision: Fields) -> dict[str, Any]:
     "use_clipped_linears_for_vit": vision.boolean("use_clipped_linears", False),
     # A table too short for a line of so many tokens is that of a smaller model.
     "vision_output_length": min(vision.integer("default_output_length", _SOFT_TOKENS), max(rows // pooling, 1)),
-    "boi_token_id": top.token("boi_token_id", 255999),
-    "eoi_token_id": top.token("eoi_token_id", 258882),
+    "boi_token_id": top.token("boi_token_id", 255999, null=255999),
+    "eoi_token_id": top.token("eoi_token_id", 258882, null=258882),
   }
 
 

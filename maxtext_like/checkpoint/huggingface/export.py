@@ -1,5 +1,6 @@
 """Our parameters as a directory that transformers and vLLM load: config.json, safetensors, the files of the tokenizer."""
 
+import dataclasses
 import json
 import os
 import re
@@ -16,8 +17,9 @@ from maxtext_like.checkpoint import companions
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
 from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
-from maxtext_like.checkpoint.huggingface.tensors import HEAD, Tensor, flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
+from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
@@ -38,12 +40,14 @@ class Origin:
     dtype: of the weights, if it is one that can be exported.
     nested: a Gemma 4 whose text model is nested although it has no tower; its tensors are named accordingly.
     token_ids: the keys of config.json beside the text model that name tokens with a meaning.
+    eos: the tokens that end an answer.
   """
 
   files: tuple[Path, ...] = ()
   dtype: ExportDtype | None = None
   nested: bool = False
   token_ids: dict[str, Any] = field(default_factory=dict)
+  eos: int | tuple[int, ...] | None = None
 
 
 def read_origin(directory: Path) -> Origin:
@@ -55,6 +59,7 @@ def read_origin(directory: Path) -> Origin:
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
     nested=config.model_type == "gemma4" and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
+    eos=config.model["eos_token_id"],
   )
 
 
@@ -103,6 +108,9 @@ def export_hugging_face(
   """
   leaves = dict(flatten(params))
   origin = origin or Origin()
+  if isinstance(origin.eos, tuple) and set(model.eos_token_ids) <= set(origin.eos):
+    # A model file names one; the checkpoint's own list has it among others, without which a chat would not end.
+    model = dataclasses.replace(model, eos_token_id=origin.eos)
   tower = decoder.cfg.vision is not None
   multimodal = tower or (origin.nested and model.decoder_block == "gemma4")
   table = tensor_table(decoder, deepseek=model.decoder_block == "deepseek")
@@ -112,13 +120,14 @@ def export_hugging_face(
     write(part, sources, shard_size=shard_size)
     config = export_config(model, dtype, vision if tower else None)
     if multimodal:
-      config = (config if tower else _nested(config)) | origin.token_ids
+      # The Hub's nested files name the tokens that end an answer at the top, too.
+      config = (config if tower else _nested(config)) | origin.token_ids | {"eos_token_id": model.eos_token_id}
     write_json(part / "config.json", config)
     for file in origin.files:
       shutil.copyfile(file, part / file.name)
     if not (part / "generation_config.json").exists():
-      tokens = {f"{which}_token_id": getattr(model, f"{which}_token_id") for which in ("bos", "eos", "pad")}
-      write_json(part / "generation_config.json", tokens)
+      tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+      write_json(part / "generation_config.json", {key: getattr(model, key) for key in tokens})
   return len(sources)
 
 

@@ -1,16 +1,27 @@
-"""Typed reading of a Hugging Face config.json: every value has a default, a type and a range, every error a place."""
+"""Typed reading of a Hugging Face config.json: every value has a default, a type and a range, every error a place.
 
-from collections.abc import Mapping
+An absent key has the default of the transformers class that it configures. null is another matter: most keys may not be null
+there, some have a meaning of their own for it (false, often), which whoever reads them says here (``null``).
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.errors import UserError
 
+REFUSED: Any = object()
+"""What null comes to where nobody has said what it means."""
 _LARGEST = 2**31 - 1  # no size or count of a model is larger, and a larger one would overflow arithmetic on it
 
 
+def rope_type(rope: "Fields", default: str) -> str:
+  """The kind of a rotary table, under its present name or its old one."""
+  return rope.text("rope_type" if "rope_type" in rope.values else "type", default)
+
+
 class Fields:
-  """The keys of one JSON object. A key that is absent takes the default of the transformers class it configures."""
+  """The keys of one JSON object."""
 
   def __init__(self, values: Mapping[str, Any], where: str):
     self.values = values
@@ -25,55 +36,57 @@ class Fields:
   def _wrong(self, key: str, expected: str) -> UserError:
     return self.error(key, f"{printable(repr(self.values[key]))} is not {expected}")
 
-  def integer(self, key: str, default: int, *, least: int = 1) -> int:
-    """An integer from ``least`` up; null is the default."""
-    value = self.values.get(key)
-    if value is None:
+  def _read(self, key: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
+    """The checked value of a key; ``default`` where it is absent, ``null`` where it is null."""
+    if key not in self.values:
       return default
-    if isinstance(value, float) and value.is_integer():
-      value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
-      raise self._wrong(key, f"an integer from {least} to {_LARGEST}")
-    return value
+    if self.values[key] is not None:
+      return check(self.values[key])
+    if null is REFUSED:
+      raise self.error(key, "is null, which transformers does not take for the default\n  fix: write a value, or leave it out")
+    return null
 
-  def optional_integer(self, key: str, default: int | None, *, least: int = 1) -> int | None:
-    """As ``integer``, but null where the key is present means None."""
-    if key in self.values and self.values[key] is None:
-      return None
-    return default if key not in self.values else self.integer(key, 0, least=least)
+  def integer(self, key: str, default: int, *, least: int = 1, null: Any = REFUSED) -> int:
+    """An integer from ``least`` up."""
 
-  def optional_token(self, key: str, default: int) -> int | None:
-    """As ``token``, but null where the key is present means None: no such token."""
-    if key in self.values and self.values[key] is None:
-      return None
-    return self.token(key, default)
+    def check(value: Any) -> int:
+      if isinstance(value, float) and value.is_integer():
+        value = int(value)
+      if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise self._wrong(key, f"an integer from {least} to {_LARGEST}")
+      return value
 
-  def number(self, key: str, default: float, *, above: float = 0.0) -> float:
-    """A finite number above ``above``; null is the default."""
-    value = self.values.get(key)
-    if value is None:
-      return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e38:
-      raise self._wrong(key, f"a number above {above:g}")
-    return float(value)
+    return self._read(key, default, null, check)
 
-  def boolean(self, key: str, default: bool) -> bool:
-    """true or false; null is the default."""
-    value = self.values.get(key)
-    if value is None:
-      return default
-    if not isinstance(value, bool):
-      raise self._wrong(key, "true or false")
-    return value
+  def number(self, key: str, default: float, *, above: float = 0.0, null: Any = REFUSED) -> float:
+    """A finite number above ``above``."""
 
-  def text(self, key: str, default: str) -> str:
-    """Text; null is the default."""
-    value = self.values.get(key)
-    if value is None:
-      return default
-    if not isinstance(value, str):
-      raise self._wrong(key, "text")
-    return value
+    def check(value: Any) -> float:
+      if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e38:
+        raise self._wrong(key, f"a number above {above:g}")
+      return float(value)
+
+    return self._read(key, default, null, check)
+
+  def boolean(self, key: str, default: bool, *, null: Any = REFUSED) -> bool:
+    """true or false."""
+
+    def check(value: Any) -> bool:
+      if not isinstance(value, bool):
+        raise self._wrong(key, "true or false")
+      return value
+
+    return self._read(key, default, null, check)
+
+  def text(self, key: str, default: str, *, null: Any = REFUSED) -> str:
+    """Text."""
+
+    def check(value: Any) -> str:
+      if not isinstance(value, str):
+        raise self._wrong(key, "text")
+      return value
+
+    return self._read(key, default, null, check)
 
   def texts(self, key: str, length: int) -> list[str] | None:
     """A list of ``length`` texts, or None where absent or null."""
@@ -95,17 +108,33 @@ class Fields:
       raise self._wrong(key, "an object")
     return Fields(value, f"{self.where}: {printable(key)}")
 
-  def only(self, key: str, allowed: Any, reason: str, default: Any = None) -> None:
-    """Refuses every value but ``allowed`` (null and absence count as ``default``, or as allowed)."""
-    value = self.values.get(key)
-    if value is None:
-      value = allowed if default is None else default
-    if value != allowed:
+  def only(self, key: str, allowed: Any, reason: str, *, default: Any = None, nullable: bool = False) -> None:
+    """Refuses every value but ``allowed``.
+
+    Args:
+      key: whose value.
+      allowed: the value.
+      reason: why no other.
+      default: what an absent key means; None: what is allowed.
+      nullable: null means what is allowed, too.
+    """
+    value = self._read(key, allowed if default is None else default, allowed if nullable else REFUSED, lambda value: value)
+    if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
       raise self.error(key, f"{printable(repr(value))} is not supported ({reason}); supported: {allowed!r}")
 
-  def token(self, key: str, default: int) -> int:
-    """A token id; of a list the first; null is the default."""
-    value = self.values.get(key)
-    if isinstance(value, list) and value:
-      return Fields({key: value[0]}, self.where).integer(key, default, least=0)
-    return self.integer(key, default, least=0)
+  def token(self, key: str, default: int | None, *, null: Any = None) -> int | None:
+    """A token id; null, unless it is said to mean another thing: there is no such token."""
+    return self._read(key, default, null, lambda value: self.integer(key, 0, least=0))
+
+  def tokens(self, key: str, default: int) -> int | tuple[int, ...] | None:
+    """As ``token``, or a list of tokens, of which there are several."""
+
+    def check(value: Any) -> int | tuple[int, ...]:
+      if not isinstance(value, list):
+        return self.integer(key, 0, least=0)
+      found = dict.fromkeys(Fields({key: item}, self.where).integer(key, 0, least=0) for item in value)
+      if not found:
+        raise self._wrong(key, "a token or a list of them")
+      return tuple(found) if len(found) > 1 else next(iter(found))
+
+    return self._read(key, default, None, check)

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
+from maxtext_like.checkpoint.huggingface.names import NAMES, in_config_json
 from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
+
+_HERE = "\0"  # stands for the path, whose words are nobody's names
 
 
 def model_file(config: HuggingFaceConfig, source: str) -> str:
@@ -45,4 +48,8 @@ def load_checkpoint_config(
       return config, load_config(path, [*rows, *overrides])
     except UserError as error:
       source = printable(directory / "config.json")
-      raise UserError(re.sub(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: source, str(error))) from None
+      text, count = re.subn(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: _HERE, str(error))
+      if count:  # a word of the command line alone keeps the names that people type
+        typed = {word.partition("=")[0].rpartition(".")[2] for word in overrides}
+        text = in_config_json(text, NAMES[config.model["decoder_block"]], typed)
+      raise UserError(text.replace(_HERE, source)) from None

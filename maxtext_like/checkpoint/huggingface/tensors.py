@@ -15,6 +15,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.huggingface import tensors_vision as vision
 from maxtext_like.checkpoint.huggingface.rule import Kind, Rule
+from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
@@ -87,15 +88,13 @@ _DEEPSEEK_STACKED = _DEEPSEEK | {
 }
 
 _TOP = {
-  "embedding.table": Rule("embed_tokens.weight"),
+  "embedding.table": Rule(EMBEDDING),
   "ple.table": Rule("embed_tokens_per_layer.weight", "rows"),
   "ple.projection": Rule("per_layer_model_projection.weight", "linear"),
   "ple.norm.scale": Rule("per_layer_projection_norm.weight"),
   "final_norm.scale": Rule("norm.weight"),
-  "head.kernel": Rule("lm_head.weight", "linear"),
+  "head.kernel": Rule(HEAD, "linear"),
 }
-
-HEAD = "lm_head.weight"  # with the vision tower, all that stands outside the text model's prefix
 
 
 @dataclass(frozen=True)

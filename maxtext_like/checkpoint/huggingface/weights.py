@@ -14,20 +14,19 @@ from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_c
 from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.strict_json import printable
-from maxtext_like.checkpoint.huggingface.tensors import HEAD, Piece, flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
+from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD, PREFIXES, find_head, prefixes_with
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
 
-# Files, and transformers by version, put the text model below different prefixes.
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-_HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
 _SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
 _IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)")
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
+_FINAL_NORM = "norm.weight"
 _SHOWN = 20
 _BLOCK_BYTES = 16 << 20  # of a tensor that are converted at a time
 
@@ -53,27 +52,34 @@ class Weights:
     """
     self.shards = Shards(directory)
     self.shards.block = config.float8_block
-    self.notes: list[str] = []
+    self.notes: list[str] = list(config.notes)
     self._whole: tuple[str, np.ndarray] = ("", np.empty(0))
     self.decoder = decoder
     self._config = config
     deepseek = config.model_type.startswith("deepseek")
     names = set(self.shards.weights())
-    prefix = self._prefix(names)
+    head = find_head(names)
+    only_head = decoder.cfg.tied and head is not None and not prefixes_with(EMBEDDING, names)
+    prefix = self._prefix(names, _FINAL_NORM if only_head else EMBEDDING)
     stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
     self.table = tensor_table(decoder, deepseek=deepseek, stacked_experts=stacked)
-    head = next((p + HEAD for p in _HEAD_PREFIXES if p + HEAD in names), HEAD)
+    head = head or HEAD
     self._file_name = {t.name: head if t.name == HEAD else prefix + t.name for t in self.table}
     self._file_name |= {t.name: found_as(t.name, names) for t in self.table if is_vision(t.name)}
+    if only_head:
+      self._file_name[EMBEDDING] = head
+      self.notes.append(f"{printable(head)} is the embedding too (tie_word_embeddings)")
     self._check(names, prefix, head)
 
-  def _prefix(self, names: set[str]) -> str:
-    found = [prefix for prefix in _PREFIXES if prefix + "embed_tokens.weight" in names]
+  def _prefix(self, names: set[str], name: str) -> str:
+    """The prefix of the text model, found by one of its tensors."""
+    found = prefixes_with(name, names)
     if len(found) != 1:
-      what = "no tensor" if not found else " and ".join(f"'{p}embed_tokens.weight'" for p in found)
+      what = "no tensor" if not found else " and ".join(f"'{p}{name}'" for p in found)
+      is_what = {EMBEDDING: "the token embedding", _FINAL_NORM: "the final norm"}[name]
       raise UserError(
-        f"{printable(self.shards.directory)}: {what} is the token embedding; expected one of "
-        + ", ".join(f"'{p}embed_tokens.weight'" for p in _PREFIXES)
+        f"{printable(self.shards.directory)}: {what} is {is_what}; expected one of "
+        + ", ".join(f"'{p}{name}'" for p in PREFIXES)
       )
     return found[0]
 
@@ -121,6 +127,8 @@ class Weights:
         reason = "key and value tensors of layers that reuse those of an earlier layer are not used"
       elif part == "self_attn.rotary_emb.inv_freq":
         reason = "rotary tables are computed, not read"
+      elif 0 in self.shards.entry(name).shape:
+        reason = "tensors without a number are not used"  # transformers writes the shared experts of n_shared_experts: 0
       else:
         left.append(name)
         continue

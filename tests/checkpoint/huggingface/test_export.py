@@ -16,11 +16,14 @@ from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_confi
 from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.weights import Weights
+from maxtext_like.cli.generate_model import open_model
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.generation.stop import stop_tokens
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
+from tests.generation.letters import copy_golden
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -158,3 +161,31 @@ def test_params_are_those_of_the_file(tmp_path: Path):
   decoder = build_decoder(loaded.config.model, Precision(weight_dtype="float32"))
   again = Weights(tmp_path / "out", decoder, config).load()
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(again))
+
+
+def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsys: pytest.CaptureFixture):
+  """Import, train, export; and train and export alone: a chat model that is left with one of its two never stops."""
+  source = copy_golden("gemma3_text", tmp_path / "source")
+  config = json.loads((source / "config.json").read_text())
+  (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 4]}))
+  ours, run, out, again = (tmp_path / name for name in ("ours", "run", "out", "again"))
+  assert main(["import", str(source), "--out", str(ours)]) == 0
+  assert load_config(ours / "model.yml").config.model.eos_token_id == (1, 4)
+  # A model file that names one of them, as ours in configs/models do, trains the same model.
+  words = ["steps=1", f"output_dir={tmp_path}", "run_name=run", "max_target_length=16", "per_device_batch_size=1"]
+  text = tmp_path / "a.txt"
+  text.write_text("what is this, and that? " * 40)
+  words += ["dataset=text", f"dataset_path={text}", "eos_token_id=1", "enable_tensorboard=false", "eval_fraction=0"]
+  assert main(["train", str(ours / "model.yml"), f"init_from={ours}", *words]) == 0
+  assert main(["export", str(run), "--out", str(out)]) == 0
+  for name in ("config.json", "generation_config.json"):
+    assert json.loads((out / name).read_text())["eos_token_id"] == [1, 4], name
+  model = open_model(ours, [])
+  assert stop_tokens(model.tokenizer, model.files, model=model.program.config.model) == {1, 4}
+  # Beside a carried generation_config.json, config.json says it too; another value of the run's own counts.
+  (source / "generation_config.json").write_text('{"eos_token_id": [1, 4, 3]}')
+  shutil.rmtree(run)
+  assert main(["train", str(ours / "model.yml"), f"init_from={source}", *words]) == 0
+  assert main(["export", str(run), "--out", str(again)]) == 0
+  assert json.loads((again / "config.json").read_text())["eos_token_id"] == [1, 4]
+  assert (again / "generation_config.json").read_text() == '{"eos_token_id": [1, 4, 3]}'

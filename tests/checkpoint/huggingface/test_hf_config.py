@@ -76,6 +76,90 @@ def test_gemma4_defaults_that_surprise():
   assert values(config | {"attention_k_eq_v": True})["global_num_kv_heads"] == 2
 
 
+# What transformers 5.23 makes of null, seen by running it: most classes refuse it, these do not.
+NULLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+  ({"model_type": "deepseek_v3", "norm_topk_prob": None}, {"norm_topk_prob": False}),
+  ({"model_type": "deepseek_v3", "rope_interleave": None}, {"rope_interleave": False}),
+  ({"model_type": "deepseek_v3", "q_lora_rank": None}, {"q_lora_rank": 0}),
+  ({"model_type": "deepseek_v3", "pad_token_id": None, "bos_token_id": None}, {"pad_token_id": None, "bos_token_id": None}),
+  (
+    {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": None, "mscale": None}},
+    {"beta_fast": 32.0, "mscale": 0.0},
+  ),
+  ({"model_type": "deepseek_v32", "rope_interleave": None}, {"rope_interleave": True}),  # not a field of that class
+  ({"model_type": "gemma3_text", "final_logit_softcapping": None, "layer_types": None}, {"final_logits_soft_cap": None}),
+  ({"model_type": "gemma3_text", "rope_parameters": None, "eos_token_id": None}, {"eos_token_id": None}),
+  ({"model_type": "gemma3", "text_config": {}, "tie_word_embeddings": None}, {"logits_via_embedding": False}),
+  ({"model_type": "gemma4_text", "num_global_key_value_heads": None, "attention_k_eq_v": True}, {"global_num_kv_heads": None}),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), NULLS)
+def test_null_is_what_it_is_in_transformers(config: dict[str, Any], expected: dict[str, Any]):
+  found = values(config)
+  assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+  ("model_type", "change"),
+  [
+    ("gemma3_text", {"hidden_size": None}),
+    ("gemma3_text", {"sliding_window": None}),
+    ("gemma3_text", {"hidden_activation": None}),
+    ("gemma3_text", {"tie_word_embeddings": None}),
+    ("gemma3_text", {"rope_theta": None}),
+    ("gemma4_text", {"num_kv_shared_layers": None}),
+    ("gemma4_text", {"global_head_dim": None}),
+    ("gemma4_text", {"enable_moe_block": None}),
+    ("deepseek_v3", {"n_group": None}),
+    ("deepseek_v3", {"num_experts_per_tok": None}),
+    ("deepseek_v3", {"v_head_dim": None}),
+    ("deepseek_v32", {"norm_topk_prob": None}),
+  ],
+)
+def test_null_where_transformers_fails_is_refused(model_type: str, change: dict[str, Any]):
+  with pytest.raises(UserError, match=f"{next(iter(change))}: is null, which transformers does not take for the default"):
+    values({"model_type": model_type} | change)
+  values({"model_type": model_type})
+
+
+def test_yarn_that_is_not_truncated_is_refused_in_either_spelling():
+  for no in (None, False):
+    with pytest.raises(UserError, match="truncate"):
+      values({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4, "truncate": no}})
+
+
+def test_the_class_with_the_head_decides_whether_it_is_tied():
+  """transformers never reads what text_config says about it."""
+  yes, no = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+  for top, text, tied in [({}, False, True), (yes, False, True), (no, True, False)]:
+    for model_type in ("gemma3", "gemma4"):
+      config = {"model_type": model_type, "text_config": {"tie_word_embeddings": text}} | top
+      assert values(config)["logits_via_embedding"] == tied
+
+
+def test_keys_that_override_or_do_nothing():
+  yarn = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+  config = {"model_type": "deepseek_v3", "rope_scaling": yarn, "original_max_position_embeddings": 32}
+  assert values(config)["original_max_position_embeddings"] == 32  # as in transformers: the one at the top
+  assert values({"model_type": "gemma3_text", "_sliding_window_pattern": 2})["inhomogeneous_layer_cycle_interval"] == 6
+  for config in ({"model_type": "deepseek_v3"}, {"model_type": "gemma3_text"}):
+    with pytest.raises(UserError, match=r"partial_rotary_factor: 0\.5 is not supported"):
+      values(config | {"partial_rotary_factor": 0.5})
+  with pytest.raises(UserError, match="rope_parameters: sliding_attention: is missing"):
+    values({"model_type": "gemma4_text", "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}})
+
+
+@pytest.mark.parametrize(
+  ("written", "read"), [(1, 1), ([1], 1), ([1, 106], (1, 106)), ([106, 1, 106], (106, 1)), (10**6, 10**6), (None, None)]
+)
+def test_tokens_that_end_an_answer(written: object, read: object):
+  assert values({"model_type": "gemma3_text", "eos_token_id": written})["eos_token_id"] == read
+  assert values({"model_type": "gemma3", "text_config": {"eos_token_id": written}})["eos_token_id"] == read
+  if written is not None:
+    assert values({"model_type": "gemma3", "text_config": {"eos_token_id": 7}, "eos_token_id": written})["eos_token_id"] == read
+
+
 def test_deepseek_defaults_differ_between_v3_and_v32():
   assert values({"model_type": "deepseek_v3"})["max_position_embeddings"] == 4096
   model = values({"model_type": "deepseek_v32"})
@@ -182,11 +266,8 @@ def test_a_model_is_the_one_of_its_own_config(case: str):
 @pytest.mark.parametrize(
   ("case", "change"),
   [
-    ("gemma3_text", {"rope_max_timescale": 5e5}),
     ("gemma3_text", {"query_pre_attn_scalar": None}),
     ("gemma3_text", {"layer_types": ("sliding",) * 7}),
-    ("gemma4_dense", {"final_logits_soft_cap": 30.0}),
-    ("gemma4_dense", {"normalization_layer_epsilon": 1e-5}),
     ("deepseek3", {"routed_scaling_factor": 1.0}),
     ("deepseek3", {"mscale_all_dim": 0.5}),
   ],
@@ -195,6 +276,22 @@ def test_another_model_of_the_same_shapes_is_refused(case: str, change: dict[str
   config = read_config(GOLDEN / case / "checkpoint")
   with pytest.raises(UserError, match=f"another model:\n  .*{next(iter(change))}: config.json"):
     require_same_model(config, dataclasses.replace(build(config.model), **change), GOLDEN)
+
+
+@pytest.mark.parametrize(
+  ("case", "change", "line"),
+  [
+    ("gemma3_text", {"rope_max_timescale": 5e5}, "rope_theta: config.json 1000000.0, this run 500000.0 (rope_max_timescale)"),
+    ("gemma4_dense", {"final_logits_soft_cap": 30.0}, "final_logit_softcapping: config.json 8.0, this run 30.0 (final_log"),
+    ("gemma4_dense", {"normalization_layer_epsilon": 1e-5}, "rms_norm_eps: config.json 1e-06, this run 1e-05 (normal"),
+    ("deepseek3", {"n_routing_groups": 2}, "n_group: config.json 4, this run 2 (n_routing_groups)"),
+  ],
+)
+def test_another_model_is_told_in_the_files_names_and_ours(case: str, change: dict[str, Any], line: str):
+  config = read_config(GOLDEN / case / "checkpoint")
+  with pytest.raises(UserError) as error:
+    require_same_model(config, dataclasses.replace(build(config.model), **change), GOLDEN)
+  assert f"\n  {line}" in str(error.value)
 
 
 def test_other_placeholders_are_refused_unless_they_never_occur():

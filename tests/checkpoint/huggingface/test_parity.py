@@ -11,6 +11,7 @@ from maxtext_like.cli.generate_model import open_model
 from maxtext_like.cli.main import main
 from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling
+from tests.checkpoint.huggingface.test_tied import another_head, nothing_but_the_head, rewritten
 from tests.generation.letters import copy_golden
 
 torch = pytest.importorskip("torch", reason="needs the extra parity")
@@ -84,3 +85,48 @@ def test_tokens_of_images_video_and_sound_without_any(case: str, tmp_path: Path)
   marked, expected = answers()
   assert marked == expected
   assert marked != free
+
+
+IDS = np.array([[2, 5, 9, 14, 33, 8, 7, 11, 12, 3, 5, 40, 41]])
+
+
+def compare(folder: Path, tmp_path: Path) -> None:
+  """Our logits of a checkpoint, and those of its export, are transformers'."""
+  np.savez(tmp_path / "in.npz", input_ids=IDS)
+  with torch.no_grad():
+    theirs = reference(folder)(input_ids=torch.tensor(IDS), use_cache=False).logits.numpy()
+  ours, _ = forward(folder, tmp_path / "in.npz", ["dtype=float32"])
+  np.testing.assert_allclose(ours["logits"], theirs, rtol=0, atol=1e-4 * max(1.0, np.abs(theirs).max()))
+  assert main(["import", str(folder), "--out", str(tmp_path / "imported")]) == 0
+  assert main(["export", str(tmp_path / "imported"), "--out", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
+  with torch.no_grad():
+    again = reference(tmp_path / "exported")(input_ids=torch.tensor(IDS), use_cache=False).logits.numpy()
+  np.testing.assert_allclose(again, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [another_head, nothing_but_the_head])
+@pytest.mark.parametrize("case", ["gemma3_text", "gemma3_vision", "gemma4_e2b"])
+def test_heads_beside_and_instead_of_embeddings(case: str, change, tmp_path: Path):
+  compare(rewritten(tmp_path / "model", case, change), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # the shared experts that are none
+@pytest.mark.parametrize(
+  ("case", "change"),
+  [
+    ("gemma4_moe", {"num_experts": 1, "top_k_experts": 1}),
+    ("deepseek3", {"n_shared_experts": 0}),
+    ("deepseek3", {"norm_topk_prob": None, "rope_interleave": None, "original_max_position_embeddings": 64}),
+    ("gemma4_dense", {"eos_token_id": [1, 5000], "bos_token_id": 5000}),
+  ],
+)
+def test_what_is_unusual_and_valid(case: str, change: dict, tmp_path: Path):
+  config = json.loads((copy_golden(case, tmp_path / "model") / "config.json").read_text())
+  config.get("text_config", config).update(change)
+  (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+  torch.manual_seed(0)
+  made = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+  transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(tmp_path / "model")
+  compare(tmp_path / "model", tmp_path)
