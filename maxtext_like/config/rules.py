@@ -144,6 +144,12 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
       "leave it out: nothing is rounded where weights are stored in float32",
     )  # fmt: skip
+  if config.training.spike_factor and not config.checkpoint.enable_checkpointing:
+    yield Problem(
+      f"spike_factor = {config.training.spike_factor} with enable_checkpointing: false",
+      ("spike_factor", "enable_checkpointing"),
+      "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
+    )  # fmt: skip
   if config.logging.sample_every > 0 and config.data.dataset == "synthetic":
     yield Problem(
       f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),

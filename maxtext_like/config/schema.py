@@ -92,6 +92,9 @@ class TrainingConfig(_Checked):
   finite_check_steps: int
   max_skipped_steps: int
   replay_failed_step: bool
+  spike_factor: float
+  spike_window: int
+  max_spike_rollbacks: int
   loss_scale_init: float
 
   def problems(self) -> Iterator[Problem]:
@@ -103,6 +106,11 @@ class TrainingConfig(_Checked):
     yield from at_least(self, 0, "adam_weight_decay", "gradient_clipping_threshold")
     yield from at_least(self, -1, "finite_check_steps")
     yield from above_zero(self, "learning_rate", "adam_eps")
+    yield from at_least(self, 1, "spike_window", "max_spike_rollbacks")
+    if self.spike_factor and not self.spike_factor > 1:
+      yield Problem(
+        f"spike_factor = {self.spike_factor} calls ordinary losses spikes; above 1, or 0 for off", ("spike_factor",)
+      )
     for name in ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"):
       if not 0 <= getattr(self, name) <= 1:
         yield Problem(f"{name} = {getattr(self, name)} is outside 0 to 1", (name,))

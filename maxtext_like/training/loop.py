@@ -7,9 +7,9 @@ step n + 1 can keep the host until far into that step, and every end but the las
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,9 @@ from maxtext_like.training.progress import Progress
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.sinks.run_files import RunFiles
+from maxtext_like.training.spikes import EXTRA as SPIKES
+from maxtext_like.training.spikes import FILE_NAME as SPIKES_FILE
+from maxtext_like.training.spikes import Spike, Spikes
 from maxtext_like.training.step import UNKNOWN, Metrics, State
 from maxtext_like.training.watchdog import Watchdog
 
@@ -45,6 +48,7 @@ class _Launched:
     end: of the step, in seconds of ``time.perf_counter``.
     drawn: when the host began and ended to wait for the batch, likewise.
     epoch: passes over the data when it was drawn; None: the data have no end.
+    position: state of the data after its batch; None: nobody goes back.
   """
 
   step: int
@@ -53,6 +57,7 @@ class _Launched:
   end: Future[float]
   drawn: tuple[float, float]
   epoch: float | None
+  position: dict[str, Any] | None
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Loop:
     watchdog: limits how long a step may take, and what comes between two.
     finite: the newest metrics show a finite state.
     goodput: clock of this life.
+    spikes: of the loss; off unless given.
   """
 
   program: Program
@@ -92,6 +98,7 @@ class Loop:
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
+  spikes: Spikes | None = None
   _look: Any = field(default=None, init=False)
   _known: Any = field(default_factory=lambda: UNKNOWN, init=False)
   _pending: _Launched | None = field(default=None, init=False)
@@ -99,6 +106,8 @@ class Loop:
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
   _finished: int = field(default=0, init=False)
+  _spiked: tuple[_Launched, Spike] | None = field(default=None, init=False)
+  _unsaved_seconds: float = field(default=0.0, init=False)
 
   def run(self, start: int) -> None:
     """Trains from ``start`` finished steps to the configuration's ``steps``.
@@ -126,7 +135,8 @@ class Loop:
     step = start
     self._stop_if_asked(step)
     with self.watchdog.watch("compile", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
-      for batch in self._batches(t.steps - start):
+      while step < t.steps:  # never one batch too many: what is drawn counts as trained on in the next checkpoint
+        batch = self._next_batch()
         if self.failed is not None:
           self.failed.remember(self.state)
         self.state, metrics = self.train_step(self.state, batch, self._known)
@@ -134,8 +144,12 @@ class Loop:
         step += 1
         self._finished = step
         self._settle()
+        if (back := self._go_back()) is not None:
+          step = back
+          continue
         end = clock.submit(_end_of, metrics["loss"])
-        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.epoch)
+        position = None if self.spikes is None else self.data.get_state()
+        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.epoch, position)
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         evaluating = self.evaluate is not None and step % d.eval_interval == 0
         saving = self.manager is not None and self.manager.due(step)
@@ -145,6 +159,9 @@ class Loop:
         # After the first step too: whoever started the run waits for this line.
         if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
           self._settle(self.evaluate if evaluating else None)
+          if (back := self._go_back()) is not None:
+            step = back
+            continue
         if sampling and self.finite:
           self._write_samples(step)
         if self.manager is not None:
@@ -154,27 +171,76 @@ class Loop:
               self._flush()
               self._look_at_optimizer(step)
               self.manager.save(step, self.state, self._extra(), finite=self.finite)
+              self._unsaved_seconds = 0.0
             self._last_end = time.perf_counter()
         if step < t.steps:
           self._stop_if_asked(step)
         self.watchdog.again("step", f"step {step + 1}")
     self._save_and_wait(step)
 
-  def _batches(self, count: int) -> Iterator[dict[str, jax.Array]]:
-    # Never one too many: what is drawn from the data counts as trained on in the next checkpoint.
-    for _ in range(count):
-      begin = time.perf_counter()
-      try:
-        with self.watchdog.watch("data", "the wait for a batch"):
-          batch = next(self.data)
-      except ExitError:
-        self._keep_finished()
-        raise
-      self._drawn = begin, time.perf_counter()
-      yield self.program.place(batch)
+  def _next_batch(self) -> dict[str, jax.Array]:
+    begin = time.perf_counter()
+    try:
+      with self.watchdog.watch("data", "the wait for a batch"):
+        batch = next(self.data)
+    except ExitError:
+      self._keep_finished()
+      raise
+    self._drawn = begin, time.perf_counter()
+    return self.program.place(batch)
 
   def _extra(self) -> dict[str, Any]:
-    return {"data": self.data.get_state(), "batch": batch_of(self.program)}
+    extra = {"data": self.data.get_state(), "batch": batch_of(self.program)}
+    if self.spikes is not None:
+      self.spikes.documents = self.data.counts()["documents"]
+      extra[SPIKES] = self.spikes.get_state()
+    return extra
+
+  def _go_back(self) -> int | None:
+    """Where the newest step was a spike: takes up the state of the checkpoint before it, past the data of the steps since.
+
+    Returns:
+      The number of steps that are finished now; None: there was no spike, or nothing to go back to.
+
+    Raises:
+      NoProgressError: it did not help often enough.
+      UserError, RetryableError: the checkpoint cannot be read, or saving keeps failing.
+    """
+    if self.spikes is None or self._spiked is None:
+      return None
+    (launched, spike), self._spiked = self._spiked, None
+    to = None if self.manager is None else self._checkpoint_before(self.manager, launched.step)
+    if to is None or self.manager is None:
+      self.progress.say(self.spikes.add(spike))
+      return None
+    more = self.spikes.more_batches(spike, to)
+    jax.block_until_ready(self.state)
+    for leaf in jax.tree.leaves(self.state):
+      leaf.delete()  # there is no room for two
+    with self.goodput.phase("restore"), self.watchdog.watch("compile", f"going back to step {to}"):
+      restored = self.manager.restore(self.program.abstract_state, step=to)
+      assert restored is not None, "it was complete a moment ago"
+      self.data.set_state(launched.position)
+      for _ in range(more):
+        next(self.data)
+    first, last = self.spikes.documents, self.data.counts()["documents"]
+    batches = launched.step - to + more
+    self.progress.say(self.spikes.add(replace(spike, back_to=to, batches=batches, documents=(first, last))))
+    self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
+    self.goodput.move("steps", "lost", self._unsaved_seconds)
+    self.state, self._known, self._pending, self.finite = restored.state, UNKNOWN, None, True
+    self.spikes.set_state(restored.extra.get(SPIKES), found=False)
+    self.spikes.documents = last
+    self.files.rewind(to)
+    self._finished, self._unsaved_seconds, self._last_end = to, 0.0, time.perf_counter()
+    return to
+
+  def _checkpoint_before(self, manager: CheckpointManager, step: int) -> int | None:
+    """The newest checkpoint before a step, rather of those that are due than one that a stop has left: as without the stop."""
+    manager.wait()
+    before = [s for s in manager.complete_steps() if s < step]
+    due = [s for s in before if s % self.program.config.checkpoint.checkpoint_interval == 0]
+    return max(due or before, default=None)
 
   def _keep_finished(self) -> None:
     """Saves the steps that an error ends the run after; what fails here is told, for the error itself must be seen.
@@ -190,7 +256,9 @@ class Loop:
       return
     try:
       self._settle()
-      if self._save_and_wait(step) is not None:
+      if self._spiked is not None:
+        self.progress.say(f"step {step} is not saved: its loss is a spike")
+      elif self._save_and_wait(step) is not None:
         self.progress.say(f"saved   step {step} in {self.manager.directory / str(step)}, because of the error below")
     except NonFiniteError:
       raise
@@ -201,6 +269,8 @@ class Loop:
     if not self.stop.should_stop(step):
       return
     self._settle()
+    if self._spiked is not None:
+      return  # the next step goes back first
     raise self.stop.error(step, self._save_and_wait(step))
 
   def _save_and_wait(self, step: int) -> str | None:
@@ -276,7 +346,12 @@ class Loop:
       row |= by_layer
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None
-    if evaluate is not None and self.finite:
+    if self.spikes is not None:
+      self._unsaved_seconds += seconds
+      row["spike_rollbacks"] = self.spikes.rollbacks
+      if not scalars["skipped"] and (spike := self.spikes.look(step, scalars["loss"])) is not None:
+        self._spiked = launched, spike
+    if evaluate is not None and self.finite and self._spiked is None:
       try:
         with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
           held_out = evaluate(self.state["params"])

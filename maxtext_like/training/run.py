@@ -47,6 +47,8 @@ from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
 from maxtext_like.training.sinks.run_files import RunFiles
+from maxtext_like.training.spikes import EXTRA as SPIKES
+from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.step import State
 from maxtext_like.training.watchdog import Watchdog
 
@@ -118,7 +120,8 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     if data.documents is not None:
       progress.say(f"data    {_shares(data.documents, held_out and held_out.documents, settings)}")
     try:
-      train_step, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput))
+      spikes = Spikes(config.training) if config.training.spike_factor else None
+      train_step, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput, spikes))
       files = stack.enter_context(
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
@@ -136,7 +139,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         held_out and Evaluation(program, held_out, progress, stop, goodput, watchdog), samples,
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
-        watchdog, goodput=goodput,
+        watchdog, goodput=goodput, spikes=spikes,
       )  # fmt: skip
       del state
       starting.close()
@@ -296,7 +299,12 @@ def _introduce(
 
 
 def _prepare(
-  program: Program, manager: CheckpointManager | None, data: DataSource, progress: Progress, goodput: Goodput
+  program: Program,
+  manager: CheckpointManager | None,
+  data: DataSource,
+  progress: Progress,
+  goodput: Goodput,
+  spikes: Spikes | None,
 ) -> tuple[Callable[..., Any], int, State]:
   """The compiled step, the number of finished steps, and the state: restored, from given weights, or fresh."""
   begin = time.monotonic()
@@ -311,6 +319,8 @@ def _prepare(
         progress.say(masked(line))
       with goodput.phase("restore"):
         data.set_state(restored.extra["data"], accept_changes=config.checkpoint.allow_data_change)
+      if spikes is not None:
+        spikes.set_state(restored.extra.get(SPIKES))
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"):

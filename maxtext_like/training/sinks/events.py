@@ -32,10 +32,17 @@ class Events:
     self._directory, self._step = directory / DIRECTORY, step
     self._file: AppendedFile | None = None
 
+  def forget(self, step: int) -> None:
+    """TensorBoard forgets what it has of steps after ``step``. Raises OSError as ``write``."""
+    if self._file is None:
+      self._step = step
+      return
+    self._file.append(_start(step))
+
   def write(self, row: Row) -> None:
     """A finite row (``metrics.finite``) as one event. Raises OSError as ``AppendedFile.append``."""
     # Here and not at the top: the import takes a third of a second, and the first step is done by now.
-    from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
     from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
     now = time.time()
@@ -43,8 +50,7 @@ class Events:
     if self._file is None:
       header = _record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
       if self._step:
-        start = SessionLog(status=SessionLog.START)
-        header += _record(Event(wall_time=now, step=self._step + 1, session_log=start).SerializeToString())
+        header += _start(self._step)
       name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}"
       self._file = AppendedFile(self._directory / name, header)
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=number) for tag, number in scalars(row)])
@@ -63,6 +69,14 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
   for group, loss in (("train", row.get("cross_entropy", row.get("loss"))), ("eval", row.get("eval_loss"))):
     if loss is not None and loss < 700:  # e^700 is near float64's limit
       yield f"{group}/perplexity", math.exp(loss)
+
+
+def _start(step: int) -> bytes:
+  """The event at which TensorBoard forgets what comes after ``step``."""
+  from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+
+  start = SessionLog(status=SessionLog.START)
+  return _record(Event(wall_time=time.time(), step=step + 1, session_log=start).SerializeToString())
 
 
 def _record(event: bytes) -> bytes:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,13 @@ from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, Row, finite, k
 
 _FLUSH_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _Rewind:
+  """Takes the place of a row: those of steps after this one go."""
+
+  step: int
 
 
 class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
@@ -42,10 +50,13 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       keep_until(directory / SAMPLES, step)  # with or without new ones: the report shows what is there
     except OSError as error:
       raise UserError(f"{error.filename or directory}: {error.strerror}; mend it, or choose another run_name") from error
-    metrics, samples = AppendedFile(directory / METRICS), AppendedFile(directory / SAMPLES)
-    self._metrics = self._guarded(METRICS, lambda row: metrics.append(line(row)), "row")
-    self._samples = self._guarded(SAMPLES, lambda row: samples.append(line(row)), "sample")
-    self._events = self._guarded("tensorboard", Events(directory, step).write, "row") if tensorboard else None
+    self._metrics = self._guarded(METRICS, self._rows_of(METRICS), "row")
+    self._samples = self._guarded(SAMPLES, self._rows_of(SAMPLES), "sample")
+    self._events = None
+    if tensorboard:
+      events = Events(directory, step)
+      write = lambda item: events.forget(item.step) if isinstance(item, _Rewind) else events.write(item)
+      self._events = self._guarded("tensorboard", write, "row")
     self._texts: dict[str, Guarded] = {}
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -73,6 +84,24 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     self._metrics.put(row)
     if self._events is not None:
       self._events.put(row)
+
+  def rewind(self, step: int) -> None:
+    """The run goes back: rows of steps after ``step`` are dropped, as at a start."""
+    for place in (self._metrics, self._samples, self._events):
+      if place is not None:
+        place.put(_Rewind(step))
+
+  def _rows_of(self, name: str) -> Callable[[Row | _Rewind], None]:
+    path = self._directory / name
+    file = AppendedFile(path)
+
+    def write(item: Row | _Rewind) -> None:
+      if isinstance(item, _Rewind):
+        keep_until(path, item.step)
+      else:
+        file.append(line(item))
+
+    return write
 
   def sample(self, row: Row) -> None:
     """One sample."""

@@ -49,3 +49,14 @@ def test_a_run_that_goes_on_makes_tensorboard_forget_the_later_steps(tmp_path):
   _, start, row = events(tmp_path)
   assert (start.step, start.session_log.status) == (8, start.session_log.START)
   assert row.step == 8
+
+
+def test_a_run_that_goes_back_makes_tensorboard_forget_the_steps_since(tmp_path):
+  writer = Events(tmp_path, 0)
+  writer.forget(0)
+  for step in (1, 2, 3):
+    writer.write({"step": step, "loss": 2.0})
+  writer.forget(1)
+  writer.write({"step": 2, "loss": 1.0})
+  found = [(event.step, event.session_log.status) for event in events(tmp_path)[1:]]
+  assert found == [(1, 0), (2, 0), (3, 0), (2, Event().session_log.START), (2, 0)]

@@ -86,3 +86,16 @@ def test_the_last_file_knows_what_was_lost(tmp_path, monkeypatch, caplog):
   assert [r.getMessage() for r in caplog.records if "tensorboard" in r.getMessage()] == [
     "tensorboard: File exists; training goes on, and it is tried again from time to time"
   ]
+
+
+def test_a_run_that_goes_back_drops_the_rows_of_the_steps_since(tmp_path):
+  with RunFiles(tmp_path, tensorboard=False, step=0) as files:
+    for step, loss in [(1, 1.0), (2, 2.0), (3, 9.0)]:
+      files.row({"step": step, "loss": loss})
+    files.sample({"step": 3, "text": "x"})
+    files.rewind(1)
+    files.row({"step": 2, "loss": 0.5})
+    files.row({"step": 3, "loss": 0.25})
+  assert rows(tmp_path / "metrics.jsonl") == [{"step": s, "loss": x} for s, x in ((1, 1.0), (2, 0.5), (3, 0.25))]
+  assert [row["loss"] for row in rows(tmp_path / "metrics.dropped.jsonl")] == [2.0, 9.0]
+  assert rows(tmp_path / "samples.jsonl") == []
