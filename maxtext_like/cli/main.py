@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: the words after the program's name; None takes those of this process.
 
   Returns:
-    The exit code: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers; 4 does not fit; 42 a restart can
-    mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
+    The exit code: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers or no progress; 4 does not fit; 42 a
+    restart can mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
   """
   words = list(sys.argv[1:] if argv is None else argv)
   streams.open_closed()

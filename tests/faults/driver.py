@@ -76,7 +76,12 @@ def train(keys, stop: StopRequest, run: RunDirectory) -> None:
 
   config = {"model": {"model_name": "driver", "width": width, "heads": keys["heads"]}, "training": {"opt_type": "adam"}}
   manager = CheckpointManager(
-    run.checkpoints, config=config, interval=keys["interval"], max_to_keep=keys["keep"], backoff_seconds=keys["backoff"]
+    run.checkpoints,
+    config=config,
+    interval=keys["interval"],
+    max_to_keep=keys["keep"],
+    backoff_seconds=keys["backoff"],
+    fence=run.exclusive,
   )
   if keys["end"] == "close":
     with manager:
@@ -112,6 +117,7 @@ def loop(keys, stop, run, manager, like, shardings, start, train_step) -> None:
     while step < keys["steps"]:
       state, loss, finite = train_step(state, jax.random.fold_in(key, step))
       step += 1
+      stop.training = True
       metrics.write(json.dumps({"step": step, "loss": float(loss)}) + "\n")
       metrics.flush()
       print(f"step {step}", flush=True)

@@ -48,6 +48,22 @@ def test_lost_and_brought_back(train, tmp_path):
     assert (code, said in text) == (2, True), text
 
 
+def test_restarted_without_progress(train):
+  """Killed before its first checkpoint, again and again: the start after the last that is allowed ends for a person."""
+  for _ in range(2):
+    process = train.start("a", max_restarts_without_progress=1)
+    train.wait_for(r"model  ", process)
+    process.kill()
+    process.wait()
+  code, text = train.run("a", max_restarts_without_progress=1)
+  assert code == 3, text
+  assert "started 2 times in a row without one new checkpoint, none was ever saved" in text
+  assert "remove" in text
+  (train.output_dir / "a" / "restarts.json").unlink()
+  code, text = train.run("a", max_restarts_without_progress=1, steps=10)
+  assert code == 0, text
+
+
 @pytest.mark.slow
 def test_taken_over_from_another_host(train, tmp_path):
   """SIGSTOP, a takeover by a process that sees another host, SIGCONT: the first ends and changes nothing."""
