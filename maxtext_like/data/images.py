@@ -10,6 +10,7 @@ C colours, I images, P patches.
 import contextlib
 import io
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +84,10 @@ def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> d
 def require_pillow() -> None:
   """UserError when Pillow, which reads image files, is not installed."""
   try:
-    import PIL.Image  # noqa: F401
+    import PIL.Image
   except ImportError:
     raise UserError("images need Pillow, which is not installed\n  fix: pip install -e '.[vision]'") from None
+  warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)  # such an image is refused here
 
 
 def load_image(path: Path, vision: VisionConfig) -> TowerImage:
@@ -120,7 +122,7 @@ def _opened(path: Path) -> "Iterator[Image]":
   try:
     with io.BufferedReader(open_regular(path)) as file, Image.open(file, formats=FORMATS) as image:
       if image.width * image.height > MAX_PIXELS:
-        raise BadImageError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS}")
+        raise BadImageError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS} (decompression bomb?)")
       yield image
   except NotRegularError as error:
     raise BadImageError(error.strerror) from None
@@ -129,7 +131,7 @@ def _opened(path: Path) -> "Iterator[Image]":
   except UnidentifiedImageError:
     raise BadImageError(f"not a {' or '.join(FORMATS)} image") from None
   except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-    raise BadImageError(str(error)) from None
+    raise BadImageError(str(error).rstrip(".")) from None
   except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow raises for damaged files
     raise BadImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
