@@ -25,11 +25,22 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-  """Bytes on one device. ``activations``: what the forward pass keeps for the backward pass, and what it works in."""
+  """Bytes on one device.
+
+  Attributes:
+    parameters: as they are stored.
+    optimizer: its state.
+    gradients: with accumulation also their sum.
+    copies: on a GPU with layers in a loop, without accumulation: as much as the gradients once more, which XLA's programs
+      were measured to take (docs/compile.md).
+    activations: what the forward pass keeps for the backward pass, and what it works in.
+    logits: of a piece, and their gradient.
+  """
 
   parameters: int
   optimizer: int
   gradients: int
+  copies: int
   activations: int
   logits: int
 
@@ -86,12 +97,16 @@ def estimate(program: Program) -> MemoryEstimate:
 
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
   count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
+
+  It is meant to refuse what cannot run, and compared with XLA's own count in docs/compile.md.
   """
   t = program.config.training
   state = program.abstract_state
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _bytes(gradient)
+  looped = t.scan_layers and t.gradient_accumulation_steps == 1
+  copies = gradients if looped and program.decoder.layers[0].cfg.attention.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
   rows = t.per_device_batch_size
@@ -107,6 +122,7 @@ def estimate(program: Program) -> MemoryEstimate:
     parameters=_bytes(state["params"]),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),
     gradients=gradients,
+    copies=copies,
     activations=activations,
     logits=logits,
   )
@@ -150,7 +166,8 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
   """The estimate for people, in GB (1e9 bytes) of one device."""
-  rows = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)] + [("together", need.total)]
+  parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)]
+  rows = [*((name, size) for name, size in parts if size or name != "copies"), ("together", need.total)]
   lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")

@@ -9,6 +9,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError
 from maxtext_like.layers.param import count
+from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import make_program
 
@@ -25,6 +26,17 @@ def test_state_is_counted_exactly():
   assert need.parameters == 4 * total
   assert need.gradients == 4 * trained
   assert need.optimizer == 8 * trained + 4 + 4  # two moments and two counters
+
+
+def test_a_gpu_holds_the_gradients_of_layers_in_a_loop_twice():
+  def need(*words, platform="gpu"):
+    config = load_config("gemma4-tiny", list(words)).config
+    return memory.estimate(make_program(config, mesh=abstract_mesh(config.mesh, 1), platform=platform))
+
+  assert need().copies == need().gradients > 0
+  for other in (need("scan_layers=false"), need("gradient_accumulation_steps=2"), need(platform="cpu")):
+    assert other.copies == 0
+    assert "copies" not in memory.table(other, None)
 
 
 def test_the_gradient_of_a_head_in_pieces_is_counted_once(monkeypatch):
