@@ -230,6 +230,11 @@ def _manager(
   config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog, mirror: Mirror | None
 ) -> CheckpointManager:
   c = config.checkpoint
+
+  def saved(step: int) -> None:
+    directory.require_held()
+    standing.remember_newest(directory.path, step)
+
   return CheckpointManager(
     directory.checkpoints,
     config=config,
@@ -238,7 +243,7 @@ def _manager(
     asynchronous=c.async_checkpointing,
     tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
     fence=directory.exclusive,
-    saved=lambda step: standing.remember_newest(directory.path, step),
+    saved=saved,
     watch=watchdog.watch,
     mirror=mirror,
     mirror_seconds=min(watchdog.limit("exit") / 2, 24 * 3600),

@@ -196,9 +196,13 @@ def _watch_the_end_of_the_program(limit: float) -> None:
   if limit == float("inf") or not _end_is_watched.acquire(blocking=False):
     return
 
-  def wait() -> None:
+  def wait(seconds: float, tell: bool) -> None:
     threading.main_thread().join()
-    time.sleep(limit)
-    end_now(RetryableError(f"the program did not end within {limit:.0f} s (watchdog_exit_seconds)\n{stacks()}"))
+    time.sleep(seconds)
+    if tell:
+      _to_standard_error(f"\nerror: the program did not end within {limit:.0f} s (watchdog_exit_seconds)\n{stacks()}\n")
+    os._exit(RetryableError.exit_code)
 
-  threading.Thread(target=wait, name="watchdog-end", daemon=True).start()
+  # An interpreter that ends starts no threads any more, so the one for last words that nobody takes is here from now on.
+  for seconds, tell in ((limit, True), (limit + _FAREWELL_SECONDS, False)):
+    threading.Thread(target=wait, args=(seconds, tell), name="watchdog-end", daemon=True).start()

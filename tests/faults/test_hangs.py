@@ -43,10 +43,11 @@ class Disk:
     subprocess.run([*self.inside, "fsfreeze", "-u", self.place], stderr=subprocess.DEVNULL, check=False)
 
   def close(self):
+    for process in self._processes:
+      process.kill()  # before it can go on
     if self.usable:
       self.thaw()
     for process in self._processes:
-      process.kill()
       process.wait()
     self._keeper.communicate("end\n")
 
