@@ -138,6 +138,7 @@ NAMES: dict[str, Foreign] = {
   **_renamed("run_name", "exp_name", "experiment_name", "job_name", "wandb_run_name"),
   **_renamed("log_interval", "logging_steps", "log_every", "log_every_n_steps", "print_every", "log_freq"),
   **_renamed("checkpoint_interval", "save_steps", "save_interval", "save_every", "checkpoint_every", "ckpt_interval"),
+  **_renamed("checkpoint_interval", "checkpoint_freq", "checkpoint_frequency", "save_freq", "checkpoint_steps"),
   **_renamed("max_to_keep", "save_total_limit", "keep_last", "keep_last_n", "max_checkpoints"),
   **_renamed("eval_interval", "eval_every", "eval_freq", "evaluation_steps", "val_check_interval", "test_interval"),
   **_told("a key gives the steps between evaluations", "eval_interval=N", "eval_strategy", "evaluation_strategy", "do_eval"),

@@ -98,7 +98,6 @@ def test_the_table_is_sound():
     ("flaot32_logits", "float32_logits"),
     ("q_lora_rnak", "q_lora_rank"),  # a slip of the fingers, not an adapter
     ("max_len", "max_target_length"),
-    ("checkpoint_freq", "checkpoint_interval"),
     ("btch_size", "per_device_batch_size"),
     ("cache_dir", "compilation_cache_dir"),
     ("mask_trainable_parameters", "trainable_parameters_mask"),
