@@ -112,6 +112,7 @@ def _maxtext_page() -> list[str]:
     "|---|---|",
     *(f"| `{theirs}` | `{ours}` |" for theirs, ours in maxtext.RENAMED.items()),
     "| `mlp_activations: [gelu, linear]` | `mlp_activation: gelu` |",
+    "| `profiler: xplane`, `profiler_steps: 5`, `skip_first_n_steps_for_profiler: 1` | `profile_steps: 2-6` |",
     "| `global_rope_max_timescale` | `rope_max_timescale` |",
     *_value_rows(),
     "| `per_device_batch_size: 1.0` | `1`; a share of a row is refused |",

@@ -223,7 +223,7 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   ("muon* galore* badam* apollo*", Foreign("the optimizers are adamw, adafactor, lion and sgd", "opt_type=adamw")),
   (
     "profil* *_profiler *_profiler_* xprof_* xplane nsys skip_first_n_steps_for_profiler",
-    Foreign("no profiler is started by this version; numerics_every and report.html tell of numbers and times"),
+    Foreign("JAX's profiler traces some steps for xprof", "profile_steps=10-12"),
   ),
   ("dump_hlo* dump_jaxpr* dump_step", Foreign("XLA writes its programs", "XLA_FLAGS=--xla_dump_to=DIR before the command")),
   ("*goodput* *gcs* *_gcp_* *vertex* *mldiagnostics* *heartbeat* record_internal_* monitor_step_*", Foreign(_METRICS)),

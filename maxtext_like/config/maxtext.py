@@ -90,7 +90,10 @@ WITHOUT_EFFECT = {
 }
 """Keys that change nothing here, each with what holds instead; accepted and noted."""
 
-CONVERTED = ("mlp_activations", "global_rope_max_timescale")
+PROFILER = ("profiler", "profiler_steps", "skip_first_n_steps_for_profiler")
+"""Keys that are one here, ``profile_steps``."""
+
+CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER)
 """Keys whose value takes another form here."""
 
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
@@ -157,7 +160,13 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
   done: list[Entry] = []
   notes: list[str] = []
   problems: list[Problem] = []
+  try:
+    done += _profiler({entry.key: entry for entry in entries if entry.key in PROFILER}, notes)
+  except CoercionError as error:
+    problems.append(Problem(str(error)))
   for entry in entries:
+    if entry.key in PROFILER:
+      continue
     if entry.key in WITHOUT_EFFECT:
       notes.append(f"{entry.origin}: {entry.key} has no effect: {WITHOUT_EFFECT[entry.key]}")
     elif entry.key == "image_size_for_vit" and family == "gemma4":
@@ -172,6 +181,32 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
       except CoercionError as error:
         problems.append(Problem(f"{entry.origin}: {entry.key}: {error}"))
   return done, notes, problems
+
+
+def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
+  """MaxText traces the steps that follow so many first ones; without ``profiler`` it traces none."""
+  numbers = {"skip_first_n_steps_for_profiler": 1, "profiler_steps": 5}  # MaxText's own defaults
+  for key in numbers.keys() & found.keys():
+    try:
+      numbers[key] = int(str(coerce(found[key].node, int)))
+    except CoercionError as error:
+      raise CoercionError(f"{found[key].origin}: {key}: {error}") from error
+  kind = coerce(found["profiler"].node, str) if "profiler" in found else ""
+  if kind == "xplane":
+    skipped, count = numbers.values()
+    steps = f"{skipped + 1}-{skipped + max(count, 1)}"
+    notes.append(f"{found['profiler'].origin}: profiler is profile_steps={steps} here")
+    source = found["profiler"]
+    return [Entry("profile_steps", Scalar(steps, plain=True, line=source.node.line), source.origin)]
+  if kind != "":
+    where = found["profiler"].origin
+    raise CoercionError(
+      f"{where}: profiler: {kind!r} is not here: profile_steps=10-12 is JAX's own trace; nsys goes before the command"
+    )
+  notes += [
+    f"{entry.origin}: {key} has no effect without profiler=xplane; here it is profile_steps" for key, entry in found.items()
+  ]
+  return []
 
 
 def _by_value(entry: Entry, notes: list[str]) -> Entry:

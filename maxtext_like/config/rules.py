@@ -11,7 +11,7 @@ from maxtext_like.config.layer_precision import layer_problems
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.paths import url_problems
 from maxtext_like.config.problems import Problem
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import Config, profiled
 
 GEMMA, DEEPSEEK = ("gemma3", "gemma4"), ("deepseek",)
 
@@ -150,6 +150,9 @@ def cross_problems(config: Config, defaults: Mapping[str, object], explicit: fro
       ("spike_factor", "enable_checkpointing"),
       "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
     )  # fmt: skip
+  profile, steps = config.logging.profile_steps, config.training.steps
+  if profile is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
+    yield Problem(f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), "name steps of the run")
   if config.logging.sample_every > 0 and config.data.dataset == "synthetic":
     yield Problem(
       f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),

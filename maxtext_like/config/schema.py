@@ -296,6 +296,15 @@ class MeshConfig(_Checked):
     }
 
 
+def profiled(steps: str) -> tuple[int, int]:
+  """The first and the last step of a value of ``profile_steps``: "10-12", or "10" for one. Raises ValueError."""
+  first, _, last = steps.partition("-")
+  begin, end = int(first), int(last or first)
+  if not 1 <= begin <= end:
+    raise ValueError(f"{steps}: not a range of steps")
+  return begin, end
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(_Checked):
   """``logging:``, where a run writes and what it shows."""
@@ -309,6 +318,7 @@ class LoggingConfig(_Checked):
   sample_tokens: int
   sample_temperature: float
   log_interval: int
+  profile_steps: str | None
   compilation_cache_dir: str | None
 
   def problems(self) -> Iterator[Problem]:
@@ -321,6 +331,13 @@ class LoggingConfig(_Checked):
         f"sample_every = {self.sample_every} without sample_prompts", ("sample_every", "sample_prompts"),
         'name some, as in sample_prompts=["def main():"], or set sample_every to 0',
       )  # fmt: skip
+    if self.profile_steps is not None:
+      try:
+        profiled(self.profile_steps)
+      except ValueError:
+        yield Problem(
+          f"profile_steps = {self.profile_steps!r} names no steps", ("profile_steps",), "write the first and the last, as 10-12"
+        )
     if not self.output_dir:
       yield Problem("output_dir is empty", ("output_dir",), "name a directory, '.' for the current one")
     if self.run_name is not None and (self.run_name in ("", ".", "..") or "/" in self.run_name):

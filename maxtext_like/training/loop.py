@@ -23,6 +23,7 @@ from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
 from maxtext_like.training.goodput import Goodput
+from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import Program
 from maxtext_like.training.progress import Progress
 from maxtext_like.training.signals import StopAsked, StopRequest
@@ -79,6 +80,7 @@ class Loop:
     finite: the newest metrics show a finite state.
     goodput: clock of this life.
     spikes: of the loss; off unless given.
+    profile: traces some steps; None: none.
   """
 
   program: Program
@@ -99,6 +101,7 @@ class Loop:
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
   spikes: Spikes | None = None
+  profile: Profile | None = None
   _look: Any = field(default=None, init=False)
   _known: Any = field(default_factory=lambda: UNKNOWN, init=False)
   _pending: _Launched | None = field(default=None, init=False)
@@ -121,6 +124,8 @@ class Loop:
     self._finished = start
     self.stop.training = True
     try:
+      if self.profile is not None:
+        self.profile.note(start)
       with self.goodput.phase("steps"):
         self._run(start)
     except ExitError:
@@ -128,6 +133,9 @@ class Loop:
     except Exception:  # an error of this program
       self._keep_finished()
       raise
+    finally:
+      if self.profile is not None:
+        self.profile.stop()
 
   def _run(self, start: int) -> None:
     t, d, log = self.program.config.training, self.program.config.data, self.program.config.logging
@@ -136,6 +144,9 @@ class Loop:
     self._stop_if_asked(step)
     with self.watchdog.watch("compile", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
       while step < t.steps:  # never one batch too many: what is drawn counts as trained on in the next checkpoint
+        if self.profile is not None and self.profile.starts(step + 1):
+          self._settle()
+          self.profile.start()
         batch = self._next_batch()
         if self.failed is not None:
           self.failed.remember(self.state)
@@ -156,12 +167,16 @@ class Loop:
         sampling = self.sample is not None and step % log.sample_every == 0
         # A step that may end the run is waited for, so that the state is still the one after it.
         last = self.failed is not None and self.guard.may_end_the_run
+        traced = self.profile is not None and self.profile.ends(step)
         # After the first step too: whoever started the run waits for this line.
-        if evaluating or sampling or saving or last or step in (start + 1, t.steps) or self.stop.should_stop(step):
+        if evaluating or sampling or saving or last or traced or step in (start + 1, t.steps) or self.stop.should_stop(step):
           self._settle(self.evaluate if evaluating else None)
           if (back := self._go_back()) is not None:
             step = back
             continue
+        if traced and self.profile is not None:
+          self.profile.stop()
+          self._last_end = time.perf_counter()
         if sampling and self.finite:
           self._write_samples(step)
         if self.manager is not None:

@@ -37,6 +37,7 @@ from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.loop import Loop
+from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.restarts import Restarts
@@ -140,6 +141,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
         watchdog, goodput=goodput, spikes=spikes,
+        profile=Profile(steps, directory.path, progress.say) if (steps := config.logging.profile_steps) else None,
       )  # fmt: skip
       del state
       starting.close()

@@ -24,6 +24,28 @@ def test_the_length_of_the_schedule():
     assert load_config("gemma4-tiny", [f"learning_rate_schedule_steps={theirs}"]).config.training.lr_schedule_steps == ours
 
 
+@pytest.mark.parametrize(
+  ("words", "steps"),
+  [
+    (["profiler=xplane"], "2-6"),
+    (["profiler_steps=2", "profiler=xplane", "skip_first_n_steps_for_profiler=10"], "11-12"),
+    (["profiler_steps=2"], None),
+    (['profiler=""'], None),
+    (["profile_steps=3"], "3"),
+  ],
+)
+def test_the_profiler_is_one_key(words, steps):
+  loaded = load_config("gemma4-tiny", words)
+  assert loaded.config.logging.profile_steps == steps
+  assert bool(loaded.notes) == ("profile_steps=3" not in words)
+
+
+@pytest.mark.parametrize("words", ["profiler=nsys", "profile_steps=0-3", "profile_steps=5-4", "profile_steps=90-101"])
+def test_what_cannot_be_profiled_is_refused(words):
+  with pytest.raises(UserError, match="profile_steps"):
+    load_config("gemma4-tiny", [words])
+
+
 def test_the_table_leads_to_our_keys():
   assert set(maxtext.RENAMED.values()) <= set(LEAVES)
   assert not maxtext.KNOWN & set(LEAVES)
