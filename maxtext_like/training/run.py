@@ -99,9 +99,9 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     if config.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, progress.say)
+    stack.enter_context(progress)  # what the lock has to say is shown too
     stack.enter_context(directory)
     watchdog.directory = directory.path
-    stack.enter_context(progress)
     standing.look(directory.path).require(config.checkpoint)
     manager = None
     if config.checkpoint.enable_checkpointing:

@@ -73,6 +73,7 @@ class Runs:
     self.output_dir = output_dir
     self.environment = environment
     self.server = server
+    self.started = []
 
   def command(self, name, **keys):
     """The command line of a run."""
@@ -83,7 +84,15 @@ class Runs:
     environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     self.log.touch()
-    return Forked(self.server, self.program, self.command(name, **keys)[2:], environment, self.log)
+    self.started.append(Forked(self.server, self.program, self.command(name, **keys)[2:], environment, self.log))
+    return self.started[-1]
+
+  def kill(self):
+    """Ends what a failed test left running."""
+    for process in self.started:
+      if process.poll() is None:
+        process.kill()
+        process.wait()
 
   def run(self, name, **keys):
     """Trains to the end; returns exit code and everything it printed."""
@@ -109,7 +118,8 @@ class Runs:
 
   def complete(self, name):
     """The steps whose manifest is there."""
-    return sorted(int(path.parent.name) for path in self.checkpoints(name).glob("*/COMPLETE.json"))
+    names = [path.parent.name for path in self.checkpoints(name).glob("*/COMPLETE.json")]
+    return sorted(int(name) for name in names if name.isdigit())  # a save under way has another name
 
   def state(self, name, step):
     """A step's arrays by name, verified."""
@@ -154,10 +164,12 @@ class TrainRuns(Runs):
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     whole: dict[str, str] = self.environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # as start
     with open(self.log, "w") as log:
-      return subprocess.Popen(
+      process = subprocess.Popen(
         [*prefix, *self.command(name, **keys)], cwd=ROOT, env=whole | (environment or {}),
         stdin=subprocess.DEVNULL, stdout=log if stdout is None else stdout, stderr=log if stderr is None else stderr,
       )  # fmt: skip
+    self.started.append(process)
+    return process
 
 
 def read_state(step_directory):
@@ -221,7 +233,9 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def train(tmp_path, environment, server, shared):
   """A fresh output directory for runs of train.py."""
-  return TrainRuns(tmp_path, environment, server, *shared)
+  runs = TrainRuns(tmp_path, environment, server, *shared)
+  yield runs
+  runs.kill()
 
 
 @pytest.fixture(scope="session")
