@@ -147,6 +147,7 @@ class Loop:
         if self.profile is not None and self.profile.starts(step + 1):
           self._settle()
           self.profile.start()
+          self._last_end = time.perf_counter()
         batch = self._next_batch()
         if self.failed is not None:
           self.failed.remember(self.state)

@@ -45,19 +45,61 @@ class Result:
     return np.asarray(1.0, dtype)
 
 
-def test_a_step_takes_as_long_as_the_device_works_on_it():
-  steps = 5
+BUSY = 0.5  # seconds that the host takes between two steps, while the device has nothing to do
+
+
+def run(steps: int, *words: str, **parts: Any) -> Any:
+  """The files that a loop of so many steps has written to."""
   program: Any = SimpleNamespace(
-    config=load_config("gemma4-tiny", [f"steps={steps}"]).config, place=lambda x: x, mesh=SimpleNamespace(size=1), devices=()
-  )
+    config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
+    mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)], global_batch=1,
+  )  # fmt: skip
   guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
   guard.observe.return_value = ([], None)
+  guard.before_save.return_value = None
   stop = MagicMock()
   stop.should_stop.return_value = False
+  stop.interruptible = lambda work: work()
   files: Any = MagicMock()
   data: Any = MagicMock(epoch=None, __next__=lambda _: {})
   quiet: Any = MagicMock()
-  Loop(program, Device().step, {}, data, None, None, None, files, quiet, stop, guard, 1.0, None).run(0)
-  seconds = [call.args[0]["step_seconds"] for call in files.row.call_args_list]
-  assert len(seconds) == steps
+  given = {"evaluate": None, "sample": None, "manager": None} | parts
+  loop = Loop(
+    program, Device().step, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"], files,
+    quiet, stop, guard, 1.0, None, profile=given.get("profile"),
+  )  # fmt: skip
+  loop._look = lambda _: np.ones(1, bool)
+  loop.run(0)
+  return files
+
+
+def seconds_of(files: Any) -> list[float]:
+  return [call.args[0]["step_seconds"] for call in files.row.call_args_list]
+
+
+def test_a_step_takes_as_long_as_the_device_works_on_it():
+  seconds = seconds_of(run(5))
+  assert len(seconds) == 5
   np.testing.assert_allclose(seconds, STEP, atol=0.08)
+
+
+def busy(result: Any) -> Any:
+  time.sleep(BUSY)
+  return result
+
+
+def test_what_comes_between_two_steps_is_in_none_of_their_times():
+  """Evaluation after step 1, a save after step 2, samples after step 3, a trace that begins and ends around step 5."""
+  manager = MagicMock(
+    due=lambda step: step == 2, save=lambda *_, **__: busy(True), save_and_wait=lambda *_, **__: False, complete_steps=list
+  )
+  profile = MagicMock(
+    starts=lambda step: step == 5, ends=lambda step: step == 5, start=lambda: busy(None), stop=lambda: busy(None)
+  )
+  evaluated = iter([True])
+  files = run(
+    6, "eval_interval=1", "sample_every=3", "dataset=text", "dataset_path=x",
+    evaluate=lambda _: busy(1.0) if next(evaluated, False) else 1.0,
+    sample=lambda step, _: busy([]) if step == 3 else [], manager=manager, profile=profile,
+  )  # fmt: skip
+  np.testing.assert_allclose(seconds_of(files), STEP, atol=0.08)
