@@ -147,7 +147,7 @@ def _text(text: str) -> str:
 
 def _finiteness(report: Report) -> str:
   if not report:
-    return "<p>The check was off (finite_check_steps: 0).</p>"
+    return "<p>No step was reported (finite_check_steps: 0).</p>"
   rows = []
   for check in CHECKS:
     entry = report[check]
