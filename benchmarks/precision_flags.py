@@ -162,7 +162,7 @@ def vision() -> Iterator[Row]:
     pooled = jnp.asarray((bias + spread * rng.standard_normal((1, 9, D))) / D**0.5, jnp.float32)
     p = {"std_bias": jnp.asarray(bias, jnp.float32), "std_scale": jnp.full(D, 1 / spread, jnp.float32)}
     exact = (f64(pooled) * D**0.5 - f64(p["std_bias"])) * f64(p["std_scale"])
-    pool = lambda precision, pooled=pooled, p=p, e=exact: relative(Gemma4Vision(cfg, precision)._standardize(p, pooled), e)
+    pool = lambda precision, pooled=pooled, p=p, e=exact: relative(Gemma4Vision(cfg, precision)._standardize(p, pooled)[0], e)
     yield "vision pooler", dtype, "float32_vision_pool", *switched(dtype, "float32_vision_pool", True, False, pool)
 
 

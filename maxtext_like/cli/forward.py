@@ -26,7 +26,8 @@ DESCRIPTION = """Runs a Hugging Face checkpoint (config.json, safetensors) on th
 inputs:  input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask, position_ids, segment_ids;
          with images pixel_values, token_type_ids or mm_token_type_ids [B, T], Gemma 4 also image_position_ids
 outputs: logits, loss, hidden.embed, hidden.layerNN, hidden.final_norm, router.layerNN.*, indexer.layerNN.topk_idx,
-         ple.layerNN, vision.pooled, vision.tower_out, vision.projected, and with --gradients grad_global_norm and
+         ple.layerNN, vision.pooled, vision.tower_out, vision.projected, in float16 rescued (how many values left its
+         range and were clipped or zeroed), and with --gradients grad_global_norm and
          grad.<name of the parameter in transformers>"""
 EPILOG = """examples:
   maxtext-like forward --checkpoint gemma-3-4b-it --inputs in.npz --output out.npz dtype=float32
@@ -51,8 +52,20 @@ def run(argv: list[str]) -> int:
   for name in ("loss", "grad_global_norm"):
     if name in outputs:
       print(f"{name} {float(outputs[name]):.7g}")
+  if "rescued" in outputs:
+    print(rescued_line(int(outputs["rescued"])))
   print(f"{output}: {len(outputs)} arrays, logits {list(outputs['logits'].shape)}")
   return 0
+
+
+def rescued_line(count: int) -> str:
+  """How many values float16 could not hold, and what that means for the numbers."""
+  if count == 0:
+    return "float16: 0 values rescued"
+  return (
+    f"float16: {count} values left its range and were rescued (clipped, or zeroed where not finite), so these are not the "
+    "model's numbers\n  fix: dtype=bfloat16 or dtype=float32"
+  )
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

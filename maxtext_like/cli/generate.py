@@ -27,6 +27,7 @@ exit codes: 2 wrong usage or input; 3 the logits are not finite"""
 def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
+  from maxtext_like.cli.forward import rescued_line
   from maxtext_like.cli.generate_model import open_model
   from maxtext_like.generation.engine import check, generate
   from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
@@ -59,7 +60,9 @@ def run(argv: list[str]) -> int:
   if len(prompts) == 1:
     print(prompts[0].text, end="", flush=True)
   begin, first, made_first = time.monotonic(), None, 0
-  for rows in generate(decoder, params, encoded, max_tokens=options.max_tokens, stop=stop, sampling=sampling):
+  rescued: list[int] = []
+  settings = {"max_tokens": options.max_tokens, "stop": stop, "sampling": sampling}
+  for rows in generate(decoder, params, encoded, **settings, on_rescued=rescued.append):
     for answer, new in zip(answers, rows, strict=True):
       answer.extend(new)
     if first is None:
@@ -83,6 +86,8 @@ def run(argv: list[str]) -> int:
   else:
     rate = f"{_rate(made, end - begin)} with that"
   print(f"{made} tokens, the first {made_first} after {first - begin:.2f} s (compiling included), {rate}", file=sys.stderr)
+  if decoder.uses_float16:
+    print(rescued_line(sum(rescued)), file=sys.stderr)
   return 0
 
 

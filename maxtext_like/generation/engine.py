@@ -3,7 +3,7 @@
 B rows, T prompt positions, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,14 @@ class Prompts:
 
 
 def generate(
-  decoder: Decoder, params: Any, prompts: Prompts, *, max_tokens: int, stop: frozenset[int], sampling: Sampling
+  decoder: Decoder,
+  params: Any,
+  prompts: Prompts,
+  *,
+  max_tokens: int,
+  stop: frozenset[int],
+  sampling: Sampling,
+  on_rescued: Callable[[int], None] | None = None,
 ) -> Iterator[list[list[int]]]:
   """Continues prompts.
 
@@ -82,6 +89,7 @@ def generate(
     max_tokens: tokens of a longest answer.
     stop: ids that end an answer; they are not part of it.
     sampling: how tokens are drawn. The draws of a row depend on the seed and its place in the batch alone.
+    on_rescued: told how many values float16 had to rescue for the tokens that come next.
 
   Yields:
     New ids of each row, some at a time, until every row has stopped.
@@ -109,9 +117,11 @@ def generate(
   state = _prefill(decoder, rule, params, batch, cache, start, stops, key)
   done = np.zeros(B, bool)
   for made in range(0, max_tokens, TOKENS_PER_CALL):
-    state, new, finite = _decode(decoder, rule, params, state, start, stops, key)
+    state, new, finite, rescued = _decode(decoder, rule, params, state, start, stops, key)
     new, finite = np.asarray(new), np.asarray(finite)  # [TOKENS_PER_CALL, B]
     missing = lookup.missing(new)
+    if on_rescued:
+      on_rescued(int(np.sum(rescued)))
     rows: list[list[int]] = [[] for _ in range(B)]
     for t in range(min(TOKENS_PER_CALL, max_tokens - made)):
       for b in np.flatnonzero(~done):
@@ -170,12 +180,13 @@ def _next(decoder: Decoder, sampling: Sampling, params, x_BD, key, index, stops,
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, stops, key):
   """Caches of the prompts, and the first token of the answers."""
-  x_BTD, cache = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
+  x_BTD, cache, rescued = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
   T = batch["tokens"].shape[1]
   # Counted from the end of the prompt, a row's draws do not depend on the padding before it.
   done = jnp.zeros(x_BTD.shape[0], bool)
   token, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, 0, stops, done)
-  return {"cache": cache, "token": token, "finite": finite, "done": done, "at": jnp.asarray(T, jnp.int32), "made": 1}
+  at = jnp.asarray(T, jnp.int32)
+  return {"cache": cache, "token": token, "finite": finite, "done": done, "at": at, "made": 1, "rescued": rescued}
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -185,10 +196,10 @@ def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, k
   def one(state, _):
     token, at = state["token"], state["at"]
     batch = {"tokens": token[:, None], "positions": (at - first)[:, None]}
-    x_BTD, cache = decoder.extend(params, batch, state["cache"], Step(at, first))
+    x_BTD, cache, rescued = decoder.extend(params, batch, state["cache"], Step(at, first))
     new, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, state["made"], stops, state["done"])
     after = {"cache": cache, "token": new, "finite": finite, "done": done, "at": at + 1, "made": state["made"] + 1}
-    return after, (token, state["finite"])
+    return after | {"rescued": rescued}, (token, state["finite"], state["rescued"])
 
-  state, (tokens, finite) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
-  return state, whole(tokens), whole(finite)
+  state, (tokens, finite, rescued) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
+  return state, whole(tokens), whole(finite), whole(rescued)

@@ -162,6 +162,11 @@ class Decoder:
     raise ValueError(f"layer {layer} of a model with layers 0 to {len(self.layers) - 1}")
 
   @property
+  def uses_float16(self) -> bool:
+    """Whether values may have to be rescued: the model, or a layer of its own precision, runs in float16."""
+    return any(precision.dtype == "float16" for precision in (self.precision, *(layer.precision for layer in self.layers)))
+
+  @property
   def _embedding(self) -> Embedding:
     return Embedding(self.cfg.embedding, self.precision)
 
@@ -233,8 +238,9 @@ class Decoder:
         caches[s.name][f"layer_{j}"] = arrays
     return caches
 
-  def extend(self, p: dict, batch: dict, cache: dict, step: Step) -> tuple[jax.Array, dict]:
-    """Normed hidden states [B, T, D] of T tokens that follow the cached ones, and the caches after them.
+  def extend(self, p: dict, batch: dict, cache: dict, step: Step) -> tuple[jax.Array, dict, jax.Array]:
+    """Normed hidden states [B, T, D] of T tokens that follow the cached ones, the caches after them, and the number of
+    values that float16 had to rescue, int32.
 
     Args:
       p: parameters.
@@ -244,15 +250,15 @@ class Decoder:
     """
     live = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
     x, aux = self.hidden(p, batch | {"segments": live.astype(jnp.int32)}, cache=cache, step=step)
-    return x, aux["cache"]
+    return x, aux["cache"], aux["rescued"]
 
   def hidden(
     self, p: dict, batch: dict, capture: frozenset[str] = frozenset(), cache: dict | None = None, step: Step | None = None
   ) -> tuple[jax.Array, dict]:
     """Normed hidden states [B, T, D] in ``dtype``, and aux.
 
-    aux always: "rescued" int32; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an indexer
-    "indexer_loss", the mean over layers; with slots "probes" {name: [L, 2]}. By capture: "hidden.embed",
+    aux always: "rescued" int32, the tower's too; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an
+    indexer "indexer_loss", the mean over layers; with slots "probes" {name: [L, 2]}. By capture: "hidden.embed",
     "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx",
     "ple.layerNN", "vision.*".
     With caches and a step (see ``extend``): "cache".
@@ -285,6 +291,7 @@ class Decoder:
       collected.append((s, aux))
     x = RMSNorm(self.cfg.norm, self.precision)(p["final_norm"], carry["x"])
     aux = _totals(collected) | _captured(collected)
+    aux["rescued"] = aux["rescued"] + vision_aux.pop("rescued", 0)
     if "hidden" in capture:
       aux |= {"hidden.embed": embedded, "hidden.final_norm": x}
     if "vision" in capture:

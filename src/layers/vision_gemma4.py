@@ -110,8 +110,9 @@ class Gemma4VisionLayer:
     halves = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([rotate(half, table) for half, table in zip(halves, tables, strict=True)], axis=-1)
 
-  def __call__(self, p: dict, x_IPD: jax.Array, tables, visible: jax.Array) -> jax.Array:
-    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; visible: bool [I, P, P], which keys are patches."""
+  def __call__(self, p: dict, x_IPD: jax.Array, tables, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; visible: bool [I, P, P], which keys are patches.
+    Returns the same as x, and the number of rescued values."""
     c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
     head_norm = self._norm(c.head_dim)
     a, y = p["attention"], norm(p["pre_attention_norm"], x_IPD)
@@ -124,9 +125,9 @@ class Gemma4VisionLayer:
       out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.dtype == "float16")
     with jax.named_scope("residual"):
       x_IPD = x_IPD + norm(p["post_attention_norm"], out, residual)
-    out = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))
+    out, rescued = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))
     with jax.named_scope("residual"):
-      return x_IPD + norm(p["post_mlp_norm"], out, residual)
+      return x_IPD + norm(p["post_mlp_norm"], out, residual), rescued
 
   @jax.named_scope("mlp")
   def _mlp(self, p, y):
@@ -134,12 +135,12 @@ class Gemma4VisionLayer:
     gate = self._linear(p, "gate", "IPD,DF->IPF", y, float32=float32)
     up = self._linear(p, "up", "IPD,DF->IPF", y, float32=float32)
     if self.precision.dtype != "float16":
-      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up)
+      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up), jnp.zeros((), jnp.int32)
     if self.cfg.clipped:
       # The bounds are those of the unscaled product, so no row may be rescaled; they keep it inside float16.
-      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up, float32=True)
+      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up, float32=True), jnp.zeros((), jnp.int32)
     hidden, unit, rescued = float16_gated_product(gate, up, "gelu", self.precision)
-    return rescue_output(self._linear(p, "down", "IPF,FD->IPD", hidden, float32=True) * unit, rescued, self.precision)[0]
+    return rescue_output(self._linear(p, "down", "IPF,FD->IPD", hidden, float32=True) * unit, rescued, self.precision)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Gemma4Vision:
 
     Returns:
       [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into; aux: "vision.pooled"
-      (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...].
+      (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...]; "rescued", int32.
     """
     c, precision = self.cfg, self.precision
     live = positions[..., 0] >= 0
@@ -192,13 +193,13 @@ class Gemma4Vision:
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
     visible = jnp.broadcast_to(live[:, None, :], (*live.shape, live.shape[1]))
     layer = wrap(Gemma4VisionLayer(c, precision))
-    x, _ = jax.lax.scan(lambda x, row: (layer(row, x, tables, visible), None), x, p["layers"])
+    x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, visible), x, p["layers"])
     pooled, valid = self._pool(x, positions, live)
-    features = self._standardize(p, pooled)
+    features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
     out = precision.einsum("ISD,DO->ISO", normed, p["projector"])
     aux = {"vision.pooled": pooled.astype(jnp.float32) * c.emb_dim**0.5, "vision.tower_out": features, "vision.projected": out}
-    return out, valid, aux
+    return out, valid, aux | {"rescued": jnp.sum(rescued) + clipped}
 
   @jax.named_scope("vision_pool")
   def _pool(self, x, positions, live):
@@ -213,7 +214,7 @@ class Gemma4Vision:
 
   @jax.named_scope("vision_pool")
   def _standardize(self, p, pooled):
-    """sqrt(D) * pooled, shifted and scaled.
+    """sqrt(D) * pooled, shifted and scaled; and the number of values that were clipped.
 
     float32 by ``float32_vision_pool``, and always where ``dtype`` is float32: pooled * sqrt(D) reaches 7.9e4. Without it
     the same numbers in 16 bits with sqrt(D) folded into the statistics, (h - bias / root) * (scale * root), where nothing
@@ -221,15 +222,20 @@ class Gemma4Vision:
     left out, since the norm that follows takes it out.
     """
     root, precision = self.cfg.emb_dim**0.5, self.precision
+    none = jnp.zeros((), jnp.int32)
     if precision.float32_vision_pool or precision.dtype == "float32":
       features = pooled * root
-      return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features
+      return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features, none
 
-    def held(x):
-      clips = precision.dtype == "float16" and precision.float16_rescue
-      return precision.cast(jnp.clip(x, -FLOAT16_SAFE_MAX, FLOAT16_SAFE_MAX) if clips else x)
+    def held(x, before=none):
+      if precision.dtype != "float16" or not precision.float16_rescue:
+        return precision.cast(x), none
+      clipped = jnp.clip(x, -FLOAT16_SAFE_MAX, FLOAT16_SAFE_MAX)
+      return precision.cast(clipped), before + jnp.sum(jnp.abs(x) > FLOAT16_SAFE_MAX, dtype=jnp.int32)
 
+    features, count = held(pooled)
     if not self.cfg.standardize:
-      return held(pooled)
-    bias, scale = held(p["std_bias"] / root), held(p["std_scale"] * root)
-    return held(held(held(pooled) - bias) * scale)
+      return features, count
+    (bias, count), (scale, more) = held(p["std_bias"] / root, count), held(p["std_scale"] * root)
+    features, count = held(features - bias, count + more)
+    return held(features * scale, count)

@@ -56,12 +56,12 @@ def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
 def run(decoder: Decoder, params, prompt, following, first):
   """Logits [B, 1 + N, V]: of the prompts' last tokens and of each of the N tokens after them."""
   (B, T), N = prompt["tokens"].shape, following.shape[1]
-  x, cache = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), Step(jnp.zeros((), jnp.int32), first))
+  x, cache, _ = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), Step(jnp.zeros((), jnp.int32), first))
 
   def one(cache, item):
     token, start = item
     batch = {"tokens": token[:, None], "positions": (start - first)[:, None]}
-    x, cache = decoder.extend(params, batch, cache, Step(start, first))
+    x, cache, _ = decoder.extend(params, batch, cache, Step(start, first))
     return cache, x[:, 0]
 
   _, after = jax.lax.scan(one, cache, (following.T, T + jnp.arange(N)))

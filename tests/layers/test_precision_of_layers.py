@@ -133,7 +133,7 @@ def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_
     for start, end in ((0, 4), (4, 7)):
       step = Step(jnp.asarray(start), jnp.zeros(2, jnp.int32))
       part = {"tokens": tokens[:, start:end], "positions": positions[:, start:end]}
-      x, cache = decoder.extend(p, part, cache, step)
+      x, cache, _ = decoder.extend(p, part, cache, step)
       parts.append(x)
     return whole, jnp.concatenate(parts, axis=1), cache
 

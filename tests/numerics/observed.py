@@ -117,7 +117,8 @@ def _layer(recorder: Recorder, cls: type, vision: bool):
     place = f"vision.layers.{number}" if vision else f"layers.{number}"
     recorder.enter(place, self, p)
     out = inner(self, p, x, *args, **kwargs)
-    recorder.note(place, "residual", out if vision else out[0]["x"])
+    residual = out[0] if isinstance(out, tuple) else out  # Gemma 4's towers count what they rescue
+    recorder.note(place, "residual", residual if vision else residual["x"])
     recorder.place, recorder.layer, recorder.names = before
     if vision:
       recorder.vision += 1
@@ -149,9 +150,11 @@ def _experts(recorder: Recorder):
 
 def _unrolled(body, carry, rows):
   """``lax.scan`` as a loop, so that what the body records is not left inside of it."""
+  outputs = []
   for number in range(jax.tree.leaves(rows)[0].shape[0]):
-    carry, _ = body(carry, jax.tree.map(lambda x, n=number: x[n], rows))
-  return carry, None
+    carry, out = body(carry, jax.tree.map(lambda x, n=number: x[n], rows))
+    outputs.append(out)
+  return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 @contextlib.contextmanager
@@ -185,7 +188,7 @@ def recording(recorder: Recorder):
 
     def standardised(self, args, out):
       if self.cfg.standardize:
-        note("vision", "standardised", out)
+        note("vision", "standardised", out[0])
 
     for cls, method, after in (
       (norms.RMSNorm, "__call__", lambda self, args, out: recorder.norm(args[0], args[1], out)),
