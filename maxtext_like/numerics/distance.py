@@ -139,7 +139,7 @@ class Steps:
 
   def _train_step(self, config: Config) -> Callable[..., Any]:
     """The step of a run; it takes its state's memory."""
-    return self.program(config).lower_step().compile()
+    return self.program(config).lower_step(careful=True).compile()
 
   def _update(self, config: Config) -> Callable[..., Any]:
     """(parameters, gradients) -> (the trained parameters after the first update, and the update in float32)."""
@@ -159,7 +159,7 @@ class Steps:
     def run(params, grads):
       trained, _ = selection.split(params)
       if step.clip:
-        grads, _ = clip(grads, row_squares(grads).norm(), step.clip)
+        grads = clip(grads, row_squares(grads).norm(), step.clip)
       direction, _ = step.optimizer.update(grads, step.optimizer.init(trained), trained)
       change = jax.tree.map(lambda d: -rate * d.astype(jnp.float32), selection.mask_rows(direction))
       return jax.tree.map(stored, trained, change), change

@@ -120,13 +120,10 @@ class FinitenessGuard:
     where = self._where(result, failed)
     return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
-  def before_save(self, step: int, sound: np.ndarray) -> NonFiniteError | None:
-    """The error of a state that must not be saved; ``sound``: bool by row, ``Program.lower_look`` of it."""
-    if sound.all():
-      return None
-    parameters = np.ones(len(self._labels["state_parameters"]), bool)
-    result = StepResult(step, {}, {"state_parameters": parameters, "state_optimizer": sound})
-    return NonFiniteError(self._of_the_state(result, applied=True))
+  def before_save(self, step: int, seen: dict[str, np.ndarray]) -> NonFiniteError | None:
+    """The error of a state that must not be saved; ``seen``: ``Program.lower_look`` of it."""
+    result = StepResult(step, {}, seen)
+    return None if result.state_finite else NonFiniteError(self._of_the_state(result, applied=True))
 
   def _first_step_failed(self) -> list[str]:
     if not self.report or self._applied:

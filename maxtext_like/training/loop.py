@@ -32,7 +32,7 @@ from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.spikes import EXTRA as SPIKES
 from maxtext_like.training.spikes import FILE_NAME as SPIKES_FILE
 from maxtext_like.training.spikes import Spike, Spikes
-from maxtext_like.training.step import UNKNOWN, Metrics, State
+from maxtext_like.training.step import UNKNOWN, Batch, Metrics, State
 from maxtext_like.training.watchdog import Watchdog
 
 _GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
@@ -68,6 +68,7 @@ class Loop:
   Attributes:
     program: of the run.
     train_step: compiled ``Program.lower_step``.
+    look: compiled ``Program.lower_look``.
     state: where to start; each step takes its memory.
     data: batches of this process, ``get_state()`` and ``epoch``.
     evaluate: params -> held-out loss, None when it was left for a stop; None: no evaluation.
@@ -85,6 +86,7 @@ class Loop:
 
   program: Program
   train_step: Callable[..., tuple[State, Metrics]]
+  look: Callable[..., dict[str, jax.Array]]
   state: State
   data: Any
   evaluate: Callable[[Any], float | None] | None
@@ -102,8 +104,8 @@ class Loop:
   goodput: Goodput = field(default_factory=Goodput)
   spikes: Spikes | None = None
   profile: Profile | None = None
-  _look: Any = field(default=None, init=False)
-  _known: Any = field(default_factory=lambda: UNKNOWN, init=False)
+  _known: Any = field(default=None, init=False)
+  _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
   _pending: _Launched | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
@@ -149,13 +151,11 @@ class Loop:
           self.profile.start()
           self._last_end = time.perf_counter()
         batch = self._next_batch()
-        if self.failed is not None:
-          self.failed.remember(self.state)
-        self.state, metrics = self.train_step(self.state, batch, self._known)
-        self._known = metrics.pop("known")
+        metrics = self._launch(batch)
         step += 1
         self._finished = step
-        self._settle()
+        if self._settle():  # the step before was taken again, so this one did nothing
+          metrics = self._launch(batch)
         if (back := self._go_back()) is not None:
           step = back
           continue
@@ -185,7 +185,7 @@ class Loop:
           if saving and step < t.steps:
             with self.goodput.phase("save"):
               self._flush()
-              self._look_at_optimizer(step)
+              self._look_before_save(step)
               self.manager.save(step, self.state, self._extra(), finite=self.finite)
               self._unsaved_seconds = 0.0
             self._last_end = time.perf_counter()
@@ -193,6 +193,27 @@ class Loop:
           self._stop_if_asked(step)
         self.watchdog.again("step", f"step {step + 1}")
     self._save_and_wait(step)
+
+  def _launch(self, batch: Batch) -> Metrics:
+    """Starts a step."""
+    if self.failed is not None:
+      self.failed.remember(self.state)
+    if self._known is None:
+      self._known = self._seen()["known"]
+    self.state, metrics = self.train_step(self.state, batch, self._known)
+    self._known = metrics.pop("known")
+    return metrics
+
+  def _seen(self) -> dict[str, jax.Array]:
+    return self.look(self.state["params"], self.state["opt_state"])
+
+  def _again(self, launched: _Launched) -> Metrics:
+    """Takes a step in the careful form, where the usual one could not prove its update finite and so did nothing."""
+    with self.watchdog.watch("compile", f"step {launched.step}, looked at closely"):
+      careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
+      self.state, metrics = careful(self.state, launched.batch, UNKNOWN)
+      self._known = metrics.pop("known")
+      return jax.block_until_ready(metrics)
 
   def _next_batch(self) -> dict[str, jax.Array]:
     begin = time.perf_counter()
@@ -244,7 +265,7 @@ class Loop:
     self.progress.say(self.spikes.add(replace(spike, back_to=to, batches=batches, documents=(first, last))))
     self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
     self.goodput.move("steps", "lost", self._unsaved_seconds)
-    self.state, self._known, self._pending, self.finite = restored.state, UNKNOWN, None, True
+    self.state, self._known, self._pending, self.finite = restored.state, None, None, True
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
     self.files.rewind(to)
@@ -295,22 +316,18 @@ class Loop:
       self._flush()
       if self.manager is None:
         return None
-      self._look_at_optimizer(step)
+      self._look_before_save(step)
       if not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
         return None
     return str(self.manager.directory / str(step))
 
-  def _look_at_optimizer(self, step: int) -> None:
+  def _look_before_save(self, step: int) -> None:
     """Reads what the steps only proved: a proof knows nothing of a device whose memory forgets.
 
     Raises:
-      NonFiniteError: the optimizer's state is not fit to be saved.
+      NonFiniteError: the state is not fit to be saved.
     """
-    if not self.finite:
-      return
-    if self._look is None:
-      self._look = self.program.lower_look().compile()
-    if (error := self.guard.before_save(step, np.asarray(self._look(self.state["opt_state"])))) is not None:
+    if self.finite and (error := self.guard.before_save(step, jax.device_get(self._seen()))) is not None:
       raise error
 
   def _flush(self) -> None:
@@ -335,17 +352,25 @@ class Loop:
       return  # the loop asks for itself
     self._last_end = time.perf_counter()
 
-  def _settle(self, evaluate: Callable[[Any], float | None] | None = None) -> None:
-    """Waits for the step under way, and writes and shows what it gave."""
+  def _settle(self, evaluate: Callable[[Any], float | None] | None = None) -> bool:
+    """Waits for the step under way, and writes and shows what it gave.
+
+    Returns:
+      Whether it had to be taken again: a step that was started since did nothing.
+    """
     if self._pending is None:
-      return
+      return False
     launched, self._pending = self._pending, None
     step, begin, end = launched.step, self._last_end, launched.end.result()
+    host = jax.device_get(launched.metrics)
+    if again := not host.pop("usual"):
+      host = jax.device_get(self._again(launched))
+      host.pop("usual")
+      end = time.perf_counter()
     seconds, self._last_end = end - begin, end
     # While the device works on a step, the host may wait for the next batch for nothing.
     starved = min(max(0.0, launched.drawn[1] - max(launched.drawn[0], begin)), seconds)
     self.goodput.move("steps", "data", starved)
-    host = jax.device_get(launched.metrics)
     finite = host.pop("finite")
     every = self.program.config.logging.numerics_every
     by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
@@ -393,6 +418,7 @@ class Loop:
     if failure is not None:
       self._keep_finished()
       raise failure
+    return again
 
 
 def _end_of(loss: jax.Array) -> float:

@@ -30,6 +30,10 @@ class Norm(NamedTuple):
     """The norm itself, infinite where float32 ends."""
     return self.scaled * self.unit
 
+  def above(self, limit: float) -> jax.Array:
+    """Bool scalar: the norm, even one beyond float32, is above a limit above 0."""
+    return self.scaled > limit / self.unit
+
 
 class Squares(NamedTuple):
   """Sums of squares by row, float32 [R], in two parts, so that no square of a finite number is infinite (Blue 1978).
@@ -72,9 +76,14 @@ def row_squares(tree: Tree) -> Squares:
 
   One sum in one pass; where one is not finite, a second pass makes two of it.
   """
+  plain = plain_squares(tree)
+  return jax.lax.cond(jnp.all(plain.finite), lambda: plain, lambda: split_squares(tree))
+
+
+def plain_squares(tree: Tree) -> Squares:
+  """What ``row_squares`` gives where no square leaves float32; where one does, the sum of its row is infinite."""
   plain = _sums(tree, jnp.square)
-  usual = lambda: Squares(plain, jnp.zeros_like(plain))
-  return jax.lax.cond(jnp.all(jnp.isfinite(plain)), usual, lambda: split_squares(tree))
+  return Squares(plain, jnp.zeros_like(plain))
 
 
 def split_squares(tree: Tree) -> Squares:
@@ -92,8 +101,8 @@ def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
   return jnp.concatenate(parts)
 
 
-def clip(tree: Tree, norm: Norm, largest: float) -> tuple[Tree, jax.Array]:
-  """The tree in float32, times ``largest / norm`` where the norm is larger; and whether it was (bool scalar).
+def clip(tree: Tree, norm: Norm, largest: float) -> Tree:
+  """The tree in float32, times ``largest / norm`` where the norm is larger.
 
   Finite numbers stay finite and in proportion, also where their norm is beyond float32.
 
@@ -102,9 +111,9 @@ def clip(tree: Tree, norm: Norm, largest: float) -> tuple[Tree, jax.Array]:
     norm: of the tree.
     largest: above 0.
   """
-  clipped = norm.scaled > largest / norm.unit
+  clipped = norm.above(largest)
   down, factor = jnp.where(clipped, 1 / norm.unit, 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
-  return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor, tree), clipped
+  return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor, tree)
 
 
 def row_labels(decoder: Decoder, tree: Tree) -> list[str]:

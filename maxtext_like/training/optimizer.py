@@ -60,6 +60,14 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> o
   return _in_float32(optax.chain(*chain))
 
 
+def usually_proved(training: TrainingConfig, weight_dtype: str) -> bool:
+  """Whether ``make_certainly_finite`` has a proof for every ordinary update.
+
+  Adafactor's has only small gradients, and float16's range is not far from that of ordinary parameters.
+  """
+  return training.opt_type != "adafactor" and "float16" not in (weight_dtype, training.mu_dtype)
+
+
 Certainly = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 

@@ -1,5 +1,6 @@
 """From a configuration to what runs on the devices: shapes, shardings and the compiled programs of a training run."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,8 @@ from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.kernels import KernelUse, settle
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
-from maxtext_like.training.norms import row_labels, state_labels, state_peaks
-from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer, state_shardings
+from maxtext_like.training.norms import row_labels, split_squares, state_labels, state_peaks
+from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer, state_shardings, usually_proved
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
@@ -150,25 +151,33 @@ class Program:
     with use_mesh(self.mesh):
       return jax.jit(self._around, donate_argnums=0, out_shardings=places).lower(self.abstract_state["params"])
 
-  def lower_step(self, platform: str | None = None) -> Any:
+  def lower_step(self, platform: str | None = None, *, careful: bool = False) -> Any:
     """The train step: (state, batch, known) -> (state, metrics). It takes the state's memory for the next state.
 
     Args:
+      careful: in the careful form, which takes a state of which nothing is known.
       platform: what it is lowered for, where this process does not run on it ("tpu", ahead of time).
     """
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     with use_mesh(self.mesh):
       known = jax.ShapeDtypeStruct(UNKNOWN.shape, UNKNOWN.dtype, sharding=replicated(self.mesh))
-      program = jax.jit(self.step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
+      step = dataclasses.replace(self.step, careful=True) if careful else self.step
+      program = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(self.mesh)))
       traced = program.trace(self.abstract_state, self.abstract_batch, known)
       return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
   def lower_look(self) -> Any:
-    """The look at an optimizer state before it is saved: opt_state -> bool by row (``state_labels``), finite or not."""
-    params = self.selection.split(self.abstract_state["params"])[0]
+    """The look at a state that was given, or is to be saved: (params, opt_state) -> {"known" as the step takes it; bool by
+    row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
+
+    def look(params, opt_state):
+      sizes, peaks = split_squares(params), state_peaks(opt_state, self.selection.split(params)[0])
+      known = jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)])
+      return {"known": known, "state_parameters": sizes.finite, "state_optimizer": jnp.isfinite(peaks)}
+
     with use_mesh(self.mesh):
-      look = jax.jit(lambda state: jnp.isfinite(state_peaks(state, params)), out_shardings=replicated(self.mesh))
-      return look.lower(self.abstract_state["opt_state"])
+      state = self.abstract_state
+      return jax.jit(look, out_shardings=replicated(self.mesh)).lower(state["params"], state["opt_state"])
 
   def lower_eval(self) -> Any:
     """The held-out loss: (params, batch) -> (sum of the cross entropies, number of real targets)."""
@@ -265,5 +274,6 @@ def make_program(
     router_bias=find_router_bias(decoder, config.model.routed_bias_update_rate) if everything else None,
     probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
+    careful=not usually_proved(t, config.precision.weight_dtype),
   )
   return Program(config, mesh, decoder, loss, selection, optimizer, step, kernels)

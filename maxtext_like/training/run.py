@@ -122,7 +122,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       progress.say(f"data    {_shares(data.documents, held_out and held_out.documents, settings)}")
     try:
       spikes = Spikes(config.training) if config.training.spike_factor else None
-      train_step, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput, spikes))
+      train_step, look, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput, spikes))
       files = stack.enter_context(
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
@@ -136,7 +136,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       device = program.devices[0]
       rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
       loop = Loop(
-        program, train_step, state, data,
+        program, train_step, look, state, data,
         held_out and Evaluation(program, held_out, progress, stop, goodput, watchdog), samples,
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
         FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
@@ -312,8 +312,8 @@ def _prepare(
   progress: Progress,
   goodput: Goodput,
   spikes: Spikes | None,
-) -> tuple[Callable[..., Any], int, State]:
-  """The compiled step, the number of finished steps, and the state: restored, from given weights, or fresh."""
+) -> tuple[Callable[..., Any], Callable[..., Any], int, State]:
+  """The compiled step and look, the number of finished steps, and the state: restored, from given weights, or fresh."""
   begin = time.monotonic()
   config = program.config
   with _compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
@@ -332,19 +332,21 @@ def _prepare(
     source = config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"):
       params = None if source is None else read_weights(Path(source), program)
-    # XLA works outside Python's lock, so the two programs compile side by side.
+    # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):
       initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
+      looking = pool.submit(program.lower_look().compile)
       train_step = program.lower_step().compile()
       if initial is not None:
         state, start = initial.result()(np.uint32(config.training.seed % 2**32)), 0
       elif restored is None:
         state, start = program.lower_around().compile()(params), 0
+      look = looking.result()
     if restored is not None:
       state, start = restored.state, restored.step
   what = f"from step {start} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
-  return train_step, start, state
+  return train_step, look, start, state
 
 
 @contextlib.contextmanager

@@ -3,10 +3,13 @@
 The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16}.
 
 No update that is not finite is taken over, in any step. Whether one is has to be known before its first number is written,
-as the new state takes the old one's memory. So the step says how large the numbers are that it leaves, in the pass that
-writes them; from that and the gradient's norm the next one proves that its update cannot leave its dtypes
-(``make_certainly_finite``). Where that is no proof (the first step, enormous numbers) the update is evaluated twice, once to
-look at it. And what was written is looked at again: a state that is not finite after all is told, and never saved.
+as the new state takes the old one's memory. So the step says how large the numbers are that it leaves: of parameters from
+the pass that sums their norm, of the optimizer from the last look at it and every gradient since. From that and the gradient's
+norm the next one proves that its update cannot leave its dtypes (``make_certainly_finite``). Where that is no proof (enormous
+numbers, a state that nobody has looked at) the step does nothing and says so, and the loop takes the careful form of it, which
+evaluates the update twice, once to look at it. The optimizers that have no general proof always take the careful form, which
+costs a tenth of a step on a GPU. A state that was given, and every one before it is saved, is read as it is
+(``Program.lower_look``): one that is not finite after all is told, and never saved.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from maxtext_like.layers.probe import slots
 from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import IGNORED
-from maxtext_like.training.norms import clip, row_squares, split_squares, state_peaks
+from maxtext_like.training.norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.training.optimizer import Certainly
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
@@ -53,6 +56,7 @@ class TrainStep:
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
     probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
+    careful: looks at an update that is not proved finite, instead of doing nothing.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
       it holds, so that nothing hides behind the finiteness check, and the metrics have "watched", floats that carry every
       non-finite number of gradients and next state and are finite without one. None in every training run.
@@ -69,6 +73,7 @@ class TrainStep:
   router_bias: RouterBias | None = None
   probed_stacks: dict[str, tuple[int, int]] | None = None
   rounding: StochasticRounding | None = None
+  careful: bool = True
   watch: Callable[[str, Any], Any] | None = None
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
@@ -83,10 +88,11 @@ class TrainStep:
         state, or ``UNKNOWN``.
 
     Returns:
-      The next state, and metrics: float32 and int32 scalars; "known" for the next step; under "finite" bools: "loss", by
-      row "gradients", "parameters" and "optimizer" of the update, taken over or not, and "state_parameters" (frozen ones
-      too) and "state_optimizer" of the next state, seen or proved (see ``norms.row_labels`` and ``state_labels``); with
-      probed stacks also "numerics/SIDE/NAME/max" and ".../nonfinite", float32 [L]: forward values, their cotangents as the
+      The next state, and metrics: float32 and int32 scalars; "known" for the next step; "usual", false where the state is
+      the given one to the last bit and the careful form must take the step again; under "finite" bools: "loss", by row
+      "gradients", "parameters" and "optimizer" of the update, taken over or not, and "state_parameters" (frozen ones too)
+      and "state_optimizer" of the next state, seen or proved (see ``norms.row_labels`` and ``state_labels``); with probed
+      stacks also "numerics/SIDE/NAME/max" and ".../nonfinite", float32 [L]: forward values, their cotangents as the
       backward pass holds them (times the loss scale), and gradients of parameters.
     """
     params, frozen = self.selection.split(state["params"])
@@ -99,16 +105,17 @@ class TrainStep:
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
-    row_sums = split_squares if self.watch else row_squares
+    row_sums = split_squares if self.watch else row_squares if self.careful else plain_squares
     squares = row_sums(grads)
-    norm, clipped = squares.norm(), jnp.zeros((), bool)
-    if self.clip:
-      grads, clipped = clip(grads, norm, self.clip)
+    norm = squares.norm()
+    clipped = norm.above(self.clip) if self.clip else jnp.zeros((), bool)
     rate = self.schedule(state["step"])
 
     @jax.named_scope("optimizer")
     def update():
-      direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+      # Clipped in here, so that under cond no second copy of the gradients is made.
+      small = clip(grads, norm, self.clip) if self.clip else grads
+      direction, opt_state = self.optimizer.update(small, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
       change = jax.tree.map(lambda d: rate * d, direction)
       if self.watch:
@@ -120,6 +127,7 @@ class TrainStep:
 
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
+    usual = jnp.ones((), bool)
     if self.watch:
       params, opt_state = update()
     else:
@@ -131,18 +139,24 @@ class TrainStep:
         return row_squares(new_params).finite, jnp.isfinite(state_peaks(new_opt_state, params))
 
       rows = jax.tree.map(lambda x: jnp.ones(x.shape, bool), jax.eval_shape(look))
-      # Under cond it costs nothing where it is not needed, and stores no copy of the update.
-      finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: rows)
-      applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
+      if self.careful:
+        finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: rows)
+        applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
+      else:
+        finite["parameters"], finite["optimizer"] = rows
+        # A float16 overflow is what its scale is there for. Behind a step that did nothing no other does anything.
+        usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling else False))
+        applied = applied & usual
       before = (params, state["opt_state"])
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 
     new_params = merge(params, frozen)
-    new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
+    new_state = {"step": state["step"] + usual, "params": new_params, "opt_state": opt_state}
     if scaling:
-      new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+      scale = loss_scale.updated(scaling, applied)
+      new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(usual, new, old), scale, scaling)
     sizes = row_sums(new_params)
 
     def seen():
@@ -152,11 +166,12 @@ class TrainStep:
     if self.watch:
       sound, largest_state = seen()
     else:
-      # Reading the whole state costs a tenth of a step on a GPU, and the proof says what it would show.
-      rows = jax.eval_shape(seen)[0]
-      proved = lambda: (jnp.ones(rows.shape, bool), jnp.maximum(kept, known[1]))
-      sound, largest_state = jax.lax.cond(certain, proved, seen)
-    finite |= {"state_parameters": sizes.finite, "state_optimizer": sound}
+      all_sound = jnp.ones(jax.eval_shape(seen)[0].shape, bool)
+      proved = lambda: (all_sound, jnp.where(applied, jnp.maximum(kept, known[1]), known[1]))
+      sound, largest_state = jax.lax.cond(certain, proved, seen) if self.careful else proved()
+    # Plain sums are infinite for finite numbers beyond 1e19 too. Then nothing is known, and the next step is a careful one.
+    whole = sizes.finite if self.careful or self.watch else ~jnp.isnan(sizes.small)
+    finite |= {"state_parameters": whole, "state_optimizer": sound}
     metrics = {
       "loss": loss,
       "grad_norm": norm.value,
@@ -165,7 +180,8 @@ class TrainStep:
       "tokens": jnp.sum(batch["targets"] != IGNORED),
       "clipped": clipped & applied,
       "skipped": ~applied,
-      "known": jnp.stack([sizes.largest(), largest_state]),
+      "known": jnp.where(usual, jnp.stack([sizes.largest(), largest_state]), jnp.inf),
+      "usual": usual,
       "finite": finite,
     }
     if self.watch:

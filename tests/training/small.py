@@ -44,7 +44,7 @@ def losses(config: Config, devices: int | None = None, rows: int | None = None) 
 
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   state = program.lower_init().compile()(np.uint32(1))
-  step = program.lower_step().compile()
+  step = program.lower_step(careful=True).compile()
   out, known = [], UNKNOWN
   for batch in batches(program.global_batch if rows is None else rows):
     state, metrics = step(state, program.place(batch), known)

@@ -1,5 +1,6 @@
 """The step that ends a run: kept exactly as it was before it ran, explained, and read back in another precision."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,9 +19,9 @@ from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_weights import read_state
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.norms import row_labels, state_labels, state_peaks
+from maxtext_like.training.norms import row_labels, state_labels
 from maxtext_like.training.trainable import select
-from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
+from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step
 
 OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "steps=9"]
 
@@ -56,7 +57,7 @@ def toy_loop(config, place: Path) -> Any:
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)
   watch = FailedStep(program, place)
-  return Loop(program, step, state, Data(), None, None, None, files, quiet, quiet, guard, 1.0, None, watch)
+  return Loop(program, step, toy_look, state, Data(), None, None, None, files, quiet, quiet, guard, 1.0, None, watch)
 
 
 @pytest.fixture
@@ -107,6 +108,41 @@ def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, cau
   assert int(caught["state"]["loss_scale"]["good_steps"]) == 3
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, waits):
+  """The third step does nothing, and the one that may have been started behind it: the losses are those of careful steps."""
+
+  def losses(usual):
+    loop = toy_loop(toy_config(*words), tmp_path)
+    rows, careful = [], loop.train_step
+    loop.files.row = rows.append
+    loop.program.lower_step = lambda careful: SimpleNamespace(compile=lambda: step_again)
+    taken, again = [], []
+
+    def step_again(state, batch, known):
+      assert np.isinf(known).all()
+      again.append(int(state["step"]))
+      return careful(state, batch, known)
+
+    def step(state, batch, known):
+      taken.append(int(state["step"]))
+      return (usual or careful)(state, batch, jnp.full(2, jnp.inf) if taken == [0, 1, 2] else known)
+
+    loop.train_step = step
+    loop.run(0)
+    return [row["loss"] for row in rows], [row["step"] for row in rows], taken, again
+
+  words = ["opt_type=sgd", "finite_check_steps=0", "steps=6", f"max_skipped_steps={1 if waits else 3}"]
+  form, _ = toy_step(toy_config(*words), decoder=toy_decoder())
+  expected, _, _, never = losses(None)
+  found, steps, taken, again = losses(jax.jit(dataclasses.replace(form, careful=False)))
+  assert found == expected
+  assert steps == [1, 2, 3, 4, 5, 6]
+  assert not never
+  assert again == [2]
+  assert taken == ([0, 1, 2, 3, 4, 5] if waits else [0, 1, 2, 2, 3, 4, 5])
+
+
 def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
   step = loop.train_step
@@ -127,9 +163,6 @@ def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
   """The steps only prove it finite; memory that changes behind them is found by reading it."""
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
   step, saved = loop.train_step, []
-  trained = select(decoder := toy_decoder(), decoder.params(), loop.program.config.model, ()).split(decoder.params())[0]
-  look = SimpleNamespace(compile=lambda: lambda state: np.isfinite(state_peaks(state, trained)))
-  loop.program.lower_look = lambda: look
   loop.manager = SimpleNamespace(
     due=lambda n: n % 2 == 0, poll=lambda: None, save=lambda n, *_, **__: saved.append(n), complete_steps=lambda: saved
   )

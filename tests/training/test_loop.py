@@ -25,7 +25,7 @@ class Device:
     time.sleep(begin + LAUNCH - time.perf_counter())
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
     finite = {name: Result(self.free) for name in ("state_parameters", "state_optimizer")}
-    return state, {name: Result(self.free) for name in names} | {"finite": finite, "known": None}
+    return state, {name: Result(self.free) for name in (*names, "usual")} | {"finite": finite, "known": 1.0}
 
 
 class Result:
@@ -64,12 +64,12 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   data: Any = MagicMock(epoch=None, __next__=lambda _: {})
   quiet: Any = MagicMock()
   given = {"evaluate": None, "sample": None, "manager": None} | parts
-  loop = Loop(
-    program, Device().step, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"], files,
+  seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
+  look: Any = lambda *_: seen
+  Loop(
+    program, Device().step, look, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"], files,
     quiet, stop, guard, 1.0, None, profile=given.get("profile"),
-  )  # fmt: skip
-  loop._look = lambda _: np.ones(1, bool)
-  loop.run(0)
+  ).run(0)  # fmt: skip
   return files
 
 

@@ -10,7 +10,7 @@ import pytest
 from maxtext_like.training.loss import LossLayer
 from maxtext_like.training.norms import clip, row_labels, row_squares, state_labels
 from maxtext_like.training.step import UNKNOWN
-from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step, with_precision
+from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 
 CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # the second is enough to do without a second look
 SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=0.5")
@@ -227,8 +227,8 @@ def test_a_norm_beyond_float32_is_infinite_and_clips_right_all_the_same():
   assert bool(squares.finite.all())
   np.testing.assert_allclose(np.sqrt(squares.on_host()), [12e38, 2**0.5 * 1e30], rtol=1e-6)
   assert np.isinf(squares.norm().value)
-  clipped, was = jax.jit(lambda t: clip(t, row_squares(t).norm(), 1.0))(tree)
-  assert bool(was)
+  assert bool(squares.norm().above(1.0))
+  clipped = jax.jit(lambda t: clip(t, row_squares(t).norm(), 1.0))(tree)
   np.testing.assert_allclose(clipped["a"], np.full((4, 4), 0.25), rtol=1e-6)
   np.testing.assert_allclose(clipped["b"], np.full(2, -1e30 / 12e38), rtol=1e-6)
   assert np.isnan(row_squares({"a": jnp.asarray([1.0, np.nan, np.inf])}).small[0])
@@ -261,6 +261,64 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
     assert bool(proof) or float(known[1]) == max(leaves)
     assert float(known[0]) >= max(np.abs(x).max() for x in jax.tree.leaves(state["params"]))
   assert proved == [False, True, True, True]
+
+
+@pytest.fixture(scope="module")
+def forms():
+  """The usual form and the careful one, and the state."""
+  config = toy_config("opt_type=adamw", "learning_rate=1e-2", "gradient_clipping_threshold=1")
+  step, state = toy_step(config, decoder=toy_decoder())
+  return jax.jit(dataclasses.replace(step, careful=False)), jax.jit(step), state
+
+
+def test_the_usual_form_does_what_the_careful_one_does(forms):
+  usual, careful, state = forms
+  one, other, known = state, state, toy_look(state["params"], state["opt_state"])["known"]
+  for i in range(3):
+    one, a = usual(one, toy_batch(i), known)
+    other, b = careful(other, toy_batch(i), CHECK)
+    known, exact = a.pop("known"), b.pop("known")
+    assert bool(a["usual"])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), (one, a), (other, b))
+    assert np.all(np.asarray(known) >= np.asarray(exact))
+
+
+@pytest.mark.parametrize("what", ["nothing known", "a huge parameter", "a gradient that is not finite"])
+def test_the_usual_form_does_nothing_where_it_has_no_proof(forms, what):
+  usual, careful, state = forms
+  known = toy_look(state["params"], state["opt_state"])["known"]
+  given, batch = jax.tree.map(lambda x: x, state), toy_batch()
+  if what == "nothing known":
+    known = CHECK
+  elif what == "a huge parameter":
+    known = known.at[0].set(2e38)
+  else:
+    given["params"]["embedding"]["table"] = given["params"]["embedding"]["table"].at[batch["tokens"][0, 0]].set(np.nan)
+  new, metrics = usual(given, batch, known)
+  assert not bool(metrics["usual"])
+  assert same(new, given)
+  assert np.isinf(metrics["known"]).all()
+  after, metrics = usual(new, toy_batch(1), metrics["known"])  # what was started behind it
+  assert same(after, given)
+  assert not bool(metrics["usual"])
+  after, metrics = careful(new, batch, CHECK)
+  assert bool(metrics["skipped"]) == ("gradient" in what)
+  assert int(after["step"]) == 1
+
+
+def test_an_overflow_of_float16_is_usual():
+  step, state = toy_step(with_precision(toy_config(*SGD), dtype="float16"), decoder=toy_decoder("float16"))
+  usual = jax.jit(dataclasses.replace(step, careful=False))
+  state["loss_scale"]["scale"] = jnp.float32(2.0**24)
+  state["params"]["head"]["kernel"] *= 30.0
+  known = toy_look(state["params"], state["opt_state"])["known"]
+  new, metrics = usual(state, toy_batch(), known)
+  assert bool(metrics["skipped"])
+  assert bool(metrics["usual"])
+  assert (float(new["loss_scale"]["scale"]), int(new["step"])) == (2.0**23, 1)
+  same_again, metrics = usual(state, toy_batch(), CHECK)  # but not behind a step that has to be taken again
+  assert not bool(metrics["usual"])
+  assert same(same_again, state)
 
 
 def test_float16_overflow_halves_the_scale_and_skips():

@@ -14,6 +14,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import LossLayer
+from maxtext_like.training.norms import split_squares, state_peaks
 from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.schedule import make_schedule
@@ -91,6 +92,15 @@ def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any,
   if config.precision.dtype == "float16":
     state["loss_scale"] = loss_scale.initial(t.loss_scale_init)
   return jit(step), state
+
+
+@jax.jit
+def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
+  """``Program.lower_look`` of a toy, all of whose parameters but the biases are trained."""
+  layer = {**params["stack_0"]["layer_0"], "bias": None}
+  sizes, peaks = split_squares(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
+  known = jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)])
+  return {"known": known, "state_parameters": sizes.finite, "state_optimizer": jnp.isfinite(peaks)}
 
 
 def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:
