@@ -67,8 +67,8 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
   look: Any = lambda *_: seen
   Loop(
-    program, Device().step, look, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"], files,
-    quiet, stop, guard, 1.0, None, profile=given.get("profile"),
+    program, Device().step, look, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"],
+    files, quiet, stop, guard, 1.0, None, profile=given.get("profile"),
   ).run(0)  # fmt: skip
   return files
 
