@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import sys
 
 
@@ -27,16 +28,20 @@ def say_error(text: str) -> None:
 
 
 def reader_left() -> bool:
-  """Says whether what was printed cannot be handed over, because the reader of standard output is gone (``| head``).
+  """Says whether the reader of standard output is gone (``| head``).
 
   /dev/null then takes its place, so that Python does not complain when it flushes at the end.
   """
   try:
-    sys.stdout.flush()
-  except BrokenPipeError:
-    to_null(sys.stdout.fileno())
-    return True
-  return False
+    descriptor = sys.stdout.fileno()
+  except (OSError, ValueError):
+    return False
+  poll = select.poll()
+  poll.register(descriptor, 0)  # of itself it tells of errors and of a reader that hung up
+  if not poll.poll(0):
+    return False
+  to_null(descriptor)
+  return True
 
 
 def to_null(descriptor: int) -> None:

@@ -41,7 +41,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
   A SIGHUP that was ignored before, as under ``nohup``, still is.
 
   Attributes:
-    requested: the newest signal, None before there was one.
+    requested: the signal that asked, None before there was one.
     training: steps are done that a stop has to save.
 
   Raises:
@@ -90,7 +90,9 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       if self.requested in _QUITTING and received in _QUITTING:
         say_on_stderr(f"\n{received.name} again: quitting now, without a checkpoint")
         os._exit(128 + received)
-      first, self.requested = self.requested is None, received
+      first = self.requested is None
+      if first or received in _QUITTING:
+        self.requested = received
       if first:
         what = "stopping after this step, with a checkpoint" if self.training else "stopping"
         say_on_stderr(f"\n{received.name}: {what}; once more to quit now")

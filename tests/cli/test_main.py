@@ -183,3 +183,35 @@ def test_endless_words_are_shortened():
   text = f"a {'1' * 5000}b c"
   assert cli.shortened(text) == f"a {'1' * 200}...(5001 characters)...{'1' * 49}b c"
   assert cli.shortened("x" * 999) == "x" * 999
+
+
+def verb(words, **streams):
+  """Runs ``maxtext-like`` as a process of its own, with one block of output after the other written at once."""
+  command = [sys.executable, "-u", "-m", "maxtext_like.cli.main", *words]
+  return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
+
+
+def test_a_reader_that_left_is_no_error_of_a_verb_that_prints():
+  read, write = os.pipe()
+  os.close(read)
+  process = verb(["train", "--help-keys"], stdout=write, stderr=subprocess.PIPE)
+  os.close(write)
+  assert process.communicate()[1] == b""
+  assert process.returncode == 0
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch, capfd):
+  def fail(argv):
+    raise BrokenPipeError
+
+  monkeypatch.setattr("maxtext_like.cli.config.run", fail)
+  with pytest.raises(BrokenPipeError):
+    main(["config"])
+
+
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-", "<&- >&- 2>&-"])
+def test_the_exit_code_says_it_where_no_stream_does(redirect):
+  script = f'exec "$0" -m maxtext_like.cli.main xyzzy {redirect}'
+  assert (
+    subprocess.run(["sh", "-c", script, sys.executable], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 2
+  )

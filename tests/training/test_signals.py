@@ -11,7 +11,7 @@ import time
 import pytest
 
 from maxtext_like.errors import InterruptedRunError, RetryableError
-from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.signals import StopAsked, StopRequest
 
 
 def start(body):
@@ -42,7 +42,7 @@ sys.exit(error.exit_code)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGHUP, 42)])
 def test_the_first_signal_stops_the_loop(number, code):
   process = start(LOOP)
   process.send_signal(number)
@@ -85,3 +85,51 @@ def test_everything_is_put_back():
     assert isinstance(stop.error(3, None), InterruptedRunError)
   assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
   assert threading.active_count() == threads
+
+
+def test_a_terminal_that_goes_away_is_told_of_more_than_once_and_never_quits_at_once():
+  process = start(LOOP.replace("stop.should_stop(step)", "step >= 100"))
+  for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+    process.send_signal(number)
+    time.sleep(0.05)
+  out, err = process.communicate(timeout=20)
+  assert process.returncode == 42
+  assert "stopped by SIGTERM after step 100" in out
+  assert "quitting" not in err
+
+
+def test_a_hangup_that_was_ignored_still_is():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with StopRequest() as stop:
+      os.kill(os.getpid(), signal.SIGHUP)
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert wait_for_request(stop) == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
+def wait_for_request(stop):
+  deadline = time.monotonic() + 5
+  while stop.requested is None and time.monotonic() < deadline:
+    time.sleep(0.01)
+  return stop.requested
+
+
+def test_work_that_a_stop_leaves_behind():
+  release = threading.Event()
+  with StopRequest() as stop:
+    assert stop.interruptible(lambda: 3) == 3
+    with pytest.raises(KeyError, match="x"):
+      stop.interruptible(lambda: {}["x"])
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(StopAsked):
+      stop.interruptible(release.wait)
+    assert stop.error_at_start().threads_left
+    assert str(stop.error_at_start()) == "stopped by SIGINT before it trained a step; nothing was changed"
+    with pytest.raises(StopAsked):
+      stop.interruptible(lambda: pytest.fail("it was asked before"))
+    release.set()
+    timer.join()
