@@ -13,11 +13,11 @@ EXAMPLES = """examples:
   maxtext-like train --help-keys learning
 
 A run is the directory output_dir/run_name, runs/gemma4-tiny by default: config.yml, env.json, metrics.jsonl,
-finiteness.json, tensorboard/, checkpoints/ and, at the end, report.html. What a later start would replace is kept beside it:
-config.1.yml, metrics.dropped.jsonl.
+finiteness.json, goodput.json, tensorboard/, checkpoints/ and, at the end, report.html. What a later start would replace is
+kept beside it: config.1.yml, metrics.dropped.jsonl.
 
 exit codes: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers, or restarts without progress; 4 does not fit
-the machine; 42 stopped by SIGTERM or a fault that a restart can mend; 130 stopped by Ctrl-C"""
+the machine; 42 stopped by SIGTERM or SIGHUP, or a fault that a restart can mend; 130 stopped by Ctrl-C"""
 
 
 def run(argv: list[str]) -> int:
