@@ -1,0 +1,83 @@
+"""Golden rows of more than one block of attention (tests/golden/long, made by tests/parity/long_goldens.py): windows near the
+edges of blocks and tiles, padding on both sides, documents packed into a row.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxtext_like.checkpoint.huggingface.inputs import make_batch
+from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+from maxtext_like.cli.forward import evaluator, open_weights
+from maxtext_like.layers.attention_kernels import BLOCK
+from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "long"
+IGNORED = -100
+CASES = {path.parent.name: json.loads(path.read_text())["runs"] for path in sorted(GOLDEN.glob("*/meta.json"))}
+QUICK_RUNS = {
+  "gemma3": ("w129", "w513", "packed"),
+  "gemma4_shared": ("packed",),
+  "deepseek3": ("left", "packed"),
+}  # the others are slow
+
+
+def runs() -> list:
+  """Every run of every case."""
+  return [
+    pytest.param(case, run, marks=[] if run in QUICK_RUNS.get(case, ()) else [pytest.mark.slow], id=f"{case}, {run}")
+    for case, about in CASES.items()
+    for run in about
+  ]
+
+
+def arrays_of(inputs: dict[str, np.ndarray], rows: str) -> dict[str, np.ndarray]:
+  """The inputs of a run, labels only where a prediction has a meaning."""
+  labels = inputs["labels"].copy()
+  arrays = {"input_ids": inputs["input_ids"], "labels": labels}
+  if rows in ("left", "right"):
+    mask = arrays["attention_mask"] = inputs[f"{rows}_attention_mask"]
+    labels[mask == 0] = IGNORED
+    labels[:, 1:][mask[:, :-1] == 0] = IGNORED
+  if rows == "packed":
+    positions = arrays["position_ids"] = inputs["packed_position_ids"]
+    labels[:, 1:][np.diff(positions, axis=1) != 1] = IGNORED
+  return arrays
+
+
+@pytest.mark.parametrize(("case", "run"), runs())
+def test_rows_of_several_blocks(case: str, run: str):
+  about, directory = CASES[case][run], GOLDEN / case / "checkpoint"
+  with np.load(GOLDEN / case / "inputs.npz") as file:
+    inputs = dict(file)
+  with np.load(GOLDEN / case / "outputs.npz") as file:
+    expected = {key.removeprefix(f"fp32.{run}."): file[key] for key in file if key.startswith(f"fp32.{run}.")}
+  length = inputs["input_ids"].shape[1]
+  assert length > 2 * BLOCK
+  window = [] if about["window"] is None else [f"sliding_window_size={about['window']}"]
+  config, loaded = load_checkpoint_config(directory, ["dtype=float32", *window], length=length)
+  weights = open_weights(directory, config, loaded)
+  evaluate = evaluator(weights, loaded.config, gradients=about["gradients"], compiler_options=QUICK)
+  arrays = arrays_of(inputs, about["rows"])
+  got = evaluate(weights.load(), make_batch(arrays, run, vocab_size=loaded.config.model.vocab_size).batch)
+  seen = arrays.get("attention_mask", np.ones((1, length)))[0] == 1
+  kept, places = seen[inputs["positions"]], inputs["positions"]
+  assert kept.sum() >= 10
+  np.testing.assert_allclose(got["logits"][0, places][kept], expected["logits"][kept], rtol=0, atol=TOLERANCE)
+  probe = got["hidden.final_norm"][0] @ inputs["probe"]
+  np.testing.assert_allclose(probe[seen], expected["probe"][seen], rtol=0, atol=TOLERANCE)
+  np.testing.assert_allclose(got["loss"], expected["loss"], rtol=0, atol=1e-5)
+  gradients = [name for name in expected if name.startswith("grad.")]
+  assert bool(gradients) == about["gradients"]
+  for name in gradients:
+    want = expected[name]
+    np.testing.assert_allclose(got[name], want, rtol=0, atol=GRADIENT_TOLERANCE * np.abs(want).max(), err_msg=name)
+
+
+def test_every_kind_of_row_is_there():
+  for case, about in CASES.items():
+    assert {"left", "right", "packed"} <= set(about), case
+    assert any(run["gradients"] for run in about.values()), case
+  assert {run["window"] for run in CASES["gemma3"].values()} >= {BLOCK - 1, BLOCK, BLOCK + 1, 127, 128, 129}
