@@ -121,7 +121,7 @@ def _gemma(r: random.Random, length: int) -> Config:
   layers = r.choice([1, 2, 3, 3, 4, 5])
   config: Config = {
     "vocab_size": r.randint(40, 150),
-    "hidden_size": heads * r.choice([4, 6, 8]),
+    "hidden_size": heads * max(r.choice([4, 6, 8]), -(-16 // heads)),  # norms of fewer numbers magnify rounding
     "intermediate_size": r.choice([12, 24, 40]),
     "num_hidden_layers": layers,
     "num_attention_heads": heads,
@@ -260,9 +260,9 @@ def _gemma4_moe(r: random.Random, length: int) -> tuple[Config, bool]:
 def _gemma4_e(r: random.Random, length: int) -> tuple[Config, bool]:
   """E2B and E4B: inputs of each layer, keys and values shared by the last layers."""
   text = _gemma4(r, length)
-  layers = text["num_hidden_layers"] = r.choice([2, 3, 4, 5, 6])
+  layers = text["num_hidden_layers"] = r.choice([2, 3, 4, 5])
   text["layer_types"] = [r.choice(KINDS) for _ in range(layers)]
-  text["hidden_size_per_layer_input"] = r.choice([2, 4, 6])
+  text["hidden_size_per_layer_input"] = r.choice([4, 6, 8])
   text["vocab_size_per_layer_input"] = text["vocab_size"] + r.choice([0, 0, 5])
   used = [*text["layer_types"][:-1], "full_attention"]
   allowed = [n for n in range(layers) if set(used[: layers - n]) >= set(used)]
