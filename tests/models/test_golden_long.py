@@ -11,7 +11,7 @@ import pytest
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.cli.forward import evaluator, open_weights
-from maxtext_like.layers.attention_kernels import BLOCK
+from maxtext_like.layers.kernels.attention.blockwise import BLOCK
 from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "long"

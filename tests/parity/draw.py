@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-BLOCK = 512  # queries of a block of attention (src/layers/blockwise.py): rows of more are worked on in blocks
+BLOCK = 512  # queries of a block of attention (src/layers/kernels/attention/blockwise.py): rows of more are worked on in blocks
 KINDS = ("sliding_attention", "full_attention")
 IGNORED = -100
 
@@ -146,16 +146,15 @@ def _gemma3(r: random.Random, length: int) -> Config:
   full = {"rope_theta": r.choice([1e4, 5e5, 1e6])}
   if r.random() < 0.5:
     scaling = {"rope_type": "linear", "factor": r.choice([1.0, 2.0, 8.0, 3.7])}
-    if r.random() < 0.3:
-      scaling = {"type": "linear", "factor": scaling["factor"]}
+    old_spelling = r.random() < 0.3  # which transformers reads in rope_parameters alone
   else:
-    scaling = r.choice([None, {"rope_type": "default"}])
+    scaling, old_spelling = r.choice([None, {"rope_type": "default"}]), False
   local = r.choice([100.0, 1e4])
   if r.random() < 0.5:
     _optional(r, config, 0.7, **full, rope_local_base_freq=local)
     _optional(r, config, 0.8 if scaling is None else 1.0, rope_scaling=scaling)
   else:
-    spelt = {"rope_type": (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))}
+    spelt = {"type" if old_spelling else "rope_type": (scaling or {"rope_type": "default"})["rope_type"]}
     config["rope_parameters"] = {
       "full_attention": {**spelt, **full} | ({"factor": scaling["factor"]} if scaling and "factor" in scaling else {}),
       "sliding_attention": {"rope_type": "default", "rope_theta": local},

@@ -86,6 +86,8 @@ def read_gemma3(top: Fields) -> dict[str, Any]:
   sliding, full = nested.section("sliding_attention"), nested.section("full_attention")
   if "rope_scaling" in text:
     scaling = text.section("rope_scaling")
+    if not full.values and "rope_type" not in scaling.values and rope_type(scaling, "default") != "default":
+      raise scaling.error("type", "transformers 5 reads rope_type alone here and would not scale; write rope_type")
     full = Fields({**full.values, **scaling.values}, scaling.where)
   _plain(sliding)
   for section in (text, full):

@@ -189,6 +189,7 @@ def test_deepseek_defaults_differ_between_v3_and_v32():
     ("gemma3_text", {"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a number above 0"),
     ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 8}}, "'yarn' is not supported for Gemma 3"),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8}}, "type: transformers 5 reads rope_type alone"),
     ("gemma3_text", {"rope_scaling": [1]}, "rope_scaling: .* is not an object"),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: has 1 entries, the model 7 layers"),
     ("gemma3_text", {"layer_types": ["chunked_attention"] * 7}, "'chunked_attention' is not one of"),
