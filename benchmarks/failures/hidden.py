@@ -14,7 +14,7 @@ from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.xray import xray
-from maxtext_like.training.step import TrainStep
+from maxtext_like.training.step import UNKNOWN, TrainStep
 from maxtext_like.training.trainable import Selection
 
 from .row import Row, drawn, finite_share, normal
@@ -61,6 +61,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
     apply=apply,
     selection=Selection({"w": True}, (None,)),
     optimizer=direction,
+    certainly_finite=lambda gradient, state, parameter, rate: (jnp.zeros((), bool), state),  # so that every update is looked at
     schedule=lambda _: jnp.float32(0.1),
     clip=1.0,
     parts=1,
@@ -70,7 +71,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
   ours = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": direction.init(params)}
   run, skipped = jax.jit(step), 0
   for _ in range(steps):
-    ours, metrics = run(ours, batch, jnp.asarray(False))
+    ours, metrics = run(ours, batch, UNKNOWN)
     skipped += int(metrics["skipped"])
   kept = float(jnp.all(ours["params"]["w"] == params["w"]))
   numbers = {"their_finite": finite_share(plain["w"]), "our_kept": kept, "our_skipped": float(skipped)}

@@ -227,7 +227,7 @@ def test_the_command_prints_writes_and_exits(tmp_path: Path, capsys: pytest.Capt
   ("words", "what"),
   [
     (["--rows", "3"], "--checkpoint"),
-    (["--checkpoint", "no/such/place"], "no such directory"),
+    (["--checkpoint", "no/such/place"], "no such file or directory"),
     (["--checkpoint", "tests"], "neither a run"),
     (["--checkpoint", "tests", "--tokens", "5"], "--tokens 100 or more"),
     (["--checkpoint", "tests", "bogus"], "unknown word 'bogus'"),
