@@ -144,7 +144,9 @@ class TrainStep:
         applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
       else:
         finite["parameters"], finite["optimizer"] = rows
-        # A float16 overflow is what its scale is there for. Behind a step that did nothing no other does anything.
+        # A float16 overflow is what its scale is there for. Elsewhere an infinite sum may be one of finite numbers beyond
+        # 1e19, which are clipped. Behind a step that did nothing no other does anything.
+        certain = certain & ~jnp.any(jnp.isinf(squares.small))
         usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling else False))
         applied = applied & usual
       before = (params, state["opt_state"])

@@ -306,6 +306,25 @@ def test_the_usual_form_does_nothing_where_it_has_no_proof(forms, what):
   assert int(after["step"]) == 1
 
 
+def test_a_gradient_whose_square_leaves_float32_is_not_called_infinite_but_clipped(forms):
+  _, _, state = forms
+  step, _ = toy_step(toy_config("opt_type=adamw", "gradient_clipping_threshold=1"), decoder=toy_decoder())
+
+  def steep(params, batch):
+    loss, aux = step.apply(params, batch)
+    return loss * 1e24, aux
+
+  steeper = dataclasses.replace(step, apply=steep)
+  known = toy_look(state["params"], state["opt_state"])["known"]
+  new, metrics = jax.jit(dataclasses.replace(steeper, careful=False))(state, toy_batch(), known)
+  assert not bool(metrics["usual"])
+  assert same(new, state)
+  new, metrics = jax.jit(steeper)(new, toy_batch(), CHECK)
+  assert bool(metrics["clipped"])
+  assert not bool(metrics["skipped"])
+  assert float(metrics["grad_norm"]) > 1e20
+
+
 def test_an_overflow_of_float16_is_usual():
   step, state = toy_step(with_precision(toy_config(*SGD), dtype="float16"), decoder=toy_decoder("float16"))
   usual = jax.jit(dataclasses.replace(step, careful=False))
