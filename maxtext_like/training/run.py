@@ -161,6 +161,8 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         unwritten = files.end(REPORT, page.render)
         for line in unwritten:
           progress.say(line)
+    except StopAsked:
+      raise stop.error_at_start() from None  # with its exit code, by which starts are counted
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
         raise
