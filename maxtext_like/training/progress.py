@@ -83,7 +83,7 @@ class Progress:
     if self._task is not None:
       self._live.console.print(text, highlight=False, markup=False)
     else:
-      print(text, file=self._stream, flush=True)
+      print(f"{text}\n", end="", file=self._stream, flush=True)  # one write, as other threads say something too
 
   def step(self, row: dict[str, float]) -> None:
     """Shows a finished step."""

@@ -10,6 +10,7 @@ import io
 import os
 import select
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -55,6 +56,7 @@ class Output(io.TextIOBase):
     except (OSError, ValueError):  # a stream without a file behind it, as a notebook's
       self._descriptor, self._terminal = None, False
     self._gone: str | None = None
+    self._lock = threading.Lock()
     self._line = ""  # begun, and not yet ended
     self._left: memoryview | None = None  # of the piece that is being written
     self._guarded = Guarded("standard output", self._write, "line", say_on_stderr)
@@ -83,16 +85,18 @@ class Output(io.TextIOBase):
 
   def write(self, text: str) -> int:
     """Takes text; a line that is not ended waits for its end or for ``flush``."""
-    *lines, self._line = (self._line + text).split("\n")
-    for line in lines:
-      self._guarded.put(line + "\n")
+    with self._lock:  # warnings come from many threads
+      *lines, self._line = (self._line + text).split("\n")
+      for line in lines:
+        self._guarded.put(line + "\n")
     return len(text)
 
   def flush(self) -> None:
     """Hands over what is not a whole line; does not wait until it is written."""
-    if self._line:
-      self._guarded.put(self._line)
-      self._line = ""
+    with self._lock:
+      if self._line:
+        self._guarded.put(self._line)
+        self._line = ""
 
   def close(self) -> None:
     """Waits a moment until all is written, and leaves the stream itself open."""
