@@ -435,7 +435,7 @@ class CheckpointManager:
 
     Args:
       like: tree of ``jax.ShapeDtypeStruct`` (with shardings) of the state.
-      step: this step and no other.
+      step: this one, not the newest.
       allow_dtype_change: cast floats to the dtypes of ``like``, with a range check, instead of refusing.
 
     Returns:
@@ -450,7 +450,7 @@ class CheckpointManager:
     if step is not None:
       if step not in candidates:
         raise UserError(f"{self.directory}: there is no step {step}; complete are {self.complete_steps() or 'none'}")
-      candidates = [step]
+      candidates = [number for number in candidates if number <= step]
     damaged: list[tuple[int, str]] = []
     for number in reversed(candidates):
       path = self._steps.path(number)

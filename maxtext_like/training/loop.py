@@ -261,6 +261,7 @@ class Loop:
       for _ in range(more):
         next(self.data)
     first, last = self.spikes.documents, self.data.counts()["documents"]
+    to = restored.step  # an older one where that one was damaged
     batches = launched.step - to + more
     self.progress.say(self.spikes.add(replace(spike, back_to=to, batches=batches, documents=(first, last))))
     self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
@@ -293,7 +294,10 @@ class Loop:
       return
     try:
       self._settle()
-      if self._spiked is not None:
+      held = int(jax.device_get(self.state["step"]))  # fewer where a step did nothing, and could not be taken again
+      if held != step:
+        self.progress.say(f"step {step} cannot be saved: the state is that of step {held}, and its data are read past already")
+      elif self._spiked is not None:
         self.progress.say(f"step {step} is not saved: its loss is a spike")
       elif self._save_and_wait(step) is not None:
         self.progress.say(f"saved   step {step} in {self.manager.directory / str(step)}, because of the error below")
@@ -327,7 +331,11 @@ class Loop:
     Raises:
       NonFiniteError: the state is not fit to be saved.
     """
-    if self.finite and (error := self.guard.before_save(step, jax.device_get(self._seen()))) is not None:
+    if not self.finite:
+      return
+    with self.watchdog.watch("step", f"the look at step {step} before its save"):
+      seen = jax.device_get(self._seen())
+    if (error := self.guard.before_save(step, seen)) is not None:
       raise error
 
   def _flush(self) -> None:

@@ -260,6 +260,20 @@ def test_damage_falls_back_to_the_step_before(pristine, tmp_path, caplog, damage
     assert manager.complete_steps() == [10, 20]
 
 
+def test_a_step_that_was_asked_for_and_is_damaged_gives_the_one_before_it(pristine, tmp_path):
+  source, state = pristine
+  path = tmp_path / "c"
+  shutil.copytree(source, path)
+  with CheckpointManager(path, config=CONFIG) as manager:
+    assert manager.save_and_wait(30, state)
+    flip(largest_file(path / "20"))
+    restored = manager.restore(abstract(state), step=20)
+    assert restored is not None
+    assert restored.step == 10
+    assert (path / "20.corrupt").exists()
+    assert manager.complete_steps() == [10, 30]
+
+
 def test_all_steps_damaged_is_a_user_error(pristine, tmp_path):
   source, state = pristine
   path = tmp_path / "c"

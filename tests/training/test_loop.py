@@ -5,7 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.training.loop import Loop
@@ -28,11 +30,19 @@ class Device:
     return state, {name: Result(self.free) for name in (*names, "usual")} | {"finite": finite, "known": 1.0}
 
 
+class Doubtful(Device):
+  """Proves no step finite, and so does nothing in any."""
+
+  def step(self, state, batch, check):
+    state, metrics = super().step(state, batch, check)
+    return state, metrics | {"usual": Result(self.free, 0.0)}
+
+
 class Result:
   """A scalar that is there at a time."""
 
-  def __init__(self, at: float):
-    self._at = at
+  def __init__(self, at: float, value: float = 1.0):
+    self._at, self._value = at, value
 
   def block_until_ready(self):
     time.sleep(max(0.0, self._at - time.perf_counter()))
@@ -42,7 +52,7 @@ class Result:
 
   def __array__(self, dtype=None, copy=None):
     self.block_until_ready()
-    return np.asarray(1.0, dtype)
+    return np.asarray(self._value, dtype)
 
 
 BUSY = 0.5  # seconds that the host takes between two steps, while the device has nothing to do
@@ -53,6 +63,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   program: Any = SimpleNamespace(
     config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
     mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)], global_batch=1,
+    lower_step=MagicMock(side_effect=RuntimeError("no memory for the careful form")),
   )  # fmt: skip
   guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
   guard.observe.return_value = ([], None)
@@ -66,9 +77,10 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   given = {"evaluate": None, "sample": None, "manager": None} | parts
   seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
   look: Any = lambda *_: seen
+  state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
   Loop(
-    program, Device().step, look, {"params": {}, "opt_state": ()}, data, given["evaluate"], given["sample"], given["manager"],
-    files, quiet, stop, guard, 1.0, None, profile=given.get("profile"),
+    program, parts.get("device", Device()).step, look, state, data, given["evaluate"], given["sample"], given["manager"], files,
+    quiet, stop, guard, 1.0, None, profile=given.get("profile"),
   ).run(0)  # fmt: skip
   return files
 
@@ -103,3 +115,10 @@ def test_what_comes_between_two_steps_is_in_none_of_their_times():
     sample=lambda step, _: busy([]) if step == 3 else [], manager=manager, profile=profile,
   )  # fmt: skip
   np.testing.assert_allclose(seconds_of(files), STEP, atol=0.08)
+
+
+def test_a_step_that_did_nothing_and_cannot_be_taken_again_is_not_saved_as_done():
+  manager = MagicMock(due=lambda step: False, complete_steps=list)
+  with pytest.raises(RuntimeError, match="no memory"):
+    run(3, manager=manager, device=Doubtful())
+  manager.save_and_wait.assert_not_called()

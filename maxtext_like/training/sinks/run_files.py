@@ -96,7 +96,10 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     file = AppendedFile(path)
 
     def write(item: Row | _Rewind) -> None:
+      nonlocal file
       if isinstance(item, _Rewind):
+        file.close()  # NFS keeps a replaced file that is open, with its link, so nobody would see that it is another now
+        file = AppendedFile(path)
         keep_until(path, item.step)
       else:
         file.append(line(item))
