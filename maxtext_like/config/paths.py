@@ -54,3 +54,9 @@ def url_problems(config: object) -> Iterator[Problem]:
     for text in value if isinstance(value, tuple) else (value,):
       if isinstance(text, str) and is_url(text):
         yield Problem(f"{key} = {text} is a URL, not a path", (key,), _FIX)
+  for section in sections:
+    mirror = getattr(section, "checkpoint_mirror", None)  # a URL it may be, but with both of its slashes
+    if mirror and is_url(mirror) and "://" not in mirror:
+      scheme, rest = mirror.split(":/", 1)
+      what = f"checkpoint_mirror = {mirror} would be a folder named {scheme}: on this machine"
+      yield Problem(what, ("checkpoint_mirror",), f"write {scheme}://{rest}" if scheme != "file" else f"write /{rest}")

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # of a kept entry, and of the rules: what an older one says may not hold any more
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
 SHOWN = 10
-TELL_SECONDS = 30.0
+TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,13 @@ class Rules:
         raise BadRecordError(place, f"image {path}: {error}") from None
 
 
-def inspect(documents: Documents, count: int, rules: Rules, settings: Any) -> Findings:
+def inspect(
+  documents: Documents, count: int, rules: Rules, settings: Any, alive: Callable[[], None] = lambda: None
+) -> Findings:
   """Looks at the first `count` documents, or at what was found when the same ones were looked at before.
 
   `settings`: JSON of what beside the data and the rules decides whether a record is bad (the field's name).
+  `alive` is called about every second while records are read: of terabytes that takes hours.
   Raises UserError and RetryableError as reading does.
   """
   special = None if rules.special == "literal" else rules.special  # which finds the same
@@ -100,18 +103,18 @@ def inspect(documents: Documents, count: int, rules: Rules, settings: Any) -> Fi
   entry = _entry(identity)
   found = _kept(entry)
   if found is None:
-    found, lasting = _look(documents, count, rules)
+    found, lasting = _look(documents, count, rules, alive)
     if lasting:
       _keep(entry, found)
   return found
 
 
-def _look(documents: Documents, count: int, rules: Rules) -> tuple[Findings, bool]:
+def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
   """What is found, and whether it holds as long as the data are the same (a missing image file may come back)."""
   bad: list[tuple[int, str]] = []
   spelt: Counter[str] = Counter()
   bad_count, spelt_documents, first, lasting = 0, 0, None, True
-  told = time.monotonic()
+  told = lived = time.monotonic()
   for number, record in enumerate(islice(documents.scan(), count)):
     try:
       if isinstance(record, BadRecordError):
@@ -130,8 +133,12 @@ def _look(documents: Documents, count: int, rules: Rules) -> tuple[Findings, boo
       bad_count += 1
       if len(bad) < BAD_KEPT:
         bad.append((number, error.reason))
-    if time.monotonic() - told > TELL_SECONDS:
-      told = time.monotonic()
+    now = time.monotonic()
+    if now - lived >= ALIVE_SECONDS:
+      lived = now
+      alive()
+    if now - told > TELL_SECONDS:
+      told = now
       logger.warning("looking at every record, once for these data: %s of %s so far", f"{number + 1:,}", f"{count:,}")
   return Findings(tuple(bad), bad_count, tuple(spelt.most_common()), spelt_documents, first), lasting
 

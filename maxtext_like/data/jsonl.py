@@ -27,8 +27,17 @@ class JsonLines:
   What compressed files hold is kept in memory up to KEPT_BYTES in all; where there is more, their blocks are the groups.
   """
 
-  def __init__(self, files: Sequence[str], text_field: str, images_field: str | None = None, *, take_images: bool = True):
-    """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any.
+  def __init__(
+    self,
+    files: Sequence[str],
+    text_field: str,
+    images_field: str | None = None,
+    *,
+    take_images: bool = True,
+    key: str = "dataset_path",
+  ):
+    """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any;
+    `key`: where the files are named.
 
     Raises UserError when they hold no line at all.
     """
@@ -47,7 +56,7 @@ class JsonLines:
     if not self._stops[-1]:
       size = sum(data_files.sizes(self._files))
       raise UserError(
-        f"data.dataset_path: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
+        f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
       )
 
   def __len__(self) -> int:

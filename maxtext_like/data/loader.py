@@ -56,6 +56,7 @@ def make_data(
   vision: VisionConfig | None = None,
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   lookup: Lookup | None = None,
+  alive: Callable[[], None] = lambda: None,
 ) -> "DataSource":
   """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
 
@@ -64,6 +65,8 @@ def make_data(
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
   target: they weigh nothing), so that every process can take the same number; DataSource.reset starts again.
+
+  `alive` is called now and then while every record is looked at, which may take long.
 
   The first batch is made before this returns, so that what is wrong with the data shows before anything is compiled.
   Raises UserError: no such data, no permission, empty, less than one global batch, a bad record among the first,
@@ -115,7 +118,7 @@ def make_data(
   rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal)
   bad_max = max(10, min(10_000, used // 100))
   if split == "train" or whole:  # both splits of one data set are looked at together
-    _inspect(data, documents, used, rules, bad_max, path_key(data, split))
+    _inspect(data, documents, used, rules, bad_max, path_key(data, split), alive)
   shuffle = data.shuffle and split == "train"
   order = Order(
     indices,
@@ -178,11 +181,13 @@ def _multimodal(vision: VisionConfig | None, encode: Callable[[str], list[int]] 
   return multimodal
 
 
-def _inspect(data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str) -> None:
+def _inspect(
+  data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str, alive: Callable[[], None]
+) -> None:
   """Looks at every record before the first step. Raises UserError for bad ones."""
   if data.dataset == "python-stdlib" and (not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")):
     return  # nothing in it can be bad
-  found = inspect(documents, count, rules, [data.dataset, data.text_field])
+  found = inspect(documents, count, rules, [data.dataset, data.text_field], alive)
   judge(
     found, documents, count, key=key, skip_bad=data.on_bad_record == "skip", bad_max=bad_max,
     asked=data.special_tokens_in_text is not None,

@@ -23,8 +23,11 @@ class Parquet:
   A null or undecodable value is a bad record; a damaged page is an error, as it takes a whole row group with it.
   """
 
-  def __init__(self, files: Sequence[str], text_field: str):
-    """`files`: paths. Raises UserError: pyarrow missing, no parquet file, no such string column, no rows."""
+  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
+    """`files`: paths, named by data.`key`.
+
+    Raises UserError: pyarrow missing, no parquet file, no such string column, no rows.
+    """
     try:
       import pyarrow
       import pyarrow.parquet
@@ -43,7 +46,7 @@ class Parquet:
       self._footers.append(_footer(path))
       self._stamps.append(_stamp(path))
     if not self._groups:
-      raise UserError(f"data.dataset_path: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
+      raise UserError(f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
     self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()

@@ -1,6 +1,7 @@
 """Which documents a configuration names, for training and for evaluation."""
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from maxtext_like.data import files as data_files
 from maxtext_like.data import jsonl
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
+from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.data.parquet import Parquet
 from maxtext_like.data.text import TextFiles, stdlib
 from maxtext_like.errors import UserError
@@ -72,17 +74,22 @@ def open_documents(
   if data.dataset not in SUFFIXES:
     raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
   files = data_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
+  if data.dataset == "jsonl" and (twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED})):
+    logger.warning(
+      "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
+      key, twice[0], os.path.splitext(twice[0])[0], len(twice),
+    )  # fmt: skip
   if key == "eval_path":
     trained = data_files.find(data.dataset_path, SUFFIXES[data.dataset], data.dataset)
     if common := sorted(set(files) & set(trained)):
       logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
   if data.dataset == "text":
-    return TextFiles(files, whole=whole)
+    return TextFiles(files, whole=whole, key=key)
   if data.dataset == "jsonl":
     if vision is None:
-      return jsonl.JsonLines(files, data.text_field)
-    return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal)
-  return Parquet(files, data.text_field)
+      return jsonl.JsonLines(files, data.text_field, key=key)
+    return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)
+  return Parquet(files, data.text_field, key=key)
 
 
 def refuse_path(data: DataConfig) -> None:

@@ -30,13 +30,22 @@ class TextFiles:
   groups: Sequence[int] | None = None
 
   def __init__(
-    self, files: Sequence[str], *, piece_bytes: int = PIECE_BYTES, skip_undecodable: bool = False, whole: Iterable[str] = ()
+    self,
+    files: Sequence[str],
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    skip_undecodable: bool = False,
+    whole: Iterable[str] = (),
+    key: str = "dataset_path",
   ):
-    """`files`: paths; `whole`: spellings that no piece ends inside of. UserError when there is no text in any of them."""
+    """`files`: paths, named by data.`key`; `whole`: spellings that no piece ends inside of.
+
+    Raises UserError when there is no text in any of them.
+    """
     self._files = list(files)
     self._sizes = data_files.sizes(self._files)
     if not sum(self._sizes):
-      raise UserError(f"data.dataset_path: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
+      raise UserError(f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
     self._piece_bytes = piece_bytes
     self._whole = sorted((spelling.encode() for spelling in whole), key=len, reverse=True)
     self._longest = len(self._whole[0]) if self._whole else 0

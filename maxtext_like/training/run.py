@@ -90,10 +90,13 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     mirror = _open_mirror(config, directory)
     # The data are opened, and the first batch is made, before anything is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
-    data = stack.enter_context(contextlib.closing(stop.interruptible(lambda: open_data(program, "train", settings))))
+    # A first look at every record may take longer than a start: it counts as long as it gets on.
+    here = threading.get_ident()
+    opened = lambda split: open_data(program, split, settings, alive=lambda: watchdog.again(thread=here))
+    data = stack.enter_context(contextlib.closing(stop.interruptible(lambda: opened("train"))))
     held_out = None
     if settings.eval_interval:
-      held_out = stack.enter_context(contextlib.closing(stop.interruptible(lambda: open_data(program, "eval", settings))))
+      held_out = stack.enter_context(contextlib.closing(stop.interruptible(lambda: opened("eval"))))
     progress = Progress(config.training.steps, config.logging.log_interval)
     samples = None
     if config.logging.sample_every:
@@ -189,13 +192,14 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
+def open_data(program: Program, split: Any, settings: DataConfig, alive: Callable[[], None] = lambda: None) -> DataSource:
   """This process's batches of one split. Raises UserError as ``make_data`` does.
 
   Args:
     program: of the run.
     split: "train" or "eval".
     settings: the ``data:`` section, with its tokenizer resolved.
+    alive: called now and then while every record is looked at.
   """
   config = program.config
   return make_data(
@@ -209,6 +213,7 @@ def open_data(program: Program, split: Any, settings: DataConfig) -> DataSource:
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
     lookup=program.decoder.cfg.lookup,
+    alive=alive,
   )
 
 

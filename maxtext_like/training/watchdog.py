@@ -133,10 +133,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         if not self._watched[thread]:
           del self._watched[thread]
 
-  def again(self, kind: str | None = None, what: str | None = None) -> None:
-    """The calling thread got on with what it is at, which counts anew from here; it may be something else by now."""
+  def again(self, kind: str | None = None, what: str | None = None, *, thread: int | None = None) -> None:
+    """A thread got on with what it is at, which counts anew from here; it may be something else by now.
+
+    Args:
+      kind: as ``watch``; None: the same.
+      what: as ``watch``; None: the same.
+      thread: its identifier, where another one does what it waits for; None: the calling one.
+    """
     with self._lock:
-      for entry in self._watched.get(threading.get_ident(), [])[-1:]:
+      for entry in self._watched.get(thread or threading.get_ident(), [])[-1:]:
         entry.kind, entry.what = kind or entry.kind, what or entry.what
         entry.seconds, entry.warned = 0.0, False
 

@@ -42,6 +42,13 @@ def test_urls(text):
     require_local(text)
 
 
+@pytest.mark.parametrize(("given", "meant"), [("gs:/b/x", "gs://b/x"), ("file:/b/x", "/b/x")])
+def test_a_mirror_needs_both_slashes(given, meant):
+  with pytest.raises(UserError, match=f"^checkpoint_mirror = {given} would be a folder named (.|\n)*fix: write {meant}$"):
+    load_config("gemma4-tiny", [f"checkpoint_mirror={given}"])
+  assert load_config("gemma4-tiny", ["checkpoint_mirror=gs://b/x"]).config.checkpoint.checkpoint_mirror == "gs://b/x"
+
+
 @pytest.mark.parametrize("words", [("gs://b/model.yml",), ("gemma4-tiny", "gs://b/mine.yml")])
 def test_configuration_files_too(words):
   with pytest.raises(UserError, match=f"{words[-1]} is a URL"):

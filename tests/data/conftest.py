@@ -32,6 +32,7 @@ ARGUMENTS = {
   "vision": None,
   "lookup": None,
   "stall_limit_seconds": 600.0,
+  "alive": lambda: None,
 }
 
 

@@ -128,8 +128,11 @@ def test_parquet_and_text_are_looked_at_too(make, tmp_path):
     make(dataset="text", dataset_path=str(tmp_path / "t"))
 
 
-def test_a_long_look_is_told(make, tmp_path, monkeypatch, caplog):
+def test_a_long_look_is_told_and_counts_as_alive(make, tmp_path, monkeypatch, caplog):
   monkeypatch.setattr(inspection, "TELL_SECONDS", 0.0)
+  monkeypatch.setattr(inspection, "ALIVE_SECONDS", 0.0)
+  lived = []
   with caplog.at_level(logging.WARNING):
-    make(dataset_path=write(tmp_path / "a.jsonl", GOOD))
+    make(dataset_path=write(tmp_path / "a.jsonl", GOOD), alive=lambda: lived.append(True))
+  assert len(lived) == 400
   assert "looking at every record, once for these data: 100 of 400 so far" in caplog.text

@@ -1,5 +1,6 @@
 """make_data end to end: batches, resume to the last bit, refusals, the held-out split, processes."""
 
+import gzip
 import json
 import logging
 import threading
@@ -187,6 +188,18 @@ def test_files_of_their_own_to_evaluate_on(make, path, tmp_path, caplog):
   (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{\n')
   with pytest.raises(UserError, match=r"b\.jsonl:2: not JSON"):
     make(**given_, split="eval")
+  (tmp_path / "b.jsonl").write_text("")
+  with pytest.raises(UserError, match=r"^data\.eval_path: no records"):
+    make(**given_, split="eval")
+
+
+def test_a_file_beside_its_packed_copy_is_told(make, tmp_path, caplog):
+  path = write(tmp_path / "a.jsonl", TEXTS)
+  packed = tmp_path / "a.jsonl.gz"
+  packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+  with caplog.at_level(logging.WARNING):
+    make(dataset_path=str(tmp_path))
+  assert f"data.dataset_path: {packed} lies beside {path}, and both are read" in caplog.text
 
 
 def test_a_packed_evaluation_pass_ends_with_padding(make, path):

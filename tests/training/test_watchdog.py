@@ -71,6 +71,13 @@ with watchdog.Watchdog({"step": 0.5, "save": 0}) as watch, watch.watch("step"):
   for _ in range(4):
     time.sleep(0.2)
     watch.again()
+  def work():
+    for _ in range(4):
+      time.sleep(0.2)
+      watch.again(thread=threading.main_thread().ident)
+  worker = threading.Thread(target=work)
+  worker.start()
+  worker.join()
   watch.again("save")
   time.sleep(0.8)
 """)  # fmt: skip
