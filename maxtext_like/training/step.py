@@ -107,15 +107,15 @@ class TrainStep:
       grads = self.watch("gradient", grads)
     row_sums = split_squares if self.watch else row_squares if self.careful else plain_squares
     squares = row_sums(grads)
-    norm = squares.norm()
-    clipped = norm.above(self.clip) if self.clip else jnp.zeros((), bool)
+    norm, clipped = squares.norm(), jnp.zeros((), bool)
+    if self.clip:
+      clipped = norm.above(self.clip)
+      grads = clip(grads, norm, self.clip)
     rate = self.schedule(state["step"])
 
     @jax.named_scope("optimizer")
     def update():
-      # Clipped in here, so that under cond no second copy of the gradients is made.
-      small = clip(grads, norm, self.clip) if self.clip else grads
-      direction, opt_state = self.optimizer.update(small, state["opt_state"], params)
+      direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
       change = jax.tree.map(lambda d: rate * d, direction)
       if self.watch:
