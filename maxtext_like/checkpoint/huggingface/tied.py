@@ -59,6 +59,5 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
   if a.shape != b.shape:
     return False
   rows = max(1, _BLOCK_BYTES * len(a) // max(a.nbytes, 1))
-  return all(
-    np.array_equal(a[i : i + rows].astype(np.float32), b[i : i + rows].astype(np.float32)) for i in range(0, len(a), rows)
-  )
+  blocks = (tuple(x[i : i + rows].astype(np.float32) for x in (a, b)) for i in range(0, len(a), rows))
+  return all(np.array_equal(*pair, equal_nan=True) for pair in blocks)  # NaN in both is one table that is damaged

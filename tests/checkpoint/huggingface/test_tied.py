@@ -126,6 +126,14 @@ def test_a_head_that_is_the_embedding(change: Any, case: str, tmp_path: Path):
     np.testing.assert_array_equal(got, logits(GOLDEN / case / "checkpoint", tmp_path)[0])
 
 
+def test_the_same_damage_in_both_does_not_untie_them(tmp_path: Path):
+  def damaged(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:
+    arrays[embedding][3, 1] = np.nan
+    the_same_head(arrays, embedding, head)
+
+  assert read_config(rewritten(tmp_path / "model", "gemma3_text", damaged)).model["logits_via_embedding"]
+
+
 def test_without_a_tie_a_missing_embedding_is_missing(tmp_path: Path):
   folder = rewritten(tmp_path / "model", "gemma3_text", nothing_but_the_head)
   config = json.loads((folder / "config.json").read_text())
