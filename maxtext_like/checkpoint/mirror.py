@@ -215,7 +215,7 @@ class Mirror:
     """Copies the newest step back where the run's own steps are gone or older; returns it, None when there was no need.
 
     Raises:
-      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some.
+      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some; or as ``own.make``.
       RetryableError: the mirror does not answer, and the run has no step of its own to go on from.
     """
     mine = own.complete() if own.directory.is_dir() else []
@@ -237,6 +237,13 @@ class Mirror:
         f"{self._name}: {self._root} holds step {max(theirs)}, and {why}: they would be mixed\n"
         "  fix: choose another run_name or another checkpoint_mirror, or move away what is not of this run"
       )
+    if mine and mine[-1] >= max(theirs):
+      return None
+    try:
+      own.make()  # which removes what a copy that was killed left: its room is needed
+      mine = own.complete()  # a save that only lacked its name has it now
+    except OSError as error:
+      raise RetryableError(f"{own.directory}: {error.strerror}") from error
     for number in sorted(theirs, reverse=True):
       if mine and mine[-1] >= number:
         return None

@@ -73,6 +73,20 @@ def test_a_lost_run_comes_back(place, tmp_path):
   assert sorted(entry.name for entry in own.iterdir()) == ["20"]
 
 
+def test_bringing_back_goes_on_from_a_killed_one_and_not_through_a_link_to_nothing(tmp_path):
+  own, place = tmp_path / "own", str(tmp_path / "mirror")
+  save(own, place, 10)
+  shutil.rmtree(own)
+  (own / "10.saving-0123abcd" / "state").mkdir(parents=True)  # what a copy that was killed leaves
+  made = Mirror(place, "run", own, 2)
+  assert made.bring_back(StepDirectories(own), resume=True) == 10
+  assert sorted(entry.name for entry in own.iterdir()) == ["10"]
+  shutil.rmtree(own)
+  own.symlink_to(tmp_path / "unmounted")
+  with pytest.raises(UserError, match="not mounted"):
+    made.bring_back(StepDirectories(own), resume=True)
+
+
 def flip(place, step):
   files, root = fsspec.core.url_to_fs(place)
   stored = files.cat_file(f"{root}/run/checkpoints/{step}/COMPLETE.json")
