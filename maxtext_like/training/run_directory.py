@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from maxtext_like.checkpoint import atomic
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.masking import masked_words
+from maxtext_like.masking import masked, masked_words
 from maxtext_like.training.watchdog import end_now
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class RunDirectory:
     """
     path = self.path / name
     try:
-      earlier = path.read_text(encoding="utf-8", errors="backslashreplace")
+      earlier = masked(path.read_text(encoding="utf-8", errors="backslashreplace"))  # earlier versions wrote secrets too
       if earlier != text:
         number = 1
         while (copy := path.with_stem(f"{path.stem}.{number}")).exists():

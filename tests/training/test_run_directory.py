@@ -268,3 +268,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
       run.write_text("report.html", "new \ud800")
     assert (run.path / "report.html").read_text() == "old"
     assert not list(run.path.glob("*.tmp"))
+
+
+def test_an_earlier_file_is_kept_without_its_secrets(tmp_path):
+  run = RunDirectory(tmp_path, "run")
+  run.path.mkdir()
+  (run.path / "config.yml").write_text("dataset_path: https://me:hunter2@host/data\n")
+  run.keep_earlier("config.yml", "dataset_path: null\n")
+  assert (run.path / "config.1.yml").read_text() == "dataset_path: https://***@host/data\n"
