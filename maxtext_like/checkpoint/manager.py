@@ -31,6 +31,7 @@ from typing import Any
 
 from maxtext_like.checkpoint import atomic, companions, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
+from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import RetryableError, UserError
 
@@ -60,11 +61,6 @@ class _Pending:
   write_seconds: float = 0.0
   hash_seconds: float = 0.0
   thread: threading.Thread = dataclasses.field(init=False)
-
-
-def megabytes(count: float) -> str:
-  """Formats bytes for people, as decimal MB or GB."""
-  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 class CheckpointManager:
@@ -171,7 +167,7 @@ class CheckpointManager:
       UserError: not even one more checkpoint fits.
     """
     size = tree.total_bytes(tree.flatten(state))
-    free = _free_bytes(self.directory)
+    free = free_bytes(self.directory)
     if free is None:
       return
     existing = len(self.complete_steps())
@@ -256,7 +252,7 @@ class CheckpointManager:
     try:
       with self._watch("save", f"the save of step {step}"):
         path = self._steps.saving(step)
-        free = _free_bytes(self.directory)
+        free = free_bytes(self.directory)
         if free is not None and free < pending.needed_bytes:  # filling the disk would break the run's other files too
           raise OSError(errno.ENOSPC, "not started: the disk is too full")
         with self._fence():
@@ -340,7 +336,7 @@ class CheckpointManager:
     self._consecutive_failures += 1
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
-    free = _free_bytes(self.directory)  # before the half-written step goes
+    free = free_bytes(self.directory)  # before the half-written step goes
     # Writers that still run may put files back; the next start cleans again.
     shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
     self._checkpointer = None
@@ -489,12 +485,6 @@ class CheckpointManager:
       return False
     _log.error("step %d is corrupt: %s; copied back from %s", step, damage, self._mirror)
     return True
-
-
-def _free_bytes(path: Path) -> int | None:
-  """Returns the free bytes of a file system; None where it does not know (some network file systems say 0 of 0)."""
-  usage = shutil.disk_usage(path)
-  return usage.free if usage.total else None
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import atomic, compatibility, manifest, tree
-from maxtext_like.checkpoint.manager import megabytes
+from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError
 from maxtext_like.numerics.report import Report
@@ -104,9 +104,9 @@ def keep(program: Program, directory: Path, step: int, state: State, batch: Batc
   flat = tree.flatten(state)
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)
-  needed, usage = tree.total_bytes(flat), shutil.disk_usage(directory)
-  if usage.total and usage.free < needed:
-    raise OSError(f"{directory}: the state needs {megabytes(needed)}, {megabytes(usage.free)} are free")
+  needed, free = tree.total_bytes(flat), free_bytes(directory)
+  if free is not None and free < needed:
+    raise OSError(f"{directory}: the state needs {megabytes(needed)}, {megabytes(free)} are free")
   here = directory / str(step - 1)
   here.mkdir()
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
