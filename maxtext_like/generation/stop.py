@@ -6,7 +6,7 @@ from pathlib import Path
 from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.data.special_tokens import known_names, token_id
-from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
 from maxtext_like.errors import UserError
 
 
@@ -26,7 +26,8 @@ def stop_tokens(
     UserError: a name that is no token; a file that is malformed.
   """
   stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-  if model is not None and stops.intersection(model.eos_token_ids):
+  # Bytes have Gemma's id for the end, and letters for what else is in its list.
+  if model is not None and not isinstance(tokenizer, BytesTokenizer) and stops.intersection(model.eos_token_ids):
     stops.update(model.eos_token_ids)
   if directory is not None:
     stops |= _listed(directory)
