@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
-from maxtext_like.errors import DoesNotFitError, ExitError, StoppedRunError
+from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
 from maxtext_like.layers.param import count
 from maxtext_like.masking import masked
 from maxtext_like.training import environment, memory, standing, tokenizer
@@ -54,6 +55,8 @@ from maxtext_like.training.step import State
 from maxtext_like.training.watchdog import Watchdog
 
 COMPILE_NOTICE_SECONDS = 30.0
+# What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
+_DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
 _log = logging.getLogger(__name__)
 
@@ -167,9 +170,11 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     except StopAsked:
       raise stop.error_at_start() from None  # with its exit code, by which starts are counted
     except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+      if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
+        raise _out_of_memory(error, program, need, limit) from error
+      if not stop.training or not _DEVICE_FAULT.match(str(error)):
         raise
-      raise _out_of_memory(error, program, need, limit) from error
+      raise RetryableError(f"the device failed: {str(error).strip().splitlines()[0]}; the same command goes on") from error
     progress.say(f"time    {summary(goodput.to_json())}\n{outcome}")
     if not any(line.startswith(REPORT) for line in unwritten):
       progress.say(str(_from_here(directory.path / REPORT)))

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from maxtext_like.cli.main import main
+from maxtext_like.training.loop import Loop
 
 WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
@@ -41,6 +42,26 @@ def numbers(rows: list[dict]) -> list[tuple]:
 def unbroken(workplace):
   assert train(workplace, "unbroken", "steps=4", "eval_interval=2", "eval_steps=2") == 0
   return metrics(workplace, "unbroken")
+
+
+@pytest.mark.parametrize(
+  ("message", "code"),
+  [("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access", 42), ("INVALID_ARGUMENT: shapes", None)],
+)
+def test_a_device_that_fails_in_training_is_a_fault_that_a_restart_mends(
+  workplace, unbroken, monkeypatch, capsys, message, code
+):
+  def fails(*_):
+    raise jax.errors.JaxRuntimeError(message)
+
+  monkeypatch.setattr(Loop, "_launch", fails)
+  words = ["steps=4", "eval_interval=2", "eval_steps=2"]
+  if code is None:
+    with pytest.raises(jax.errors.JaxRuntimeError):
+      train(workplace, "failing", *words)
+    return
+  assert train(workplace, "failing", *words) == code
+  assert f"error: the device failed: {message}" in capsys.readouterr().err
 
 
 def test_the_files_of_a_run(workplace, unbroken):
