@@ -57,6 +57,7 @@ def make_data(
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   lookup: Lookup | None = None,
   alive: Callable[[], None] = lambda: None,
+  waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
   """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
 
@@ -66,7 +67,8 @@ def make_data(
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
   target: they weigh nothing), so that every process can take the same number; DataSource.reset starts again.
 
-  `alive` is called now and then while every record is looked at, which may take long.
+  `alive` is called now and then while every record is looked at, which may take long; `waiting` while a batch does not come:
+  what it raises ends the wait, and DataSource stands where it stood.
 
   The first batch is made before this returns, so that what is wrong with the data shows before anything is compiled.
   Raises UserError: no such data, no permission, empty, less than one global batch, a bad record among the first,
@@ -98,7 +100,7 @@ def make_data(
     )
     return DataSource(
       rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal,
-      stall_limit_seconds=stall_limit_seconds,
+      stall_limit_seconds=stall_limit_seconds, waiting=waiting,
     )  # fmt: skip
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
@@ -160,7 +162,7 @@ def make_data(
     identity["vision"] = multimodal.identity()
   source = DataSource(
     rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
-    stall_limit_seconds=stall_limit_seconds, documents=len(indices), epoch_documents=order.epoch_length,
+    stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents=len(indices), epoch_documents=order.epoch_length,
   )  # fmt: skip
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
     source.close()
@@ -244,6 +246,7 @@ class DataSource:
     epoch_documents: int | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+    waiting: Callable[[], None] = lambda: None,
   ):
     """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split,
     `epoch_documents`: those of them that this process reads in a pass.
@@ -255,7 +258,8 @@ class DataSource:
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
     warn = min(STALL_WARN_SECONDS, stall_limit_seconds / 2) if stall_warn_seconds is None else stall_warn_seconds
-    self._stall = {"warn_seconds": warn, "limit_seconds": stall_limit_seconds}
+    self._waiting = waiting
+    self._stall: dict[str, Any] = {"warn_seconds": warn, "limit_seconds": stall_limit_seconds, "waiting": waiting}
     self._state = self._initial = {"rows": rows.get_state(), "ended": False}
     self._counts = rows.counts()
     self._ended = False
@@ -290,7 +294,7 @@ class DataSource:
     return self
 
   def __next__(self) -> Batch:
-    """The next batch. Raises UserError (bad record, file gone) or RetryableError (storage, stalled source)."""
+    """The next batch. Raises UserError (bad record, file gone), RetryableError (storage, stalled source), or as `waiting`."""
     if self._closed:
       raise ValueError("the data source is closed")
     if self._prefetch is None:
@@ -347,6 +351,7 @@ class DataSource:
     if self._closed:
       raise ValueError("the data source is closed")
     if self._prefetch is not None and not self._prefetch.stop():
+      self._waiting()
       raise RetryableError("the data source stalls: its thread does not stop")
     self._prefetch = self._head = None
     try:

@@ -26,9 +26,19 @@ class Prefetch:
   interpreter can exit while a read hangs. An exception of `produce` is raised by `get`, in its place in the order.
   """
 
-  def __init__(self, produce: Callable[[], tuple[Any, Any]], *, warn_seconds: float, limit_seconds: float):
-    """`produce`: the next (item, state after it). The times are how long `get` waits before it warns and gives up."""
-    self._produce = produce
+  def __init__(
+    self,
+    produce: Callable[[], tuple[Any, Any]],
+    *,
+    warn_seconds: float,
+    limit_seconds: float,
+    waiting: Callable[[], None] = lambda: None,
+  ):
+    """`produce`: the next (item, state after it). The times are how long `get` waits before it warns and gives up.
+
+    `waiting` is called about twice a second while `get` waits; what it raises ends the wait, and the item comes next time.
+    """
+    self._produce, self._waiting = produce, waiting
     self._warn_seconds, self._limit_seconds = warn_seconds, limit_seconds
     self._items: queue.Queue[tuple[str, Any]] = queue.Queue(DEPTH)
     self._stopping = threading.Event()
@@ -53,7 +63,7 @@ class Prefetch:
         return
 
   def get(self) -> tuple[Any, Any]:
-    """The next (item, state). Raises what `produce` raised, or RetryableError when the source stalls."""
+    """The next (item, state). Raises what `produce` or `waiting` raised, or RetryableError when the source stalls."""
     if self._failed is not None:
       raise self._failed
     started, warned = time.monotonic(), False
@@ -65,6 +75,7 @@ class Prefetch:
         waited = time.monotonic() - started
         if not self._thread.is_alive() and self._items.empty():
           raise RetryableError("the data thread has ended without a batch or an error") from None
+        self._waiting()
         if waited > self._limit_seconds:
           raise RetryableError(
             f"no batch for {waited:.0f} s: the data source stalls (a network file system, or a dead disk?). "

@@ -150,7 +150,13 @@ class Loop:
           self._settle()
           self.profile.start()
           self._last_end = time.perf_counter()
-        batch = self._next_batch()
+        try:
+          batch = self._next_batch()
+        except StopAsked:  # while the data stalled
+          self._stop_if_asked(step)
+          if (back := self._go_back()) is not None:  # the step was a spike
+            step = back
+          continue
         metrics = self._launch(batch)
         step += 1
         self._finished = step
@@ -216,6 +222,7 @@ class Loop:
       return jax.block_until_ready(metrics)
 
   def _next_batch(self) -> dict[str, jax.Array]:
+    """Raises StopAsked where a stop was asked for and none comes: the data then stand after the finished steps."""
     begin = time.perf_counter()
     try:
       with self.watchdog.watch("data", "the wait for a batch"):
@@ -241,6 +248,7 @@ class Loop:
 
     Raises:
       NoProgressError: it did not help often enough.
+      StoppedRunError: a stop was asked for while the data stalled.
       UserError, RetryableError: the checkpoint cannot be read, or saving keeps failing.
     """
     if self.spikes is None or self._spiked is None:
@@ -257,9 +265,12 @@ class Loop:
     with self.goodput.phase("restore"), self.watchdog.watch("compile", f"going back to step {to}"):
       restored = self.manager.restore(self.program.abstract_state, step=to)
       assert restored is not None, "it was complete a moment ago"
-      self.data.set_state(launched.position)
-      for _ in range(more):
-        next(self.data)
+      try:
+        self.data.set_state(launched.position)
+        for _ in range(more):
+          next(self.data)
+      except StopAsked:  # the data stall; the next start comes to the spike, and back, again
+        raise self.stop.error(restored.step, str(self.manager.directory / str(restored.step))) from None
     first, last = self.spikes.documents, self.data.counts()["documents"]
     to = restored.step  # an older one where that one was damaged
     batches = launched.step - to + more

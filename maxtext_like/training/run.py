@@ -95,7 +95,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     here = threading.get_ident()
-    opened = lambda split: open_data(program, split, settings, alive=lambda: watchdog.again(thread=here))
+    opened = lambda split: open_data(program, split, settings, lambda: watchdog.again(thread=here), stop.check)
     data = stack.enter_context(contextlib.closing(stop.interruptible(lambda: opened("train"))))
     held_out = None
     if settings.eval_interval:
@@ -197,7 +197,13 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def open_data(program: Program, split: Any, settings: DataConfig, alive: Callable[[], None] = lambda: None) -> DataSource:
+def open_data(
+  program: Program,
+  split: Any,
+  settings: DataConfig,
+  alive: Callable[[], None] = lambda: None,
+  waiting: Callable[[], None] = lambda: None,
+) -> DataSource:
   """This process's batches of one split. Raises UserError as ``make_data`` does.
 
   Args:
@@ -205,6 +211,7 @@ def open_data(program: Program, split: Any, settings: DataConfig, alive: Callabl
     split: "train" or "eval".
     settings: the ``data:`` section, with its tokenizer resolved.
     alive: called now and then while every record is looked at.
+    waiting: called now and then while a batch does not come; what it raises ends the wait.
   """
   config = program.config
   return make_data(
@@ -219,6 +226,7 @@ def open_data(program: Program, split: Any, settings: DataConfig, alive: Callabl
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
     lookup=program.decoder.cfg.lookup,
     alive=alive,
+    waiting=waiting,
   )
 
 
@@ -398,15 +406,17 @@ class Evaluation:
           self._compiled = self._stop.interruptible(lambda: self._program.lower_eval().compile())
       except StopAsked:
         return None
-    self._data.reset()
     sums = []
-    for _ in range(self._program.config.data.eval_steps):
-      self._watchdog.again()
-      if self._stop.requested is not None:
-        return None
-      sums.append(self._compiled(params, self._program.place(next(self._data))))
-      if len(sums) > 1:
-        jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
+    try:
+      self._data.reset()
+      for _ in range(self._program.config.data.eval_steps):
+        self._watchdog.again()
+        self._stop.check()
+        sums.append(self._compiled(params, self._program.place(next(self._data))))
+        if len(sums) > 1:
+          jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
+    except StopAsked:
+      return None
     losses, counts = zip(*jax.device_get(sums), strict=True)
     return float(np.sum(losses, dtype=np.float64) / max(int(np.sum(counts)), 1))
 

@@ -32,7 +32,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 class StopAsked(Exception):
-  """``StopRequest.interruptible`` left its work, for a stop was asked for."""
+  """Work or a wait was left, for a stop was asked for."""
 
 
 class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
@@ -98,14 +98,22 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
         say_on_stderr(f"\n{received.name}: {what}; once more to quit now")
       self._wake.set()
 
+  def check(self) -> None:
+    """For waits that can be left.
+
+    Raises:
+      StopAsked: a stop was asked for.
+    """
+    if self.requested is not None:
+      raise StopAsked
+
   def interruptible(self, work: Callable[[], T]) -> T:
     """Does work on a thread and returns what it gives; for compilations and other work that leaves nothing behind.
 
     Raises:
       StopAsked: a stop was asked for; the thread is left to itself.
     """
-    if self.requested is not None:
-      raise StopAsked
+    self.check()
     done: Future[T] = Future()
 
     def run() -> None:

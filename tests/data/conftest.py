@@ -33,6 +33,7 @@ ARGUMENTS = {
   "lookup": None,
   "stall_limit_seconds": 600.0,
   "alive": lambda: None,
+  "waiting": lambda: None,
 }
 
 

@@ -418,3 +418,29 @@ def test_a_source_that_never_answers_has_the_limit_it_was_given(make, path, monk
   with pytest.raises(RetryableError, match=r"no batch for 1 s: the data source stalls"):
     take(source, 1000)
   answer.set()
+
+
+def test_a_wait_that_is_left_moves_nothing(make, path, monkeypatch):
+  """What `waiting` raises comes out of next, and out of set_state while the thread hangs; the state is as it was."""
+  answer, left, encode = threading.Event(), [], BytesTokenizer.encode
+
+  def waiting():
+    left.append(None)
+    raise KeyboardInterrupt
+
+  source = make(dataset_path=path, waiting=waiting)
+  fluent = make(dataset_path=path)
+  monkeypatch.setattr(BytesTokenizer, "encode", lambda *given, **keys: (answer.wait(30), encode(*given, **keys))[1])
+  taken = []
+  with pytest.raises(KeyboardInterrupt):
+    taken.extend(source)
+  state = source.get_state()
+  monkeypatch.setattr(loader.Prefetch.stop, "__defaults__", (0.05,))
+  with pytest.raises(KeyboardInterrupt):
+    source.set_state(state)
+  assert source.get_state() == state
+  assert len(left) == 2
+  answer.set()
+  monkeypatch.undo()
+  same(taken, take(fluent, len(taken)))
+  assert state == fluent.get_state()

@@ -58,6 +58,26 @@ def test_a_stalled_source_warns_and_then_fails(caplog):
   assert prefetch.stop()
 
 
+def test_what_is_raised_in_the_wait_ends_it_and_the_item_comes_next_time():
+  asked, release = [TimeoutError()], threading.Event()
+  items = iter("ab")
+
+  def produce():
+    release.wait(20)
+    return next(items), None
+
+  def waiting():
+    if asked:
+      raise asked.pop()
+    release.set()
+
+  prefetch = Prefetch(produce, warn_seconds=20, limit_seconds=20, waiting=waiting)
+  with pytest.raises(TimeoutError):
+    prefetch.get()
+  assert [prefetch.get()[0], prefetch.get()[0]] == ["a", "b"]
+  assert prefetch.stop()
+
+
 @pytest.mark.parametrize("seconds", ["0", "60"])
 def test_the_process_ends_with_the_thread_at_work_or_hanging(seconds):
   """Nobody calls stop: a trainer that dies by an exception must neither hang nor crash at its end."""

@@ -1,13 +1,25 @@
 """Whole runs of ``maxtext-like train``: files, going on, refusals and exit codes."""
 
 import json
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import pytest
 
 from maxtext_like.cli.main import main
+from maxtext_like.data.prefetch import Prefetch
+from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.training.loop import Loop
+from maxtext_like.training.run import Evaluation
+from maxtext_like.training.signals import StopAsked
 
 WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
@@ -94,6 +106,70 @@ def test_a_finished_run_is_left_as_it_is(workplace, unbroken, capsys):
   assert train(workplace, "unbroken", "steps=4") == 0
   assert "already at step 4 of 4" in capsys.readouterr().out
   assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def main_thread_waits_for_a_batch() -> bool:
+  frame: Any = sys._current_frames()[threading.main_thread().ident or 0]
+  while frame is not None and (frame.f_code.co_name, Path(frame.f_code.co_filename).name) != ("get", "prefetch.py"):
+    frame = frame.f_back
+  return frame is not None
+
+
+def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_path, monkeypatch, capsys):
+  """SIGTERM when the loop waits for a batch that does not come: what was trained is saved, what was not drawn is read again."""
+  path = tmp_path / "records.jsonl"
+  path.write_text("".join(json.dumps({"text": f"{i} of the records that are short"}) + "\n" for i in range(200)))
+  words = [
+    "dataset=jsonl",
+    f"dataset_path={path}",
+    "shuffle=false",
+    "eval_fraction=0",
+    "dataset_documents_max=null",
+    "replay_failed_step=false",
+  ]
+  reads, thawed, encode = iter(range(1000)), threading.Event(), BytesTokenizer.encode
+
+  def from_a_disk_that_hangs(*given, **keys):
+    if threading.current_thread().name == "maxtext-like-data" and next(reads) >= 16:
+      seen = 0
+      while seen < 20:  # a batch that is there is taken in less time
+        seen = seen + 1 if main_thread_waits_for_a_batch() else 0
+        time.sleep(0.01)
+      if not thawed.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+      thawed.wait(60)
+      raise SystemExit
+    return encode(*given, **keys)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(BytesTokenizer, "encode", from_a_disk_that_hangs)
+    patched.setattr(Prefetch.stop, "__defaults__", (0.05,))  # seconds for a thread that does not end
+    assert train(workplace, "stalled", "steps=100", *words) == 42
+    thawed.set()
+  (checkpoint,) = (workplace / "stalled/checkpoints").iterdir()
+  step = int(checkpoint.name)
+  assert step > 2
+  assert f"stopped by SIGTERM after step {step}, saved in {checkpoint}; to go on from there: " in capsys.readouterr().err
+  assert len(metrics(workplace, "stalled")) == step
+  assert train(workplace, "stalled", f"steps={step + 3}", *words) == 0
+  assert train(workplace, "fluent", f"steps={step + 3}", *words) == 0
+  assert numbers(metrics(workplace, "stalled")) == numbers(metrics(workplace, "fluent"))
+
+
+@pytest.mark.parametrize("call", ["reset", "__next__"])
+def test_a_stop_while_the_data_to_evaluate_on_stall_leaves_the_evaluation(call):
+  def stall(*_):
+    raise StopAsked
+
+  calls = {"reset": lambda _: None, "__next__": lambda _: {}} | {call: stall}
+  data: Any = type("Stalled", (), calls)()
+  program: Any = SimpleNamespace(
+    config=SimpleNamespace(data=SimpleNamespace(eval_steps=2)), place=lambda batch: batch,
+    lower_eval=lambda: SimpleNamespace(compile=lambda: lambda params, batch: (1.0, 1)),
+  )  # fmt: skip
+  quiet: Any = MagicMock()
+  stop: Any = SimpleNamespace(requested=None, check=lambda: None, interruptible=lambda work: work())
+  assert Evaluation(program, data, quiet, stop, quiet, quiet)({}) is None
 
 
 def test_another_model_in_the_same_run_is_refused(workplace, unbroken, capsys):
