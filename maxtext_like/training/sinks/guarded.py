@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger(__name__)
-WAITING = 1000  # items at most; beyond them the oldest is dropped
+WAITING = 1000  # items at most; beyond them the oldest that may be is dropped
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 1.0, 60.0
 _SLOW_SECONDS = 30.0  # that one write takes before it is told
 
@@ -26,10 +26,19 @@ class Guarded:
       fault of ours: that item is lost.
     unit: what an item is called when some are lost.
     tell: takes a line for whoever watches.
+    may_drop: (item) -> whether it may be dropped when too many wait.
   """
 
-  def __init__(self, name: str, write: Callable[[Any], None], unit: str, tell: Callable[[str], None] = _log.warning):
+  def __init__(
+    self,
+    name: str,
+    write: Callable[[Any], None],
+    unit: str,
+    tell: Callable[[str], None] = _log.warning,
+    may_drop: Callable[[Any], bool] = lambda item: True,
+  ):
     self.name = name
+    self._may_drop = may_drop
     self._write, self._unit, self._tell = write, unit, tell
     self._condition = threading.Condition()
     self._items: dict[Any, Any] = {}
@@ -54,8 +63,11 @@ class Guarded:
         return
       if len(self._items) >= WAITING:
         # Not the first one: it may be half written just now.
-        del self._items[next(itertools.islice(self._items, 1, None))]
-        self._lost += 1
+        others = itertools.islice(self._items.items(), 1, None)
+        oldest = next((number for number, waits in others if self._may_drop(waits)), None)
+        if oldest is not None:
+          del self._items[oldest]
+          self._lost += 1
       self._items[next(self._numbers) if key is None else key] = item
       stuck = self._begun is not None and time.monotonic() - self._begun > _SLOW_SECONDS
       if self._thread is None:

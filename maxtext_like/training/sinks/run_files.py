@@ -130,7 +130,8 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       self._require_held()
       write(item)
 
-    return Guarded(name, write_held, unit)
+    # Without its rewind a file would have steps twice.
+    return Guarded(name, write_held, unit, may_drop=lambda item: not isinstance(item, _Rewind))
 
   @property
   def _places(self) -> list[Guarded]:

@@ -1,12 +1,14 @@
 """metrics.jsonl, samples.jsonl, events and whole files of a run."""
 
 import json
+import threading
 import time
 
 import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.training.sinks import guarded
+from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.metrics import keep_until, read
 from maxtext_like.training.sinks.run_files import RunFiles
 
@@ -99,3 +101,35 @@ def test_a_run_that_goes_back_drops_the_rows_of_the_steps_since(tmp_path):
   assert rows(tmp_path / "metrics.jsonl") == [{"step": s, "loss": x} for s, x in ((1, 1.0), (2, 0.5), (3, 0.25))]
   assert [row["loss"] for row in rows(tmp_path / "metrics.dropped.jsonl")] == [2.0, 9.0]
   assert rows(tmp_path / "samples.jsonl") == []
+
+
+def test_too_many_rows_behind_a_dead_disk_never_cost_the_way_back(tmp_path, monkeypatch, caplog):
+  """The file has no step twice, however many rows are lost."""
+  monkeypatch.setattr(guarded, "_FIRST_RETRY_SECONDS", 0.01)
+  dead, append = threading.Event(), AppendedFile.append
+
+  def to_a_disk(file, piece):
+    if dead.is_set():
+      raise OSError(5, "Input/output error")
+    append(file, piece)
+
+  monkeypatch.setattr(AppendedFile, "append", to_a_disk)
+  with RunFiles(tmp_path, tensorboard=False, step=0) as files:
+    for step in (1, 2, 3):
+      files.row({"step": step, "loss": 9.0})
+    files.flush()
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+    dead.set()
+    files.row({"step": 4, "loss": 9.0})  # which the disk is tried with
+    deadline = time.monotonic() + 30
+    while not caplog.records and time.monotonic() < deadline:
+      time.sleep(0.01)
+    files.rewind(1)
+    for step in range(2, guarded.WAITING + 10):
+      files.row({"step": step, "loss": 0.5})
+    dead.clear()
+    lost = files.end("report.html", "\n".join)
+  written = rows(tmp_path / "metrics.jsonl")
+  assert [row["step"] for row in written] == [1, *range(12, guarded.WAITING + 10)]
+  assert lost == ["metrics.jsonl: 10 rows not written: Input/output error"]
+  assert [row["step"] for row in rows(tmp_path / "metrics.dropped.jsonl")] == [2, 3, 4]
