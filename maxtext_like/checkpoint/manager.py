@@ -6,7 +6,8 @@ asynchronous saves, lists steps that are not there and has no checksums. Layout 
   120/state/             what orbax writes
   120/COMPLETE.json      our manifest; a step without it is not a checkpoint
   130.saving-5f0c9a21/   a step that is being written; it gets its number when its manifest stands
-  110.corrupt/           a step that failed its hashes, set aside; 100.incomplete/ one whose manifest was lost
+  110.corrupt/           a step that failed its hashes, set aside; 100.incomplete/ one whose manifest was lost;
+                         90.abandoned/ one that the run went back past
 
 One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest, gives the step its name and
 drops old steps. The training loop calls ``poll`` every step; a failed save surfaces there.
@@ -468,6 +469,19 @@ class CheckpointManager:
         "  put back a copy of one of them, or start afresh with another run_name or resume=false"
       )
     return None
+
+  def abandon_after(self, step: int) -> None:
+    """The run has gone back to this step: later ones no longer count, here and in the mirror. No save may be under way.
+
+    Raises:
+      RetryableError: they cannot be moved aside.
+    """
+    try:
+      later = self._steps.abandon_after(step)
+    except OSError as error:
+      raise RetryableError(f"{error.filename or self.directory}: {error.strerror}") from error
+    if later and self._mirror is not None:
+      self._mirror.forget(step, self._run)
 
   def _checked(self, path: Path, wanted: dict[str, Any], allow_dtype_change: bool) -> manifest.Manifest:
     stored = manifest.read(path)

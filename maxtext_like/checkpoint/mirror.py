@@ -80,6 +80,7 @@ class Mirror:
     self._condition = threading.Condition()
     self._wanted: Path | None = None
     self._copying: Path | None = None
+    self._forgotten: tuple[int, str] | None = None  # steps after this one, of this run, are to go
     self._failure: str | None = None
     self._closing = False
     self._thread: threading.Thread | None = None
@@ -93,10 +94,23 @@ class Mirror:
     """Hands over a complete step; one that still waits is passed over for it. Never waits, never raises."""
     with self._condition:
       self._wanted = step
-      if self._thread is None:
-        self._thread = threading.Thread(target=self._work, name="checkpoint-mirror", daemon=True)
-        self._thread.start()
-      self._condition.notify_all()
+      self._wake()
+
+  def forget(self, step: int, run: str) -> None:
+    """The run has gone back to this step: later ones of it are not copied any more, and removed. Never waits, never raises."""
+    with self._condition:
+      self._wanted, self._copying = (
+        None if path is not None and int(path.name) > step else path for path in (self._wanted, self._copying)
+      )
+      before = self._forgotten
+      self._forgotten = (step if before is None else min(step, before[0]), run)  # what was saved since is not there yet
+      self._wake()
+
+  def _wake(self) -> None:
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._work, name="checkpoint-mirror", daemon=True)
+      self._thread.start()
+    self._condition.notify_all()
 
   @property
   def needed(self) -> set[int]:
@@ -119,22 +133,32 @@ class Mirror:
     delay = _FIRST_RETRY_SECONDS
     while True:
       with self._condition:
-        self._condition.wait_for(lambda: self._wanted is not None or self._closing)
-        if self._wanted is None:
+        self._condition.wait_for(lambda: self._wanted is not None or self._forgotten is not None or self._closing)
+        forgotten = self._forgotten
+        if self._wanted is None and forgotten is None:
           return
-        self._copying, self._wanted = self._wanted, None
+        if forgotten is None:  # else first what is to go
+          self._copying, self._wanted = self._wanted, None
         last, step = self._closing, self._copying
       try:
-        self._copy(step)
+        if forgotten is not None:
+          self._remove_after(*forgotten)
+        elif step is not None:
+          self._copy(step)
       except manifest.DamageError as error:  # what is no whole step here would be none there
-        _log.error("%s: step %s is not copied: %s", self._name, step.name, error)
+        _log.error("%s: step %s is not copied: %s", self._name, step and step.name, error)
       except Exception as error:  # fsspec's many kinds; none of them may end a run
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         with self._condition:
+          if forgotten is None and self._copying is None:
+            continue  # it was moved aside meanwhile
           if reason != self._failure:
-            _log.warning("%s: step %s is not there yet: %s; it is tried again", self._name, step.name, reason)
+            what = (
+              f"step {step.name} is not there yet" if step is not None else "steps that the run went back past are still there"
+            )
+            _log.warning("%s: %s: %s; it is tried again", self._name, what, reason)
+          self._wanted = self._wanted or self._copying
           self._failure, self._copying = reason, None
-          self._wanted = self._wanted or step
           if last:
             return
           self._condition.wait_for(lambda: self._closing, delay)
@@ -142,8 +166,10 @@ class Mirror:
         continue
       with self._condition:
         if self._failure is not None:
-          _log.warning("%s: works again, step %s is there", self._name, step.name)
+          _log.warning("%s: works again%s", self._name, f", step {step.name} is there" if step is not None else "")
         self._failure, self._copying = None, None
+        if self._forgotten is forgotten:
+          self._forgotten = None
       delay = _FIRST_RETRY_SECONDS
 
   def _copy(self, step: Path) -> None:
@@ -201,8 +227,17 @@ class Mirror:
         self._files.rm(there, recursive=True)
     mine = sorted(number for number, stored in self.steps().items() if stored.run == newest.run)
     for number in mine[: -self._keep] if self._keep else []:
-      self._files.rm_file(f"{self._root}/{number}/{manifest.FILE_NAME}")
-      self._files.rm(f"{self._root}/{number}", recursive=True)
+      self._remove(number)
+
+  def _remove_after(self, step: int, run: str) -> None:
+    for number, stored in self.steps().items():
+      if number > step and stored.run == run:
+        self._remove(number)
+
+  def _remove(self, number: int) -> None:
+    """The manifest first: a half-removed step never counts."""
+    self._files.rm_file(f"{self._root}/{number}/{manifest.FILE_NAME}")
+    self._files.rm(f"{self._root}/{number}", recursive=True)
 
   # Looking and bringing back.
 
@@ -237,7 +272,9 @@ class Mirror:
         f"{self._name}: {self._root} holds step {max(theirs)}, and {why}: they would be mixed\n"
         "  fix: choose another run_name or another checkpoint_mirror, or move away what is not of this run"
       )
-    if mine and mine[-1] >= max(theirs):
+    abandoned = own.abandoned()  # and not removed there before the run was killed
+    theirs = {number: stored for number, stored in theirs.items() if number not in abandoned}
+    if not theirs or (mine and mine[-1] >= max(theirs)):
       return None
     try:
       own.make()  # which removes what a copy that was killed left: its room is needed

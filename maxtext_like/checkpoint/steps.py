@@ -19,7 +19,7 @@ from maxtext_like.checkpoint import manifest
 from maxtext_like.errors import UserError
 
 _log = logging.getLogger(__name__)
-_CORRUPT, _INCOMPLETE = ".corrupt", ".incomplete"
+_CORRUPT, _INCOMPLETE, _ABANDONED = ".corrupt", ".incomplete", ".abandoned"
 _PRIVATE = re.compile(r"(\d+)\.(saving|dropping)-[0-9a-f]{8}")
 
 
@@ -127,12 +127,17 @@ class StepDirectories:
   def drop_old(self, keep: int | None, spare: Collection[int] = ()) -> None:
     """Keeps the newest ``keep`` complete steps, all with None, and those of ``spare``; no damaged twin of a complete one.
 
+    Of the abandoned ones those go that were saved anew, or are older than what is kept.
     A step loses its name first: a half-deleted one never counts. Of a linked one only the link is removed.
     """
     complete = self.complete()
     for step in complete:
       for twin in self.directory.glob(f"{step}{_CORRUPT}*"):
         shutil.rmtree(twin, ignore_errors=True)
+    for step in self._abandoned():
+      if step in complete or (keep and complete and step < complete[-keep:][0]):
+        for path in self.directory.glob(f"{step}{_ABANDONED}*"):
+          shutil.rmtree(path, ignore_errors=True)
     for step in complete[:-keep] if keep else []:
       if step in spare:
         continue
@@ -149,6 +154,23 @@ class StepDirectories:
     """Renames a damaged step so that it is no longer met, keeps it for whoever wants to look, and returns where."""
     with self._fence():
       return self._move_aside(step, _CORRUPT)
+
+  def abandon_after(self, step: int) -> list[int]:
+    """Moves aside the steps after this one, which the run has gone back to: they are no part of it now. Returns them."""
+    later = [number for number in self.with_manifest() if number > step]
+    for number in later:
+      with self._fence():
+        aside = self._move_aside(number, _ABANDONED)
+      _log.warning("%s: the run went back past it, to step %d; moved to %s", self.path(number), step, aside.name)
+    return later
+
+  def abandoned(self) -> set[int]:
+    """Returns the numbers that ``abandon_after`` moved aside and that no step has had since."""
+    return self._abandoned() - set(self.numbered()) if self.directory.is_dir() else set()
+
+  def _abandoned(self) -> set[int]:
+    parts = (entry.name.partition(_ABANDONED) for entry in os.scandir(self.directory))
+    return {int(number) for number, suffix, _ in parts if suffix and is_step_name(number)}
 
   def _move_aside(self, step: int, suffix: str) -> Path:
     number = 1

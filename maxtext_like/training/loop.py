@@ -265,6 +265,7 @@ class Loop:
     with self.goodput.phase("restore"), self.watchdog.watch("compile", f"going back to step {to}"):
       restored = self.manager.restore(self.program.abstract_state, step=to)
       assert restored is not None, "it was complete a moment ago"
+      self.manager.abandon_after(restored.step)
       try:
         self.data.set_state(launched.position)
         for _ in range(more):

@@ -201,3 +201,31 @@ def test_unusable_places(tmp_path, monkeypatch):
     mirror.require_usable("nonsense://bucket")
   with pytest.raises(UserError, match="is where the run itself writes"):
     Mirror(str(tmp_path), "run", tmp_path / "run" / "checkpoints", 2)
+
+
+def test_steps_that_the_run_went_back_past_go_and_never_come_back(place, tmp_path, caplog):
+  own = tmp_path / "own"
+  save(own, place, 5, 7, keep=3)
+  made = Mirror(place, "run", own, 3)
+  with CheckpointManager(own, mirror=made, max_to_keep=3, config={"model": {}}) as manager:
+    manager.abandon_after(5)
+    assert manager.complete_steps() == [5]
+    manager.save_and_wait(10, STATE)
+  assert f"{own}/7: the run went back past it, to step 5; moved to 7.abandoned" in caplog.text
+  assert sorted(made.steps()) == [5, 10]
+  save(own, place, 7, keep=3)  # anew: nobody needs the other one
+  assert not (own / "7.abandoned").exists()
+
+
+def test_a_kill_before_the_mirror_forgot_brings_nothing_back(place, tmp_path, monkeypatch):
+  own = tmp_path / "own"
+  made = save(own, place, 5, 7)
+  StepDirectories(own).abandon_after(5)
+  assert sorted(made.steps()) == [5, 7]
+  assert made.bring_back(StepDirectories(own), resume=True) is None
+  shutil.rmtree(own / "5")
+  assert made.bring_back(StepDirectories(own), resume=True) == 5
+  monkeypatch.setattr(made, "_remove_after", lambda *_: (_ for _ in ()).throw(OSError(113, "No route to host")))
+  with CheckpointManager(own, mirror=made, mirror_seconds=60, max_to_keep=2, config={"model": {}}) as manager:
+    made.forget(5, manager._run)
+  assert made.bring_back(StepDirectories(own), resume=True) is None

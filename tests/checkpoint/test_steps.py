@@ -121,3 +121,15 @@ def test_no_name_is_given_or_taken_outside_the_fence(saved, monkeypatch):
     assert manager.save(40, STATE)
     assert not manager.wait()
   assert names(saved) == ["30"]
+
+
+def test_steps_that_the_run_went_back_past_are_kept_as_long_as_old_ones(tmp_path):
+  with CheckpointManager(tmp_path / "c", asynchronous=False, max_to_keep=2) as manager:
+    for step in (5, 7):
+      manager.save(step, STATE)
+    manager.abandon_after(5)
+    assert StepDirectories(tmp_path / "c").abandoned() == {7}
+    manager.save(10, STATE)
+    assert names(tmp_path / "c") == ["10", "5", "7.abandoned"]
+    manager.save(15, STATE)
+  assert names(tmp_path / "c") == ["10", "15"]

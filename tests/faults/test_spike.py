@@ -65,6 +65,23 @@ def test_killed_after_going_back_it_ends_as_the_one_that_was_not(poisoned):
   assert [row["loss"] for row in rows(runs, "killed")] == [row["loss"] for row in rows(runs, "whole")]
 
 
+def test_a_checkpoint_that_a_stop_left_before_the_spike_counts_no_more(poisoned):
+  """The run goes back past it and ends as the one that was not stopped; nobody goes on from the step that is no part of it."""
+  runs, _ = poisoned
+  spike = json.loads((runs.output_dir / "whole" / "spikes.json").read_text())[0]
+  last = spike["step"] - 1
+  assert last > spike["back_to"]
+  assert last % 10
+  code, text = runs.run("stopped", steps=last, lr_schedule_steps=70)
+  assert code == 0, text
+  assert runs.complete("stopped")[-1] == last
+  code, text = runs.run("stopped", lr_schedule_steps=70)
+  assert code == 0, text
+  assert f"the run went back past it, to step {spike['back_to']}; moved to {last}.abandoned" in text
+  assert last not in runs.complete("stopped")
+  assert_bitwise_equal(runs.state("stopped", 70), runs.state("whole", 70))
+
+
 @pytest.mark.slow
 def test_what_does_not_help_ends_with_exit_code_3_and_the_checkpoint(poisoned):
   runs, _ = poisoned
