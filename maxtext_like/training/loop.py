@@ -144,7 +144,7 @@ class Loop:
     self._last_end = time.perf_counter()
     step = start
     self._stop_if_asked(step)
-    with self.watchdog.watch("compile", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
+    with self.watchdog.watch("first_step", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
       while step < t.steps:  # never one batch too many: what is drawn counts as trained on in the next checkpoint
         if self.profile is not None and self.profile.starts(step + 1):
           self._settle()
@@ -215,7 +215,7 @@ class Loop:
 
   def _again(self, launched: _Launched) -> Metrics:
     """Takes a step in the careful form, where the usual one could not prove its update finite and so did nothing."""
-    with self.watchdog.watch("compile", f"step {launched.step}, looked at closely"):
+    with self.watchdog.watch("first_step", f"step {launched.step}, looked at closely"):
       careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
       self.state, metrics = careful(self.state, launched.batch, UNKNOWN)
       self._known = metrics.pop("known")
@@ -262,7 +262,7 @@ class Loop:
     jax.block_until_ready(self.state)
     for leaf in jax.tree.leaves(self.state):
       leaf.delete()  # there is no room for two
-    with self.goodput.phase("restore"), self.watchdog.watch("compile", f"going back to step {to}"):
+    with self.goodput.phase("restore"), self.watchdog.watch("read", f"going back to step {to}"):
       restored = self.manager.restore(self.program.abstract_state, step=to)
       assert restored is not None, "it was complete a moment ago"
       self.manager.abandon_after(restored.step)
@@ -324,6 +324,7 @@ class Loop:
     self._settle()
     if self._spiked is not None:
       return  # the next step goes back first
+    self.watchdog.leave()
     raise self.stop.error(step, self._save_and_wait(step))
 
   def _save_and_wait(self, step: int) -> str | None:
@@ -387,6 +388,8 @@ class Loop:
       host = jax.device_get(self._again(launched))
       host.pop("usual")
       end = time.perf_counter()
+    if step == self._finished and self.stop.requested is not None:  # no step after it
+      self.watchdog.leave()
     seconds, self._last_end = end - begin, end
     # While the device works on a step, the host may wait for the next batch for nothing.
     starved = min(max(0.0, launched.drawn[1] - max(launched.drawn[0], begin)), seconds)

@@ -14,11 +14,12 @@ FILE_NAME = "restarts.json"
 class Restarts(contextlib.AbstractContextManager["Restarts"]):
   """Counts the starts of a run since its newest checkpoint; entered once a start.
 
-  A start that ends in an exit code that no scheduler acts on (finished, refused, Ctrl-C) is a person's and not counted.
+  Entered before what can fail or hang, so that a process that is ended at once has been counted. A start that ends in an exit
+  code that no scheduler acts on (finished, refused, Ctrl-C) is a person's and not counted.
 
   Args:
     directory: of the run, held.
-    newest: its newest complete step; None: none yet.
+    newest: the newest step that it saved; None: none yet.
     limit: restarts that are allowed without a newer one; 0: no limit.
 
   Raises:
@@ -44,7 +45,11 @@ class Restarts(contextlib.AbstractContextManager["Restarts"]):
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
     if kind is None or (issubclass(kind, ExitError) and not issubclass(kind, RetryableError)):
-      self._write(self._before)
+      if self._before:
+        self._write(self._before)
+      else:
+        with contextlib.suppress(OSError):  # a directory that was made for this start goes with it
+          (self._directory.path / FILE_NAME).unlink(missing_ok=True)
 
   def _stored(self) -> int:
     try:

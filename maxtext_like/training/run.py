@@ -68,15 +68,20 @@ def train(loaded: Loaded) -> int:
     ExitError: everything else that can happen; its class has the exit code.
   """
   with StopRequest() as stop:
-    try:
-      _train(loaded, stop)
-    except StopAsked:
-      raise stop.error_at_start() from None
+    _train(loaded, stop)
   return 0
 
 
+@contextlib.contextmanager
+def _stopped_at_start(stop: StopRequest) -> Iterator[None]:
+  """Gives a stop before the first step its exit code, by which starts are counted."""
+  try:
+    yield
+  except StopAsked:
+    raise stop.error_at_start() from None
+
+
 def _train(loaded: Loaded, stop: StopRequest) -> None:
-  """``train``. Raises StopAsked where a stop was asked for before the first step."""
   config, goodput = loaded.config, Goodput()
   use_compilation_cache(config.logging.compilation_cache_dir)
   directory = run_directory(config)
@@ -87,11 +92,19 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     watchdog.stop = stop
     starting = stack.enter_context(contextlib.ExitStack())
     starting.enter_context(watchdog.watch("compile", "the start"))
+    progress = stack.enter_context(Progress(config.training.steps, config.logging.log_interval))
+    stack.enter_context(directory)  # made here, and gone again where nothing is left in it, as after a refusal
+    watchdog.directory = directory.path
+    if config.checkpoint.enable_checkpointing:  # before all that can fail at each start
+      limit = config.watchdog.max_restarts_without_progress
+      stack.enter_context(Restarts(directory, standing.newest_saved(directory.path), limit))
+    stack.enter_context(_stopped_at_start(stop))
     program = stop.interruptible(lambda: make_program(config))
     need, limit = memory.require_fit(program)
     watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
-    mirror = _open_mirror(config, directory)
-    # The data are opened, and the first batch is made, before anything is written.
+    with watchdog.watch("read", "bringing a step back from the mirror"):
+      mirror = _open_mirror(config, directory)  # before the data are opened, for a step brings its tokenizer along
+    # The data are opened, and the first batch is made, before anything of the run is written.
     settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     here = threading.get_ident()
@@ -100,14 +113,10 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     held_out = None
     if settings.eval_interval:
       held_out = stack.enter_context(contextlib.closing(stop.interruptible(lambda: opened("eval"))))
-    progress = Progress(config.training.steps, config.logging.log_interval)
     samples = None
     if config.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, progress.say)
-    stack.enter_context(progress)  # what the lock has to say is shown too
-    stack.enter_context(directory)
-    watchdog.directory = directory.path
     standing.look(directory.path).require(config.checkpoint)
     manager = None
     if config.checkpoint.enable_checkpointing:
@@ -121,14 +130,15 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       if (gone := standing.gone_step(directory.path, newest)) is not None:
         progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
       standing.remember_newest(directory.path, newest)
-      stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
     stack.callback(watchdog.leave)
     _introduce(progress, program, directory, need, limit)
     if data.documents is not None:
       progress.say(f"data    {_shares(data.documents, held_out and held_out.documents, settings)}")
     try:
       spikes = Spikes(config.training) if config.training.spike_factor else None
-      train_step, look, start, state = stop.interruptible(lambda: _prepare(program, manager, data, progress, goodput, spikes))
+      reading = lambda what: watchdog.watch("read", what, thread=here)
+      prepare = lambda: _prepare(program, manager, data, progress, goodput, spikes, reading)
+      train_step, look, start, state = stop.interruptible(prepare)
       files = stack.enter_context(
         RunFiles(directory.path, tensorboard=config.logging.enable_tensorboard, step=start, require_held=directory.require_held)
       )
@@ -167,8 +177,6 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         unwritten = files.end(REPORT, page.render)
         for line in unwritten:
           progress.say(line)
-    except StopAsked:
-      raise stop.error_at_start() from None  # with its exit code, by which starts are counted
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         raise _out_of_memory(error, program, need, limit) from error
@@ -240,11 +248,9 @@ def _open_mirror(config: Config, directory: RunDirectory) -> Mirror | None:
   if c.checkpoint_mirror is None:
     return None
   mirror = Mirror(c.checkpoint_mirror, directory.path.name, directory.checkpoints, c.max_to_keep)
-  # Before the data are opened, for a step brings its tokenizer along; so it is held for that time alone.
-  with RunDirectory(directory.path.parent, directory.path.name) as held:
-    steps = StepDirectories(directory.checkpoints, held.exclusive)
-    if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
-      print(f"mirror  step {step} copied back from {mirror}, its newest one; {directory.checkpoints} had none as new")
+  steps = StepDirectories(directory.checkpoints, directory.exclusive)
+  if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
+    print(f"mirror  step {step} copied back from {mirror}, its newest one; {directory.checkpoints} had none as new")
   return mirror
 
 
@@ -332,14 +338,18 @@ def _prepare(
   progress: Progress,
   goodput: Goodput,
   spikes: Spikes | None,
+  reading: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, State]:
-  """The compiled step and look, the number of finished steps, and the state: restored, from given weights, or fresh."""
+  """The compiled step and look, the number of finished steps, and the state: restored, from given weights, or fresh.
+
+  What it reads is read inside ``reading(what)``.
+  """
   begin = time.monotonic()
   config = program.config
   with _compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
     restored = None
     if manager is not None and config.checkpoint.resume:
-      with goodput.phase("restore"):
+      with goodput.phase("restore"), reading("the restore"):
         restored = manager.restore(program.abstract_state, allow_dtype_change=config.checkpoint.allow_dtype_change)
     if restored is not None:
       for line in changes(restored, program):
@@ -350,7 +360,7 @@ def _prepare(
         spikes.set_state(restored.extra.get(SPIKES))
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = config.checkpoint.init_from if restored is None else None
-    with goodput.phase("restore"):
+    with goodput.phase("restore"), reading("the reading of weights"):
       params = None if source is None else read_weights(Path(source), program)
     # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):

@@ -92,6 +92,7 @@ class RunDirectory:
     self._lock = self.path / LOCK_NAME
     self._identity: dict[str, Any] | None = None
     self._sure_until = 0.0  # time.monotonic() before which no other process can have seen three heartbeats missing
+    self._made: list[Path] = []  # directories that entering made, the innermost first
     self._inside = threading.RLock()
     self._depth = 0
     self._stop = threading.Event()
@@ -133,6 +134,7 @@ class RunDirectory:
       UserError: unusable path, or a running process holds it (named in the message).
     """
     try:
+      self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
       self.path.mkdir(parents=True, exist_ok=True)
       self._acquire()
     except (OSError, ValueError) as error:
@@ -155,6 +157,7 @@ class RunDirectory:
         with self._guard():
           if self._why_lost() is None:
             self._lock.unlink()
+            self._unmake()
     except OSError as failure:
       _log.warning("%s cannot be removed: %s", self._lock, failure.strerror)
     self._identity = None
@@ -163,6 +166,15 @@ class RunDirectory:
     if error is None or isinstance(error, OSError):  # a file that cannot be written because its directory is gone
       raise RetryableError(f"run directory {self.path}: {why}") from error
     _log.error("run directory %s: %s", self.path, why)
+
+  def _unmake(self) -> None:
+    """Removes the directories that were made for this process, where nothing is left in them. Under the guard."""
+    if not self._made or any(path.name != f"{LOCK_NAME}.guard" for path in self.path.iterdir()):
+      return
+    (self.path / f"{LOCK_NAME}.guard").unlink()
+    with contextlib.suppress(OSError):  # another run is in there by now
+      for path in self._made:
+        path.rmdir()
 
   # Holding it.
 

@@ -6,6 +6,7 @@ newest step that was ever saved stands in a file beside ``checkpoints/``; a dire
 version, is judged by how far metrics.jsonl goes and how often config.yml saved.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -45,6 +46,19 @@ def remembered_newest(run: Path) -> int | None:
   if not isinstance(step, int | None):
     raise ValueError(f"no step in {json.dumps(record)}")
   return step
+
+
+def newest_saved(run: Path) -> int | None:
+  """The newest complete step that is there, else the newest that ever was, which a mirror may bring back; None: none.
+
+  Raises:
+    UserError, RetryableError: as ``look``.
+  """
+  newest = look(run).newest
+  if newest is None:
+    with contextlib.suppress(OSError, ValueError):
+      return remembered_newest(run)
+  return newest
 
 
 def gone_step(run: Path, newest: int | None) -> int | None:

@@ -26,7 +26,10 @@ from maxtext_like.training.sinks.output import say_on_stderr
 STACKS_NAME = "stacks.txt"
 _TICK_SECONDS = 0.5
 _FAREWELL_SECONDS = 2.0  # for last words; whoever does not read them by then has lost them
-_BYTES_PER_SECOND = 50e6  # a slow network disk: saves and the way out may take so much longer
+_BYTES_PER_SECOND = 50e6  # a slow network disk: what reads or writes a state may take so much longer
+_GROWING = ("read", "save", "exit")
+_LIMIT_OF = {"first_step": "compile", "read": "compile"}  # kinds with the limit of another
+_IN_A_STEP = ("first_step", "step", "data")  # they end by their own limits, after a signal too
 
 
 def end_now(error: ExitError, write: Callable[[], None] | None = None) -> NoReturn:
@@ -65,7 +68,7 @@ def stacks() -> str:
     return f"threads:\n{names}{file.read().decode(errors='replace')}"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Watched:
   kind: str
   what: str
@@ -80,9 +83,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     limits: seconds by kind (compile, step, data, save, exit); 0, or a kind that is not there: no limit.
 
   Attributes:
-    state_bytes: of a checkpoint; a save and the way out may take a second more for every 50 MB.
+    state_bytes: of a checkpoint; reading one, a save and the way out may take a second more for every 50 MB.
     directory: of the run, for a copy of the stacks; None until it is this process's.
-    stop: from its signal on the way out is counted.
+    stop: from its signal on the way out is counted, outside of a step; who steps says ``leave`` at the end of the last one.
   """
 
   def __init__(self, limits: Mapping[str, float] = {}):
@@ -108,28 +111,29 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     _watch_the_end_of_the_program(self.limit("exit"))
 
   def limit(self, kind: str) -> float:
-    """Seconds that a kind may take; a save and the way out have more for a large state. Infinite without a limit."""
-    seconds = self._limits.get(kind, 0)
+    """Seconds that a kind may take; what reads or writes a state has more for a large one. Infinite without a limit."""
+    seconds = self._limits.get(_LIMIT_OF.get(kind, kind), 0)
     if seconds <= 0:
       return float("inf")
-    return seconds + (self.state_bytes / _BYTES_PER_SECOND if kind in ("save", "exit") else 0.0)
+    return seconds + (self.state_bytes / _BYTES_PER_SECOND if kind in _GROWING else 0.0)
 
   @contextlib.contextmanager
-  def watch(self, kind: str, what: str | None = None) -> Iterator[None]:
-    """Limits what the calling thread does inside.
+  def watch(self, kind: str, what: str | None = None, *, thread: int | None = None) -> Iterator[None]:
+    """Limits what a thread does inside.
 
     Args:
-      kind: compile, step, data, save or exit.
+      kind: compile, first_step (which compiles too), step, data, read (of a state), save or exit.
       what: for the message; default: the kind.
+      thread: its identifier, where the calling one works for it; None: the calling one.
     """
-    entry, thread = _Watched(kind, what or kind), threading.get_ident()
+    entry, thread = _Watched(kind, what or kind), thread or threading.get_ident()
     with self._lock:
       self._watched.setdefault(thread, []).append(entry)
     try:
       yield
     finally:
       with self._lock:
-        self._watched[thread].pop()
+        self._watched[thread].remove(entry)  # not the last where the thread left this one to itself
         if not self._watched[thread]:
           del self._watched[thread]
 
@@ -158,10 +162,11 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
       before = now
 
   def _tick(self, seconds: float) -> None:
-    if self.stop is not None and self.stop.requested is not None:
-      self.leave()
     with self._lock:
       counted = [entries[-1] for entries in self._watched.values()]
+    if self.stop is not None and self.stop.requested is not None and not any(e.kind in _IN_A_STEP for e in counted):
+      self.leave()
+    with self._lock:
       if self._exit is not None:
         counted.append(self._exit)
       for entry in counted:
@@ -182,8 +187,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     place = ""
     if self.directory is not None:
       place = f", also in {self.directory / STACKS_NAME}"
+    key = f"watchdog_{_LIMIT_OF.get(entry.kind, entry.kind)}_seconds"
     error = (InterruptedRunError if interrupted else RetryableError)(
-      f"{entry.what} takes longer than {limit:.0f} s (watchdog_{entry.kind}_seconds): the run ends here, and the newest whole "
+      f"{entry.what} takes longer than {limit:.0f} s ({key}): the run ends here, and the newest whole "
       f"checkpoint stays as it is; the same command goes on from there\nwhere every thread was{place}\n{where}"
     )
     end_now(error, lambda: self._keep(f"{error}\n"))

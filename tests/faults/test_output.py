@@ -180,8 +180,8 @@ def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
   assert text.endswith(f"stopped by {number.name} before it trained a step; nothing was changed\n"), text
   assert "error:" not in text
   assert not (train.output_dir / "a/run.lock").exists()
-  starts = json.loads((train.output_dir / "a/restarts.json").read_text())["starts"]
-  assert starts == (0 if number == signal.SIGINT else 1)  # a person's stop is no restart without progress
+  # A person's stop is no restart without progress.
+  assert (train.output_dir / "a/restarts.json").exists() == (number != signal.SIGINT)
 
 
 def test_goodput_counts_a_killed_life_and_damaged_rows_are_told(train):

@@ -107,12 +107,72 @@ def test_a_signal_limits_the_way_out(tmp_path, number, code):
   done = run(tmp_path, f"""
 with StopRequest() as stop, watchdog.Watchdog({{"step": 99, "exit": 0.3}}) as watch:
   watch.stop = stop
-  with watch.watch("step"):
+  with watch.watch("compile"):
     os.kill(os.getpid(), {int(number)})
     hang()
 """)  # fmt: skip
   assert done.returncode == code
   assert "error: the way out of the run takes longer than 0 s (watchdog_exit_seconds)" in done.stderr
+
+
+def test_the_way_out_begins_at_the_end_of_the_step(tmp_path):
+  """A step that is longer than the whole way out, and waits for data meanwhile, is finished; then its time begins."""
+  done = run(tmp_path, """
+with StopRequest() as stop, watchdog.Watchdog({"step": 99, "exit": 0.3}) as watch:
+  watch.stop = stop
+  with watch.watch("first_step"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    with watch.watch("data"):
+      time.sleep(0.5)
+    watch.again("step")
+    time.sleep(0.5)
+    print("the step is done", flush=True)
+    watch.leave()
+    hang()
+""", stdout=subprocess.PIPE)  # fmt: skip
+  assert (done.returncode, done.stdout) == (42, "the step is done\n")
+  assert "error: the way out of the run takes longer than 0 s (watchdog_exit_seconds)" in done.stderr
+
+
+def test_a_step_keeps_its_limit_after_a_signal(tmp_path):
+  done = run(tmp_path, """
+with StopRequest() as stop, watchdog.Watchdog({"step": 0.3, "exit": 0.1}) as watch:
+  watch.stop = stop
+  with watch.watch("step"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    hang()
+""")  # fmt: skip
+  assert done.returncode == 42
+  assert "error: step takes longer than 0 s (watchdog_step_seconds)" in done.stderr
+
+
+def test_what_is_read_for_another_thread_is_not_its_time(tmp_path):
+  """A large state takes longer than the start; one that is still being read when nobody waits any more harms nobody."""
+  done = run(tmp_path, """
+with watchdog.Watchdog({"compile": 0.5}) as watch:
+  watch.state_bytes = 500_000_000
+  begun, here = threading.Event(), threading.get_ident()
+  def read(seconds):
+    with watch.watch("read", thread=here):
+      begun.set()
+      time.sleep(seconds)
+  with watch.watch("compile"):
+    reader = threading.Thread(target=read, args=(0.8,))
+    reader.start()
+    reader.join()
+  begun.clear()
+  with watch.watch("compile"):
+    reader = threading.Thread(target=read, args=(0.2,))
+    reader.start()
+    begun.wait()
+  reader.join()
+  assert not watch._watched
+  watch.state_bytes = 0
+  with watch.watch("read", "the restore"):
+    hang()
+""")  # fmt: skip
+  assert done.returncode == 42
+  assert "error: the restore takes longer than 0 s (watchdog_compile_seconds)" in done.stderr, done.stderr
 
 
 def test_a_program_that_does_not_end_is_ended(tmp_path):
@@ -126,8 +186,10 @@ with watchdog.Watchdog({"exit": 0.3}):
 
 
 def test_a_large_state_has_more_time():
-  watchdog = Watchdog({"step": 10, "save": 10, "exit": 0})
+  watchdog = Watchdog({"compile": 20, "step": 10, "save": 10, "exit": 0})
   watchdog.state_bytes = 400_000_000_000
   assert watchdog.limit("step") == 10
   assert watchdog.limit("save") == 8010
-  assert watchdog.limit("exit") == watchdog.limit("compile") == float("inf")
+  assert watchdog.limit("compile") == watchdog.limit("first_step") == 20
+  assert watchdog.limit("read") == 8020
+  assert watchdog.limit("exit") == float("inf")
