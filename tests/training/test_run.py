@@ -17,9 +17,11 @@ import pytest
 from maxtext_like.cli.main import main
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.training import loop, run
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.run import Evaluation
 from maxtext_like.training.signals import StopAsked
+from maxtext_like.training.watchdog import Watchdog
 
 WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
@@ -224,3 +226,48 @@ def test_too_large_for_the_machine_ends_with_4(workplace, capsys):
   assert main(["train", "deepseek3-671b", f"output_dir={workplace}", "run_name=large"]) == 4
   assert "does not fit" in capsys.readouterr().err
   assert not (workplace / "large").exists()
+
+
+def test_a_start_that_fails_before_anything_is_read_is_counted(workplace, capsys):
+  """A mirror that never answers (below a file, there can be no directory) would let a scheduler start it for ever."""
+  (workplace / "file").write_text("")
+  words = [f"checkpoint_mirror={workplace}/file/mirror", "max_restarts_without_progress=1"]
+  assert train(workplace, "unanswered", "dataset_path=nowhere", "dataset=text", *words) == 2
+  assert not (workplace / "unanswered").exists()
+  assert [train(workplace, "unanswered", *words) for _ in range(2)] == [42, 42]
+  # What a person has to mend is not counted, and does not wipe out what was.
+  assert train(workplace, "unanswered", "per_device_batch_size=3000000", *words) == 4
+  assert json.loads((workplace / "unanswered/restarts.json").read_text())["starts"] == 2
+  capsys.readouterr()
+  assert train(workplace, "unanswered", *words) == 3
+  assert "started 2 times in a row without one new checkpoint, none was ever saved" in capsys.readouterr().err
+
+
+def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, monkeypatch):
+  events: list[object] = []
+
+  class Recorded(Watchdog):
+    def leave(self):
+      events.append("leave")
+      super().leave()
+
+    def watch(self, kind, what=None, *, thread=None):
+      events.append((what, kind, thread))
+      return super().watch(kind, what, thread=thread)
+
+  def end_of(loss):
+    if events.count("end") == 1:  # the second step
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(1.5)  # three looks of the watchdog
+    events.append("end")
+    return end_of_step(loss)
+
+  end_of_step = loop._end_of
+  monkeypatch.setattr(run, "Watchdog", Recorded)
+  monkeypatch.setattr(loop, "_end_of", end_of)
+  assert train(workplace, "signalled", "steps=100") == 42
+  assert events.count("end") >= 2
+  assert "end" not in events[events.index("leave") :]
+  events[:] = ["end", "end"]
+  assert train(workplace, "signalled", "steps=4") == 0
+  assert ("the restore", "read", threading.get_ident()) in events

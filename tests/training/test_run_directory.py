@@ -276,3 +276,18 @@ def test_an_earlier_file_is_kept_without_its_secrets(tmp_path):
   (run.path / "config.yml").write_text("dataset_path: https://me:hunter2@host/data\n")
   run.keep_earlier("config.yml", "dataset_path: null\n")
   assert (run.path / "config.1.yml").read_text() == "dataset_path: https://***@host/data\n"
+
+
+def test_what_was_made_for_nothing_is_removed(tmp_path):
+  with RunDirectory(tmp_path / "new", "run") as run:
+    assert run.path.is_dir()
+  assert list(tmp_path.iterdir()) == []
+  with RunDirectory(tmp_path / "new", "run"), RunDirectory(tmp_path / "new", "other") as other:
+    other.write_text("file", "kept")
+  assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+    "new", "new/other", "new/other/file", "new/other/run.lock.guard",
+  ]  # fmt: skip
+  (tmp_path / "there").mkdir()
+  with RunDirectory(tmp_path, "there"):
+    pass
+  assert (tmp_path / "there").is_dir()  # it was before
