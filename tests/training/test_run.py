@@ -234,10 +234,11 @@ def test_a_start_that_fails_before_anything_is_read_is_counted(workplace, capsys
   words = [f"checkpoint_mirror={workplace}/file/mirror", "max_restarts_without_progress=1"]
   assert train(workplace, "unanswered", "dataset_path=nowhere", "dataset=text", *words) == 2
   assert not (workplace / "unanswered").exists()
-  assert [train(workplace, "unanswered", *words) for _ in range(2)] == [42, 42]
+  assert train(workplace, "unanswered", *words) == 42
   # What a person has to mend is not counted, and does not wipe out what was.
   assert train(workplace, "unanswered", "per_device_batch_size=3000000", *words) == 4
-  assert json.loads((workplace / "unanswered/restarts.json").read_text())["starts"] == 2
+  assert json.loads((workplace / "unanswered/restarts.json").read_text())["starts"] == 1
+  assert train(workplace, "unanswered", *words) == 42
   capsys.readouterr()
   assert train(workplace, "unanswered", *words) == 3
   assert "started 2 times in a row without one new checkpoint, none was ever saved" in capsys.readouterr().err
