@@ -96,8 +96,8 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     stack.enter_context(directory)  # made here, and gone again where nothing is left in it, as after a refusal
     watchdog.directory = directory.path
     if config.checkpoint.enable_checkpointing:  # before all that can fail at each start
-      limit = config.watchdog.max_restarts_without_progress
-      stack.enter_context(Restarts(directory, standing.newest_saved(directory.path), limit))
+      newest = standing.newest_saved(directory.path)
+      stack.enter_context(Restarts(directory, newest, config.watchdog.max_restarts_without_progress))
     stack.enter_context(_stopped_at_start(stop))
     program = stop.interruptible(lambda: make_program(config))
     need, limit = memory.require_fit(program)
