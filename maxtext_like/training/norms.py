@@ -113,7 +113,7 @@ def clip(tree: Tree, norm: Norm, largest: float) -> Tree:
   """
   clipped = norm.above(largest)
   down, factor = jnp.where(clipped, 1 / norm.unit, 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
-  return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor, tree)
+  return jax.tree.map(lambda x: x.astype(jnp.float32) * factor * down, tree)
 
 
 def row_labels(decoder: Decoder, tree: Tree) -> list[str]:

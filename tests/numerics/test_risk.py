@@ -35,7 +35,7 @@ def limits(sites: list[Site]) -> dict[tuple[str, str], float]:
 
 def checked(name: str, dtype: str) -> None:
   directory = GOLDEN / name / "checkpoint"
-  vision = bool(read_config(directory).vision)
+  vision = "patch_size_for_vit" in read_config(directory).vision  # the others have placeholders alone
   words = [f"dtype={dtype}", "scan_layers=false", *(["use_multimodal=true"] if vision else [])]
   case = VisionCase(name) if vision else Case(name)
   config, loaded = load_checkpoint_config(directory, words, length=case.inputs["input_ids"].shape[1])

@@ -147,7 +147,6 @@ def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   assert (seen.op, seen.layer, seen.direction, seen.masked) == ("div", 2, "backward", False), report.summary()
   assert {f.source.rsplit("/", 1)[-1] for f in (hidden, seen)} == {line("product = product / (product")}
   assert np.isfinite(report.outputs["loss"])
-  assert np.isnan(report.outputs["grad_norm"])
   state["params"]["stack_0"]["layer_0"] |= {"scale": scale, "kernel": kernel.at[1, 0, 0].set(jnp.nan)}
   report = xray_step(program, state, toy_batch())
   assert str(report.first_cause).startswith("parameter layers.1.kernel (an input) holds 1 NaN of ")
