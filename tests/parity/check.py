@@ -121,10 +121,10 @@ def differences(
     worst: receives the largest difference, in units of the tolerance, of each kind.
   """
   found = []
-  largest = max([np.abs(array).max() for name, array in theirs.items() if name.startswith("grad.")], default=0.0)
+  largest = _largest_gradient(theirs)
   for name in _kinds(theirs):
     if name.startswith("grad.") and name not in ours:  # a tower that is not read without images has none there either
-      if np.abs(theirs[name]).max() > NEGLIGIBLE * largest:
+      if _largest(theirs[name]) > NEGLIGIBLE * largest:
         found.append(name)
       continue
     part = error(ours, theirs, seen, name) / _allowed(theirs, seen, name, largest)
@@ -145,12 +145,19 @@ def error(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], seen
   a, b = ours[name], theirs[name]
   if a.shape != b.shape:
     return float("inf")
-  difference = np.abs(_select(a, seen, name).astype(np.float64) - _select(b, seen, name))
-  return float(difference.max()) if difference.size else 0.0
+  return _largest(_select(a, seen, name).astype(np.float64) - _select(b, seen, name))
+
+
+def _largest(array: np.ndarray) -> float:
+  return float(np.abs(array).max()) if array.size else 0.0
+
+
+def _largest_gradient(theirs: Mapping[str, np.ndarray]) -> float:
+  return max((_largest(array) for name, array in theirs.items() if name.startswith("grad.")), default=0.0)
 
 
 def _allowed(theirs: Mapping[str, np.ndarray], seen: np.ndarray, name: str, largest: float) -> float:
-  size = float(np.abs(_select(theirs[name], seen, name)).max())
+  size = _largest(_select(theirs[name], seen, name))
   if name.startswith("grad."):
     return max(GRADIENT_TOLERANCE * size, NEGLIGIBLE * largest, 1e-12)
   return TOLERANCE * max(1.0, size)
@@ -171,7 +178,7 @@ def _is_rounding(model, inputs, ours, theirs, seen, wrong: list[str]) -> bool:
 
 def _table(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], seen: np.ndarray) -> list[str]:
   """A line for every array that is compared."""
-  lines, largest = [], max(np.abs(array).max() for name, array in theirs.items() if name.startswith("grad."))
+  lines, largest = [], _largest_gradient(theirs)
   for name in _kinds(theirs):
     if name not in ours:
       lines.append(f"{name}: not here")

@@ -133,7 +133,7 @@ def _gemma(r: random.Random, length: int) -> Config:
     config["layer_types"] = [r.choice(KINDS) for _ in range(layers)]
   _optional(r, config, 0.4, rms_norm_eps=r.choice([1e-6, 1e-5, 1e-3]), final_logit_softcapping=r.choice([None, 3.0, 30.0]))
   _optional(r, config, 0.4, max_position_embeddings=r.choice([64, 4096, 131072]), pad_token_id=r.choice([0, 3]))
-  _optional(r, config, 0.3, attention_bias=False, eos_token_id=r.choice([1, [1, 7]]), bos_token_id=2)
+  _optional(r, config, 0.3, attention_bias=False, eos_token_id=r.choice([1, [1, 7], 5000]), bos_token_id=r.choice([2, 5000]))
   _optional(r, config, 0.5, tie_word_embeddings=r.random() < 0.6)
   return config
 
@@ -246,7 +246,7 @@ def _gemma4_dense(r: random.Random, length: int) -> tuple[Config, bool]:
 
 
 def _gemma4_moe(r: random.Random, length: int) -> tuple[Config, bool]:
-  experts = r.choice([2, 3, 4, 8])
+  experts = r.choice([1, 2, 3, 4, 8])
   text = _gemma4(r, length) | {
     "enable_moe_block": True,
     "num_experts": experts,
@@ -305,7 +305,7 @@ def _deepseek(r: random.Random, length: int) -> Config:
     "num_attention_heads": heads,
     "num_key_value_heads": heads,
     "n_routed_experts": groups * size,
-    "n_shared_experts": r.choice([1, 1, 2]),
+    "n_shared_experts": r.choice([0, 1, 1, 2]),
     "n_group": groups,
     "topk_group": kept,
     "num_experts_per_tok": r.randint(1, kept * size),

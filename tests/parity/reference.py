@@ -36,8 +36,9 @@ def load(directory: Path) -> Any:
     experts_implementation="eager",
     output_loading_info=True,
   )
-  wrong = {key: value for key, value in told.items() if value and key in ("missing_keys", "mismatched_keys", "unexpected_keys")}
-  if wrong:
+  empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}  # nothing to miss
+  wrong = {key: set(told[key]) - empty for key in ("missing_keys", "mismatched_keys", "unexpected_keys")}
+  if any(wrong.values()):
     raise RuntimeError(f"transformers reads other tensors: {wrong}")
   return model.eval()
 
@@ -117,14 +118,10 @@ def _values(name: str, tensor: Any, normal: Any, uniform: Any, gemma3: bool) -> 
     return 0.3 * normal
   if "embed_tokens" in name:  # Gemma multiplies by the root of the width
     return normal * tensor.shape[-1] ** -0.5
-  fan_in = (
-    tensor.shape[0]
-    if last == "mm_input_projection_weight"
-    else int(np.prod(tensor.shape[1:]))
-    if tensor.ndim == 4
-    else tensor.shape[-1]
-  )
-  return normal * fan_in**-0.5
+  if last == "mm_input_projection_weight":
+    return normal * tensor.shape[0] ** -0.5
+  inputs = tensor.shape[1:] if tensor.ndim == 4 else tensor.shape[-1:]
+  return normal * max(int(np.prod(inputs)), 1) ** -0.5  # no inputs: shared experts that are none
 
 
 def run(model: Any, arrays: Mapping[str, np.ndarray], *, gradients: bool = True) -> Arrays:
