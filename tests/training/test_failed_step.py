@@ -53,7 +53,7 @@ def toy_loop(config, place: Path) -> Any:
   optimizer = state_labels(decoder, state["opt_state"], trained)
   others = {"optimizer": optimizer, "state_parameters": row_labels(decoder, spec), "state_optimizer": optimizer}
   program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1), devices=())
-  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False)
+  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)
   watch = FailedStep(program, place)
