@@ -38,13 +38,7 @@ class RetryableError(ExitError):
 
 
 class StoppedRunError(ExitError):
-  """A stop that was asked for; no error, but not the end of the run either.
-
-  Attributes:
-    threads_left: work goes on in threads that nothing can end, such as a compilation; the process must not wait for it.
-  """
-
-  threads_left = False
+  """A stop that was asked for; no error, but not the end of the run either."""
 
 
 class PreemptedRunError(StoppedRunError, RetryableError):

@@ -35,6 +35,7 @@ from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.left_behind import leave_behind
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class CheckpointManager:
     self._retry_at: float | None = None
     self._pending: _Pending | None = None
     self._checkpointer: Any = None
+    self._threads_before: set[threading.Thread] = set()  # the save under way
     try:
       self._steps.make()
     except OSError as error:
@@ -250,6 +252,7 @@ class CheckpointManager:
     pending = _Pending(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
+    self._threads_before = {*threading.enumerate()}
     try:
       with self._watch("save", f"the save of step {step}"):
         path = self._steps.saving(step)
@@ -341,6 +344,8 @@ class CheckpointManager:
     # Writers that still run may put files back; the next start cleans again.
     shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
     self._checkpointer = None
+    # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
+    leave_behind(thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
     last = self._consecutive_failures >= self._attempts
     kept = self.latest_complete()
     message = (

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from maxtext_like import __version__
+from maxtext_like import __version__, left_behind
 from maxtext_like.cli import streams
 from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
@@ -45,7 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers or no progress; 4 does not fit; 42 a
     restart can mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
   """
-  words = list(sys.argv[1:] if argv is None else argv)
+  code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+  if left_behind.any_running():
+    streams.leave(code)
+  return code
+
+
+def _exit_code(words: list[str]) -> int:
   streams.open_closed()
   try:
     return _dispatch(words)
@@ -60,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       traceback.print_exc()
     asked = isinstance(error, StoppedRunError)
     streams.say_error(f"{'' if asked else 'error: '}{shortened(printable(str(error)))}")
-    if asked and error.threads_left:
-      streams.leave(error.exit_code)
     return error.exit_code
   except KeyboardInterrupt:
     streams.say_error("interrupted")

@@ -4,8 +4,8 @@ Two runs in one directory destroy each other's checkpoints, so the holder's name
 start. Whether the holder lives is seen in the process table of the same machine; from elsewhere by a heartbeat that
 is watched for change, since the clocks of two hosts need not agree.
 
-A holder that was stopped, or whose disk was away, may find another's name there. So it looks at each beat, and before
-every write that comes when it has not beaten for a while; whoever lost the directory ends at once and writes nothing more.
+A holder that was stopped, or whose disk was away, may find another's name there, or none. So it looks at each beat and
+before every write; whoever lost the directory ends at once and writes nothing more.
 What must never be done by two, such as giving a checkpoint its name, is done in ``exclusive``: no takeover falls inside.
 """
 
@@ -91,7 +91,6 @@ class RunDirectory:
     self.path = Path(os.path.abspath(Path(os.path.expanduser(output_dir)) / run_name))
     self._lock = self.path / LOCK_NAME
     self._identity: dict[str, Any] | None = None
-    self._sure_until = 0.0  # time.monotonic() before which no other process can have seen three heartbeats missing
     self._made: list[Path] = []  # directories that entering made, the innermost first
     self._inside = threading.RLock()
     self._depth = 0
@@ -181,12 +180,13 @@ class RunDirectory:
   def require_held(self) -> None:
     """Returns when the directory is this process's; before every write into it. Else it ends the process, exit code 42.
 
-    Costs a look at the clock within three heartbeats of the last one that succeeded, and reads the lock after that.
+    It reads the lock: within three heartbeats nobody can have taken the directory over, but it may have been removed, and
+    made again by a save under way.
 
     Raises:
       OSError: the lock cannot be read, so nobody knows.
     """
-    if self._identity is not None and time.monotonic() >= self._sure_until:
+    if self._identity is not None:
       self._look()
 
   @contextlib.contextmanager
@@ -264,17 +264,11 @@ class RunDirectory:
             _log.warning("%s: taking over the lock of %s, which is gone", self.path, _name_of(holder))
           elif self._lock.exists():
             _log.warning("%s is not a lock file; replaced", self._lock)
-          begin, self._identity = time.monotonic(), _identity()
+          self._identity = _identity()
           atomic.write_text(self._lock, json.dumps(self._identity, indent=1) + "\n")
-          self._sure_until = begin + self._lease
           return
       except BlockingIOError:
         raise self._in_use(holder or {}) from None
-
-  @property
-  def _lease(self) -> float:
-    """Seconds from a heartbeat in which nobody else can have watched three of them missing."""
-    return _WATCH_SECONDS - _HEARTBEAT_SECONDS / 2
 
   def _in_use(self, holder: dict[str, Any]) -> UserError:
     name = _name_of(holder)
@@ -335,7 +329,6 @@ class RunDirectory:
   def _beat(self) -> None:
     failing = False
     while not self._stop.wait(_HEARTBEAT_SECONDS):
-      begin = time.monotonic()
       try:
         self._look()
         os.utime(self._lock)
@@ -348,7 +341,6 @@ class RunDirectory:
       if failing:
         _log.warning("%s: heartbeat works again", self._lock)
       failing = False
-      self._sure_until = begin + self._lease
 
 
 def _name_of(holder: dict[str, Any]) -> str:

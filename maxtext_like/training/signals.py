@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
+from maxtext_like.left_behind import leave_behind
 from maxtext_like.masking import masked_words
 from maxtext_like.training.sinks.output import say_on_stderr
 
@@ -57,7 +58,6 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     self._mask: set[Any] = set()
     self._thread: threading.Thread | None = None
     self._wake = threading.Event()
-    self._left: list[threading.Thread] = []
 
   def __enter__(self) -> "StopRequest":
     self._read, self._write = os.pipe()
@@ -133,7 +133,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       self._wake.wait()
       self._wake.clear()
       if self.requested is not None and not done.done():
-        self._left.append(thread)
+        leave_behind([thread])
         raise StopAsked
     return done.result()
 
@@ -166,6 +166,4 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
   def _error(self, where: str) -> StoppedRunError:
     name = self.requested.name if self.requested is not None else "request"
     kind = InterruptedRunError if self.requested == signal.SIGINT else PreemptedRunError
-    error = kind(f"stopped by {name} {where}")
-    error.threads_left = any(thread.is_alive() for thread in self._left)
-    return error
+    return kind(f"stopped by {name} {where}")

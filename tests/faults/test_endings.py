@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, Runs
@@ -75,3 +76,26 @@ def test_f05_full_disk(runs: Runs, tmp_path):
   assert (tmp_path / "log.ls").read_text() == "2\n"
   assert second.endswith("code 0\n"), second
   assert "start 2\n" in second
+
+
+# A file where orbax wants its directory: one of its threads fails, and the others wait for that one for minutes.
+IN_THE_WAY = """
+import sys
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.cli.main import main
+begin = CheckpointManager._start_orbax
+def start_orbax(self, path, flat):
+  path.parent.rmdir()
+  path.parent.write_text("in the way")
+  begin(self, path, flat)
+CheckpointManager._start_orbax = start_orbax
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_failed_saves_keep_nobody(train, tmp_path):
+  command = [sys.executable, "-c", IN_THE_WAY, "train", *train.command("a", steps=2)[2:]]
+  done = subprocess.run(command, env=train.environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+  assert done.returncode == 42, done
+  assert "failed (3 of 3)" in done.stderr

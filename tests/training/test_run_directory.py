@@ -159,7 +159,7 @@ def test_a_run_that_ends_without_its_directory_does_not_end_well(tmp_path, caplo
     shutil.rmtree(run.path)
   with pytest.raises(RetryableError, match="was removed or renamed"), RunDirectory(tmp_path, "run") as run:  # noqa: PT012
     shutil.rmtree(run.path)
-    run.write_text("report.html", "")
+    (run.path / "report.html").write_text("")
   with pytest.raises(UserError, match="the first error"), RunDirectory(tmp_path, "run") as run:  # noqa: PT012
     shutil.rmtree(run.path)
     raise UserError("the first error")
@@ -188,8 +188,9 @@ with run_directory.RunDirectory(sys.argv[1], "run") as run:
   print("held", file=sys.stderr)
   while not (run.path.parent / "done").exists():
     time.sleep(0.05)
-  before = run._sure_until
-  while run._sure_until == before:
+  lock = run.path / "run.lock"
+  before = lock.stat().st_mtime_ns
+  while lock.stat().st_mtime_ns == before:
     time.sleep(0.05)
 """
 
