@@ -17,9 +17,9 @@ import jax
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.blocks import GemmaLayer
 from maxtext_like.layers.kernels.attention.registry import Name
+from maxtext_like.models.attention_kernels import versions
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
-from maxtext_like.training.kernels import versions
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 

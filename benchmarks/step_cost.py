@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.config.load import load_config
-from maxtext_like.training import ahead_of_time, norms, step
+from maxtext_like.training import ahead_of_time, row_norms, step
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.topologies import TOPOLOGIES
 
@@ -47,7 +47,7 @@ def lower(program: Program, *, checked: bool = True, careful: bool = False, plat
 
   def squares(tree):
     rows = [jnp.sum(jnp.square(x.astype(jnp.float32)))[None] for x in jax.tree.leaves(tree)]
-    return norms.Squares(jnp.concatenate(rows), jnp.zeros(len(rows)))
+    return row_norms.Squares(jnp.concatenate(rows), jnp.zeros(len(rows)))
 
   with ExitStack() as stack:
     if not checked:

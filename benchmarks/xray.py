@@ -43,7 +43,7 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
 
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import use_mesh
-  from maxtext_like.training import tokenizer
+  from maxtext_like.training import chosen_tokenizer
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data
   from maxtext_like.training.xray import step_xray
@@ -51,7 +51,9 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   config = load_config(model, words).config
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
-  with contextlib.closing(open_data(program, "train", tokenizer.resolve(config.data, config.checkpoint, Path("none")))) as data:
+  with contextlib.closing(
+    open_data(program, "train", chosen_tokenizer.resolve(config.data, config.checkpoint, Path("none")))
+  ) as data:
     batch = program.place(next(data))
   known = np.full(2, 1e4, np.float32)
   with use_mesh(program.mesh):

@@ -30,7 +30,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint import atomic, companions, compatibility, manifest, restore, tree
+from maxtext_like import atomic
+from maxtext_like.checkpoint import companions, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.checkpoint.steps import StepDirectories

@@ -17,7 +17,8 @@ from typing import Any
 
 import xxhash
 
-from maxtext_like.checkpoint import atomic, companions
+from maxtext_like import atomic
+from maxtext_like.checkpoint import companions
 
 FILE_NAME = "COMPLETE.json"
 STATE_NAME = "state"  # what orbax writes, beside the manifest

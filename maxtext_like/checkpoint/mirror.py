@@ -17,7 +17,8 @@ from typing import Any
 
 import xxhash
 
-from maxtext_like.checkpoint import atomic, manifest
+from maxtext_like import atomic
+from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked

@@ -111,7 +111,7 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   from maxtext_like.numerics import remedies
   from maxtext_like.numerics.bisect import Bisection
   from maxtext_like.numerics.distance import Steps
-  from maxtext_like.training import memory, tokenizer
+  from maxtext_like.training import chosen_tokenizer, memory
   from maxtext_like.training.initial_weights import read_weights
   from maxtext_like.training.run import open_data, use_compilation_cache
 
@@ -124,7 +124,7 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   steps = Steps()
   program = steps.program(remedies.reference(config))
   memory.require_fit(program)
-  settings = tokenizer.resolve(config.data, config.checkpoint, Path(config.logging.output_dir))
+  settings = chosen_tokenizer.resolve(config.data, config.checkpoint, Path(config.logging.output_dir))
   with contextlib.closing(open_data(program, "train", settings)) as data:
     batch = program.place(next(data))
   if source:

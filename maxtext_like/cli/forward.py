@@ -155,7 +155,7 @@ def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.n
   """Gives the decoder the attention kernels that pass their self-test here; returns what each fused one came to."""
   import jax
 
-  from maxtext_like.training.kernels import settle
+  from maxtext_like.models.attention_kernels import settle
 
   weights.decoder, uses = settle(
     weights.decoder,

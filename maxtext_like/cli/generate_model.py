@@ -51,9 +51,9 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
   from maxtext_like.checkpoint import companions
   from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.data.tokenizer import AUTO, load_tokenizer
+  from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import use_compilation_cache
-  from maxtext_like.training.tokenizer import fingerprint_of, of_step
 
   if not directory.is_dir():
     raise UserError(f"{directory}: no such directory")

@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
   print_notes(loaded.notes)
   import contextlib
 
-  from maxtext_like.training import memory, tokenizer
+  from maxtext_like.training import chosen_tokenizer, memory
   from maxtext_like.training.initial_weights import whole_state
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data, use_compilation_cache
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
   source, steps = config.checkpoint, runs / name / "checkpoints"
   if options.checkpoint:  # its tokenizer too, not that of a run that happens to have this name
     source = dataclasses.replace(source, init_from=options.checkpoint, resume=False)
-  settings = tokenizer.resolve(config.data, source, steps)
+  settings = chosen_tokenizer.resolve(config.data, source, steps)
   with contextlib.closing(open_data(program, "train", settings)) as data:
     batch = program.place(next(data))
   state = whole_state(program, Path(options.checkpoint) if options.checkpoint else None)

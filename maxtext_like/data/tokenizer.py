@@ -179,7 +179,7 @@ class SentencePieceTokenizer:
 def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
   """The tokenizer that data.tokenizer names: "bytes", a tokenizer.json, a .model, or a folder that holds one of them.
 
-  "auto" is bytes here: what a run's checkpoints or init_from bring along, training/tokenizer.py has put in its place.
+  "auto" is bytes here: what a run's checkpoints or init_from bring along, training/chosen_tokenizer.py has put in its place.
   `vocab_size`: the model's; a tokenizer that can give larger ids is refused. Raises UserError.
   """
   if name in ("bytes", AUTO):

@@ -1,6 +1,6 @@
 """How far one training step is from the same step in float32: of its loss, its gradients and its update.
 
-R rows: the arrays of single layers, as ``training.norms.row_labels`` names them.
+R rows: the arrays of single layers, as ``training.row_norms.row_labels`` names them.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from maxtext_like.errors import NonFiniteError
 from maxtext_like.numerics import remedies
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import loss_scale
-from maxtext_like.training.norms import Squares, clip, row_squares
 from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.row_norms import Squares, clip, row_squares
 
 # An array counts as if its gradient's rms were at least this share of the rms over all arrays: where the gradient is zero
 # but for rounding, that rounding is no error.

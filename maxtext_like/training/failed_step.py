@@ -15,7 +15,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import atomic, compatibility, manifest, tree
+from maxtext_like import atomic
+from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError

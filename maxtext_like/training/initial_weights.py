@@ -11,8 +11,8 @@ from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.sources import find_step, no_checkpoint
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.training import loss_scale
-from maxtext_like.training.norms import row_labels, row_squares
 from maxtext_like.training.program import Program
+from maxtext_like.training.row_norms import row_labels, row_squares
 from maxtext_like.training.step import State
 
 

@@ -14,16 +14,16 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init, shardings
+from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
-from maxtext_like.training.kernels import KernelUse, settle
 from maxtext_like.training.loss import IGNORED, LossLayer, automatic_pieces
-from maxtext_like.training.norms import row_labels, split_squares, state_labels, state_peaks
 from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer, state_shardings, usually_proved
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
+from maxtext_like.training.row_norms import row_labels, split_squares, state_labels, state_peaks
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import UNKNOWN, Batch, State, TrainStep
 from maxtext_like.training.trainable import Selection, select

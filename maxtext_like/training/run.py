@@ -29,7 +29,7 @@ from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
 from maxtext_like.layers.param import count
 from maxtext_like.masking import masked
-from maxtext_like.training import environment, memory, standing, tokenizer
+from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.changes import changes
 from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, Report
@@ -105,7 +105,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
     with watchdog.watch("read", "bringing a step back from the mirror"):
       mirror = _open_mirror(config, directory)  # before the data are opened, for a step brings its tokenizer along
     # The data are opened, and the first batch is made, before anything of the run is written.
-    settings = tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
+    settings = chosen_tokenizer.resolve(config.data, config.checkpoint, directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     here = threading.get_ident()
     opened = lambda split: open_data(program, split, settings, lambda: watchdog.again(thread=here), stop.check)
@@ -125,7 +125,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         progress.say(finished_line(directory.path, done, config.training.steps))
         return
       if (newest := manager.latest_complete()) is not None:
-        tokenizer.require_same(manager.directory / str(newest), data)
+        chosen_tokenizer.require_same(manager.directory / str(newest), data)
       manager.preflight(program.abstract_state)
       if (gone := standing.gone_step(directory.path, newest)) is not None:
         progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
@@ -146,7 +146,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
       config_yaml = masked(loaded.to_yaml())
       directory.keep_earlier("config.yml", config_yaml)
       files.text("config.yml", config_yaml)
-      env = environment.describe() | {"kernels": [use.to_json() for use in program.kernels]}
+      env = provenance.describe() | {"kernels": [use.to_json() for use in program.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, program.state_labels, config.training.steps)
       device = program.devices[0]

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from maxtext_like.checkpoint import atomic
+from maxtext_like import atomic
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked, masked_words
 from maxtext_like.training.watchdog import end_now

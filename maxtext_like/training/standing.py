@@ -13,7 +13,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxtext_like.checkpoint import atomic, manifest
+from maxtext_like import atomic
+from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.config.yaml_file import Mapping, Scalar, read_yaml

@@ -26,10 +26,10 @@ from maxtext_like.layers.probe import slots
 from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import IGNORED
-from maxtext_like.training.norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.training.optimizer import Certainly
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
+from maxtext_like.training.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.training.schedule import Schedule
 from maxtext_like.training.trainable import Selection, merge
 

@@ -19,7 +19,7 @@ from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_weights import read_state
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.norms import row_labels, state_labels
+from maxtext_like.training.row_norms import row_labels, state_labels
 from maxtext_like.training.trainable import select
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.norms import clip, row_labels, row_squares, state_labels
+from maxtext_like.training.row_norms import clip, row_labels, row_squares, state_labels
 from maxtext_like.training.step import UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 

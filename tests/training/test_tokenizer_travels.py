@@ -12,11 +12,11 @@ from maxtext_like.checkpoint import companions, manifest
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.training.chosen_tokenizer import resolve
 from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.program import make_program
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.sinks.report import render
-from maxtext_like.training.tokenizer import resolve
 from tests.generation.letters import write_letters
 
 # 61 rows in the table, 46 in the tokenizer; no size is a power of two.

@@ -14,9 +14,9 @@ from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.training import loss_scale
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.norms import split_squares, state_peaks
 from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
+from maxtext_like.training.row_norms import split_squares, state_peaks
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import TrainStep
 from maxtext_like.training.trainable import select

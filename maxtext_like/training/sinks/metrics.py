@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint.atomic import write_text
+from maxtext_like.atomic import write_text
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxtext_like.checkpoint import atomic
+from maxtext_like import atomic
 from maxtext_like.errors import UserError
 from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.events import Events

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from maxtext_like.training.environment import describe
+from maxtext_like.training.provenance import describe
 
 SECRETS = """
   NVIDIA_API_KEY NGC_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN HUGGINGFACE_API_KEY WANDB_API_KEY AWS_SECRET_ACCESS_KEY

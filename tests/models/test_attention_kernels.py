@@ -13,10 +13,10 @@ import pytest
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
+from maxtext_like.models import attention_kernels
+from maxtext_like.models.attention_kernels import settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import CaseResult
-from maxtext_like.training import kernels
-from maxtext_like.training.kernels import settle
 from maxtext_like.training.program import make_program
 from tests.training.small import small_config
 
@@ -53,7 +53,7 @@ def decide(
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch):
   """``default_device`` wants a real one; ours only says what it is called."""
-  monkeypatch.setattr(kernels.jax, "default_device", lambda device: contextlib.nullcontext())
+  monkeypatch.setattr(attention_kernels.jax, "default_device", lambda device: contextlib.nullcontext())
 
 
 def test_a_kernel_that_passes_is_used():
@@ -149,7 +149,7 @@ def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
     assert [use.kernel for use in again] == [use.kernel for use in first]
     assert [use.problem for use in again] == [use.problem for use in first]
     assert ("passed on NVIDIA H000 earlier" in str(again[0])) == passes
-  (file, *_) = (tmp_path / "True" / kernels.FOLDER).iterdir()
+  (file, *_) = (tmp_path / "True" / attention_kernels.FOLDER).iterdir()
   assert json.loads(file.read_text())["cases"][0] == dataclasses.asdict(GOOD[0])
   assert file.suffix == ".json"
 
@@ -174,7 +174,7 @@ def test_a_kernel_that_raised_is_tried_again_by_the_next_run(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"problem": 3}', '{"problem": ""}', "\udcff"])
 def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
   decide(GOOD, cache=str(tmp_path))
-  for file in (tmp_path / kernels.FOLDER).iterdir():
+  for file in (tmp_path / attention_kernels.FOLDER).iterdir():
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
   layers, _, ran = decide(BAD, cache=str(tmp_path))
   assert ran
@@ -187,14 +187,14 @@ def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
 
 def test_a_verdict_of_another_key_under_this_name_is_not_believed(tmp_path, caplog):
   decide(GOOD, cache=str(tmp_path))
-  for file in (tmp_path / kernels.FOLDER).iterdir():
+  for file in (tmp_path / attention_kernels.FOLDER).iterdir():
     file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
   assert decide(BAD, cache=str(tmp_path))[2]
   assert "is not the verdict that its name says" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog):
-  (tmp_path / kernels.FOLDER).write_text("a file where the folder should be")
+  (tmp_path / attention_kernels.FOLDER).write_text("a file where the folder should be")
   layers, _, ran = decide(GOOD, cache=str(tmp_path))
   assert ran
   assert set(layers) == {"auto"}
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog)
 def test_one_process_that_fails_decides_for_all(monkeypatch):
   from jax.experimental import multihost_utils
 
-  monkeypatch.setattr(kernels.jax, "process_count", lambda: 3)
+  monkeypatch.setattr(attention_kernels.jax, "process_count", lambda: 3)
   monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([False, True, bool(x)]))
   layers, uses, _ = decide(GOOD)
   assert set(layers) == {"dot_product"}
@@ -233,7 +233,7 @@ RUN += ["enable_checkpointing=false", "resume=false", "enable_tensorboard=false"
 @pytest.fixture
 def splash_everywhere(monkeypatch):
   monkeypatch.setattr(
-    kernels, "choose", lambda kernel, case: registry.kernel("dot_product" if kernel == "dot_product" else "splash")
+    attention_kernels, "choose", lambda kernel, case: registry.kernel("dot_product" if kernel == "dot_product" else "splash")
   )
   before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   yield

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import atomic
+from maxtext_like import atomic
 from maxtext_like.errors import UserError
 from maxtext_like.layers import masks
 from maxtext_like.layers.decoder import Decoder, Layer
