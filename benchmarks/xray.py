@@ -41,12 +41,12 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   """Prints the ratios for the train step of a configuration on its first batch."""
   import numpy as np
 
+  from maxtext_like.analysis.step_xray import step_xray
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import use_mesh
   from maxtext_like.training import chosen_tokenizer
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data
-  from maxtext_like.training.xray import step_xray
 
   config = load_config(model, words).config
   program = make_program(config)

@@ -4,11 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
+from maxtext_like.analysis.lowered import PLATFORMS
 from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
-from maxtext_like.training.lowered import PLATFORMS
 from maxtext_like.training.topologies import TOPOLOGIES, find_topology
 
 DESCRIPTION = f"""Lowers the train step for a platform that need not be here, reads the program and prints for every named part
@@ -48,9 +48,9 @@ def run(argv: list[str]) -> int:
   on_the_host()
   import jax
 
+  from maxtext_like.analysis import audit, audit_keys, lowered
   from maxtext_like.models.build import precision_of
-  from maxtext_like.numerics import audit, audit_keys, hlo
-  from maxtext_like.training import lowered
+  from maxtext_like.numerics import hlo
 
   c = loaded.config
   if c.precision.layer_precision:

@@ -10,9 +10,9 @@ from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
+  from maxtext_like.analysis.bisect import Bisection, Result
+  from maxtext_like.analysis.distance import Distance
   from maxtext_like.config.load import Loaded
-  from maxtext_like.numerics.bisect import Bisection, Result
-  from maxtext_like.numerics.distance import Distance
 
 COST_REPEATS = 10
 ROWS, LENGTH = 2, 128  # of the batch, where a Hugging Face checkpoint is all that is named
@@ -107,10 +107,10 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   import jax
   import numpy as np
 
+  from maxtext_like.analysis import remedies
+  from maxtext_like.analysis.bisect import Bisection
+  from maxtext_like.analysis.distance import Steps
   from maxtext_like.layers.param import init
-  from maxtext_like.numerics import remedies
-  from maxtext_like.numerics.bisect import Bisection
-  from maxtext_like.numerics.distance import Steps
   from maxtext_like.training import chosen_tokenizer, memory
   from maxtext_like.training.initial_weights import read_weights
   from maxtext_like.training.run import open_data, use_compilation_cache
@@ -138,7 +138,7 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
 
 def _check(load: Callable[[list[str]], "Loaded"], words: list[str], loaded: "Loaded", result: "Result") -> None:
   """What is printed has to load, as the very configuration that was measured."""
-  from maxtext_like.numerics import remedies
+  from maxtext_like.analysis import remedies
 
   again = load([*words, *remedies.words(loaded.config, result.config)]).config
   if (again.precision, again.training) != (result.config.precision, result.config.training):
@@ -147,8 +147,8 @@ def _check(load: Callable[[list[str]], "Loaded"], words: list[str], loaded: "Loa
 
 def report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
   """What was found, for people."""
-  from maxtext_like.numerics import remedies
-  from maxtext_like.numerics.bisect import summary
+  from maxtext_like.analysis import remedies
+  from maxtext_like.analysis.bisect import summary
 
   model, precision = loaded.config.model.model_name, loaded.config.precision
   lines = [f"{model} in {precision.dtype}: {_distance(result.before)}"]
@@ -172,7 +172,7 @@ def _tolerance(search: "Bisection") -> str:
 
 
 def _table(result: "Result") -> str:
-  from maxtext_like.numerics.bisect import error_text, summary
+  from maxtext_like.analysis.bisect import error_text, summary
 
   rows = [("key", "without it", "with it", "step time", "mends")]
   for f in result.findings:
@@ -186,7 +186,7 @@ def _table(result: "Result") -> str:
 
 
 def _distance(d: "Distance") -> str:
-  from maxtext_like.numerics.bisect import error_text
+  from maxtext_like.analysis.bisect import error_text
 
   parts = [("loss", d.loss), ("gradients", d.gradient), ("worst array", d.array), ("update", d.update)]
   text = ", ".join(f"{name} {error_text(error)}" for name, error in parts)

@@ -11,9 +11,9 @@ from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
+  from maxtext_like.analysis.risk import Risk
+  from maxtext_like.analysis.risk_parameters import Reader
   from maxtext_like.layers.decoder import Decoder
-  from maxtext_like.numerics.risk import Risk
-  from maxtext_like.numerics.risk_parameters import Reader
 
 DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and prints for every layer how large gate, up, their
 product, q.k, router and index scores, the vision pooler, logits and the residual stream are expected to become and cannot
@@ -58,8 +58,8 @@ def run(argv: list[str]) -> int:
     raise UserError(f"{options.json}: cannot be written; its folder is missing")
   on_the_host()
 
-  from maxtext_like.numerics import risk
-  from maxtext_like.numerics.risk_model import measure
+  from maxtext_like.analysis import risk
+  from maxtext_like.analysis.risk_model import measure
 
   decoder, read, notes = open_checkpoint(Path(options.checkpoint).expanduser(), overrides)
   risks = risk.assess(measure(decoder, read, options.tokens), decoder.precision)
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
 
 def summary(risks: list["Risk"], dtype: str) -> str:
   """What it comes to, in one line or a few."""
-  from maxtext_like.numerics.risk import ALWAYS
+  from maxtext_like.analysis.risk import ALWAYS
 
   lines = []
   meanings = (

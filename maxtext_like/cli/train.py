@@ -32,6 +32,7 @@ def run(argv: list[str]) -> int:
     if (finished := first_look(loaded)) is not None:
       print(finished)
       return 0
+    from maxtext_like.analysis.failed_step import FailedStep
     from maxtext_like.training.run import train
 
-    return train(loaded)
+    return train(loaded, FailedStep)

@@ -56,11 +56,11 @@ def run(argv: list[str]) -> int:
   print_notes(loaded.notes)
   import contextlib
 
+  from maxtext_like.analysis.step_xray import xray_step
   from maxtext_like.training import chosen_tokenizer, memory
   from maxtext_like.training.initial_weights import whole_state
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data, use_compilation_cache
-  from maxtext_like.training.xray import xray_step
 
   config = loaded.config
   use_compilation_cache(config.logging.compilation_cache_dir)
@@ -87,9 +87,9 @@ def show(report: "Report", config: "Config", out: Path, title: str) -> int:
     NonFiniteError: a number of the step's results is not finite; the message is the cause.
     UserError: the directory cannot be written.
   """
+  from maxtext_like.analysis.failed_step import write
+  from maxtext_like.analysis.step_xray import cause_lines
   from maxtext_like.errors import UserError
-  from maxtext_like.training.failed_step import write
-  from maxtext_like.training.xray import cause_lines
 
   try:
     write(report, out, title)

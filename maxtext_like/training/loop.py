@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.training import memory
 from maxtext_like.training.changes import batch_of
-from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
 from maxtext_like.training.goodput import Goodput
@@ -61,6 +60,21 @@ class _Launched:
   position: dict[str, Any] | None
 
 
+class Explainer(Protocol):
+  """Watches a run for the step that ends it; analysis.failed_step has the one there is."""
+
+  def remember(self, state: State) -> None:
+    """Gets the state before each step, which takes the state's memory."""
+    ...
+
+  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
+    """The error with what is known about it, of finished steps, the state after the failed one, and its batch.
+
+    Args: ``applied``: the update was taken over, so the state before it is gone.
+    """
+    ...
+
+
 @dataclass
 class Loop:
   """One run from a state to its last step.
@@ -98,7 +112,7 @@ class Loop:
   guard: FinitenessGuard
   flops: float
   peak_tflops: float | None
-  failed: FailedStep | None = None
+  failed: Explainer | None = None
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)

@@ -15,9 +15,8 @@ from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.lowered import assumed_gpu
 from maxtext_like.training.program import Program, make_program
-from maxtext_like.training.topologies import GpuHost, memory_of
+from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
 
 GB = 1e9

@@ -31,13 +31,12 @@ from maxtext_like.layers.param import count
 from maxtext_like.masking import masked
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.changes import changes
-from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard, Report
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.initial_weights import read_weights
-from maxtext_like.training.loop import Loop
+from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import Program, make_program
 from maxtext_like.training.progress import Progress, duration
@@ -58,17 +57,23 @@ COMPILE_NOTICE_SECONDS = 30.0
 # What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
+MakeExplainer = Callable[[Program, Path, Callable[[str], None]], Explainer]
 _log = logging.getLogger(__name__)
 
 
-def train(loaded: Loaded) -> int:
+def train(loaded: Loaded, explainer: MakeExplainer) -> int:
   """Trains as configured. Returns 0.
+
+  Args:
+    loaded: the configuration.
+    explainer: of (program, directory of the run, what tells whoever waits); keeps and explains a step that ends the run,
+      where ``replay_failed_step`` asks for it: ``analysis.failed_step.FailedStep``.
 
   Raises:
     ExitError: everything else that can happen; its class has the exit code.
   """
   with StopRequest() as stop:
-    _train(loaded, stop)
+    _train(loaded, explainer, stop)
   return 0
 
 
@@ -81,7 +86,7 @@ def _stopped_at_start(stop: StopRequest) -> Iterator[None]:
     raise stop.error_at_start() from None
 
 
-def _train(loaded: Loaded, stop: StopRequest) -> None:
+def _train(loaded: Loaded, explainer: MakeExplainer, stop: StopRequest) -> None:
   config, goodput = loaded.config, Goodput()
   use_compilation_cache(config.logging.compilation_cache_dir)
   directory = run_directory(config)
@@ -155,7 +160,7 @@ def _train(loaded: Loaded, stop: StopRequest) -> None:
         program, train_step, look, state, data,
         held_out and Evaluation(program, held_out, progress, stop, goodput, watchdog), samples,
         manager, files, progress, stop, guard, rows_flops, peak_tflops(device.device_kind),
-        FailedStep(program, directory.path, progress.say) if config.training.replay_failed_step else None,
+        explainer(program, directory.path, progress.say) if config.training.replay_failed_step else None,
         watchdog, goodput=goodput, spikes=spikes,
         profile=Profile(steps, directory.path, progress.say) if (steps := config.logging.profile_steps) else None,
       )  # fmt: skip

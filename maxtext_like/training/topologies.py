@@ -1,13 +1,16 @@
-"""TPU slices that the train step can be compiled for on any machine, GPUs that it is estimated for. Imports no JAX."""
+"""TPU slices that the train step can be compiled for on any machine, GPUs that it is estimated for. Needs no JAX."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
 
 GIB = 1 << 30
+_CUDNN = 91_000  # 9.10, as of 2025; what an assumed GPU has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +132,23 @@ def memory_of(device_kind: str) -> int | None:
   """Bytes of a device by what JAX calls it, where it does not say itself; None: not in the tables here."""
   cards = dict(_CARDS.values()) | {"TPU v6 lite": _V6E_HBM}
   return cards.get(device_kind)
+
+
+@contextlib.contextmanager
+def assumed_gpu() -> Iterator[None]:
+  """Lets JAX trace and lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  answers = {
+    "check_cudnn_version": lambda: _CUDNN,
+    "check_compute_capability": lambda capability: float(capability) <= 9.0,
+    "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
+  }
+  before = {name: getattr(cudnn, name) for name in answers}
+  try:
+    for name, answer in answers.items():
+      setattr(cudnn, name, answer)
+    yield
+  finally:
+    for name, function in before.items():
+      setattr(cudnn, name, function)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.config.load import load_config
 from maxtext_like.training.program import make_program
 from maxtext_like.training.run import train
@@ -99,7 +100,7 @@ def test_every_second_line_of_the_metrics_has_them(tmp_path):
     "run_name=r",
   ]
   words += ["enable_checkpointing=false", "compilation_cache_dir=null"]
-  assert train(load_config("gemma3-tiny", words)) == 0
+  assert train(load_config("gemma3-tiny", words), FailedStep) == 0
   rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
   assert [any(k.startswith("numerics/") for k in row) for row in rows] == [False, True, False]
   assert len(rows[1]["numerics/backward/residual/max"]) == len(rows[1]["numerics/gradients/parameters/max"]) > 2

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.training.profile import Profile
-from tests.training.test_failed_step import toy_loop
+from tests.analysis.test_failed_step import toy_loop
 from tests.training.toy import toy_config
 
 
@@ -71,10 +71,14 @@ def test_what_fails_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_real_run(tmp_path, capsys):
+  from maxtext_like.analysis.failed_step import FailedStep
   from maxtext_like.training.run import train
 
   words = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=16", "mlp_dim=24", "head_dim=8", "steps=4"]
   words += ["max_target_length=16", "dataset_documents_max=40", "enable_checkpointing=false", "profile_steps=2-3"]
-  assert train(load_config("gemma3-tiny", [*words, f"output_dir={tmp_path}", "run_name=p", "enable_tensorboard=false"])) == 0
+  assert (
+    train(load_config("gemma3-tiny", [*words, f"output_dir={tmp_path}", "run_name=p", "enable_tensorboard=false"]), FailedStep)
+    == 0
+  )
   assert f"profile of steps 2 to 3 in {tmp_path}/p/profile" in capsys.readouterr().out
   assert list(tmp_path.glob("p/profile/plugins/profile/*/*.xplane.pb"))

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from maxtext_like.analysis.remedies import Remedy, applied, candidates, groups, last_resorts, layers_of, reference, words, yaml
 from maxtext_like.config.load import load_config
-from maxtext_like.numerics.remedies import Remedy, applied, candidates, groups, last_resorts, layers_of, reference, words, yaml
 
 OFF = ["float32_qk_product=false", "float32_logits=false", "float32_gate_product=false", "cast_logits_to_fp32=false"]
 OFF += ["residual_dtype=bfloat16", "grad_dtype=bfloat16", "weight_dtype=bfloat16"]

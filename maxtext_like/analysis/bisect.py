@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.analysis.ddmin import ddmin
+from maxtext_like.analysis.distance import Distance, Ruler, Steps
+from maxtext_like.analysis.remedies import LOSS_SCALE, Remedy, applied, candidates, groups, last_resorts, layers_of
 from maxtext_like.config.layer_precision import LAYER_KEYS
 from maxtext_like.config.schema import Config
-from maxtext_like.numerics.ddmin import ddmin
-from maxtext_like.numerics.distance import Distance, Ruler, Steps
-from maxtext_like.numerics.remedies import LOSS_SCALE, Remedy, applied, candidates, groups, last_resorts, layers_of
 from maxtext_like.training.finiteness import model_order
 from maxtext_like.training.step import UNKNOWN
 

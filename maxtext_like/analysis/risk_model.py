@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from maxtext_like.analysis import risk_bounds as bounds
+from maxtext_like.analysis.risk_bounds import Signal
+from maxtext_like.analysis.risk_parameters import Parameters, Reader
 from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.blocks import GemmaLayer
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.moe import MoEConfig
-from maxtext_like.numerics import risk_bounds as bounds
-from maxtext_like.numerics.risk_bounds import Signal
-from maxtext_like.numerics.risk_parameters import Parameters, Reader
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def measure(decoder: Decoder, read: Reader, tokens: int) -> list[Site]:
   Raises:
     NonFiniteError: a parameter that is not finite.
   """
-  from maxtext_like.numerics.risk_vision import measure_tower
+  from maxtext_like.analysis.risk_vision import measure_tower
 
   sizes = Sizes(bounds.UNIT_ROUNDOFF[decoder.precision.dtype], tokens)
   p, c = Parameters(decoder, read), decoder.cfg

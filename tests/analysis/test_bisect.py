@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.analysis.bisect import Bisection, summary
+from maxtext_like.analysis.distance import Steps
+from maxtext_like.analysis.remedies import Remedy, applied, reference, yaml
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.layers.param import init
-from maxtext_like.numerics.bisect import Bisection, summary
-from maxtext_like.numerics.distance import Steps
-from maxtext_like.numerics.remedies import Remedy, applied, reference, yaml
 from tests.models.test_golden import GOLDEN
 from tests.models.test_golden_vision import larger
 from tests.training.test_vision_training import golden_batch

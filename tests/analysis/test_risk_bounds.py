@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.numerics import risk_bounds as bounds
-from maxtext_like.numerics.risk_bounds import Signal
+from maxtext_like.analysis import risk_bounds as bounds
+from maxtext_like.analysis.risk_bounds import Signal
 
 U = bounds.UNIT_ROUNDOFF["float32"]
 SEEDS = st.integers(0, 2**32 - 1)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.analysis import remedies
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
-from maxtext_like.numerics import remedies
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import Program, make_program

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from maxtext_like.analysis.risk_model import Site
 from maxtext_like.layers.mlp import keep_float32
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.risk_model import Site
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "e4m3": 448.0}
 """Largest finite number of each format; e4m3 is float8_e4m3fn, where a cast beyond 464 gives NaN."""

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxtext_like.analysis import audit, audit_keys, lowered
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.layers import blocks, indexer, mlp, moe
 from maxtext_like.layers.kernels.attention import dot_product
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
-from maxtext_like.numerics import audit, audit_keys, hlo
-from maxtext_like.training import lowered
+from maxtext_like.numerics import hlo
 from maxtext_like.training.step import TrainStep
 
 ONE = ["num_decoder_layers=1", "dtype=bfloat16", "max_target_length=128"]

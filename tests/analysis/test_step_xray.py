@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.analysis import step_xray
+from maxtext_like.analysis.step_xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
 from maxtext_like.layers.decoder import Stack
-from maxtext_like.training import xray as training_xray
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
-from maxtext_like.training.xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 
@@ -69,7 +69,7 @@ class Scanned(ToyDecoder):
 
 
 def line(text: str) -> str:
-  """'test_xray.py:N' of the one line of this file with the text."""
+  """'test_step_xray.py:N' of the one line of this file with the text."""
   (number,) = (i for i, x in enumerate(HERE.read_text().splitlines(), 1) if text in x and "line(" not in x)
   return f"{HERE.name}:{number}"
 
@@ -178,9 +178,9 @@ def test_keys_against_overflows_outside_the_layers():
 
 
 def test_no_room_is_said_in_one_line(monkeypatch):
-  monkeypatch.setattr(training_xray.memory, "device_limit", lambda *_: training_xray.memory.Limit(100, "this test"))
+  monkeypatch.setattr(step_xray.memory, "device_limit", lambda *_: step_xray.memory.Limit(100, "this test"))
   program, state = toy_program(toy_config("opt_type=sgd"), Scanned())
-  with pytest.raises(training_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are there \(this test\)$"):
+  with pytest.raises(step_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are there \(this test\)$"):
     xray_step(program, state, toy_batch())
 
 
@@ -245,7 +245,7 @@ EIGHT = """
 import json, sys
 sys.path.insert(0, {root!r})
 import jax
-from tests.training.test_xray import planted
+from tests.analysis.test_step_xray import planted
 words = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "per_device_batch_size=1"]
 config, report = planted("product", *words)
 print(json.dumps([jax.device_count(), str(report.first_cause), report.first_cause.layer]))

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 from maxtext_like.config.schema import Config, MeshConfig
 from maxtext_like.errors import UserError
-from maxtext_like.training.topologies import Topology
+from maxtext_like.training.topologies import Topology, assumed_gpu
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: tuple[Platform, ...] = ("tpu", "cuda", "cpu")
 ABSTRACT_DEVICES = 8
-_CUDNN = 91_000  # 9.10, as of 2025; what an assumed GPU has
 
 
 def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
@@ -86,23 +85,3 @@ def _short_locations() -> Iterator[None]:
     yield
   finally:
     jax.config.update(name, before)
-
-
-@contextlib.contextmanager
-def assumed_gpu() -> Iterator[None]:
-  """Lets JAX trace and lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
-  from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-  answers = {
-    "check_cudnn_version": lambda: _CUDNN,
-    "check_compute_capability": lambda capability: float(capability) <= 9.0,
-    "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
-  }
-  before = {name: getattr(cudnn, name) for name in answers}
-  try:
-    for name, answer in answers.items():
-      setattr(cudnn, name, answer)
-    yield
-  finally:
-    for name, function in before.items():
-      setattr(cudnn, name, function)

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from maxtext_like import atomic
+from maxtext_like.analysis import step_xray
 from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError
 from maxtext_like.numerics.report import Report
-from maxtext_like.training import xray
 from maxtext_like.training.program import Program
 from maxtext_like.training.step import Batch, State
 
@@ -73,10 +73,10 @@ class FailedStep:
       shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
       lines.append(f"not kept for maxtext-like replay: {_one_line(problem)}")
     try:
-      report = xray.xray_step(self.program, state, batch)
+      report = step_xray.xray_step(self.program, state, batch)
     except Exception as problem:  # out of memory above all
       return NonFiniteError("\n".join([str(error), f"no replay: {_one_line(problem)}", *lines]))
-    found = xray.cause_lines(self.program.config, report)
+    found = step_xray.cause_lines(self.program.config, report)
     if report.finite:
       found = f"replayed by x-ray, which computes in another order, the step is finite\n{found}"
     try:

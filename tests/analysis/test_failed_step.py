@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.analysis import failed_step
+from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.cli.main import main
 from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
-from maxtext_like.training import failed_step
-from maxtext_like.training.failed_step import FailedStep
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_weights import read_state
 from maxtext_like.training.loop import Loop
@@ -72,7 +72,7 @@ def caught(monkeypatch):
     raise DoesNotFitError("x-ray: needs 9 GB")
 
   monkeypatch.setattr(failed_step, "keep", keep)
-  monkeypatch.setattr(failed_step.xray, "xray_step", look)
+  monkeypatch.setattr(failed_step.step_xray, "xray_step", look)
   return found
 
 

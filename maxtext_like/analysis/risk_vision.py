@@ -5,13 +5,13 @@ D tower width, N heads, H head, F MLP.
 
 import numpy as np
 
+from maxtext_like.analysis import risk_bounds as bounds
+from maxtext_like.analysis.risk_bounds import Signal
+from maxtext_like.analysis.risk_model import Sizes
+from maxtext_like.analysis.risk_parameters import Parameters
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
-from maxtext_like.numerics import risk_bounds as bounds
-from maxtext_like.numerics.risk_bounds import Signal
-from maxtext_like.numerics.risk_model import Sizes
-from maxtext_like.numerics.risk_parameters import Parameters
 
 # Pixels lie in [-1, 1] when they meet the first product, evenly spread at most: that deviation is 1 / sqrt(3).
 _PIXEL_STD = 3**-0.5

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxtext_like.analysis import risk, risk_parameters
+from maxtext_like.analysis.risk_model import Site, measure
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
@@ -15,11 +17,9 @@ from maxtext_like.cli.risk import open_checkpoint
 from maxtext_like.cli.risk import run as risk_command
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics import risk, risk_parameters
-from maxtext_like.numerics.risk_model import Site, measure
+from tests.analysis.observed import observe
 from tests.models.test_golden import GOLDEN, QUICK, Case
 from tests.models.test_golden_vision import VisionCase
-from tests.numerics.observed import observe
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
 

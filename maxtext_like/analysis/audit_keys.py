@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from maxtext_like.analysis.audit import fused_kernel, site_of
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.rules import inactive_precision_keys
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.audit import fused_kernel, site_of
 from maxtext_like.numerics.hlo import Instruction, Reading
 
 Verdict = Literal["honoured", "not honoured", "not shown"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtext_like.numerics.ddmin import ddmin
+from maxtext_like.analysis.ddmin import ddmin
 
 
 @pytest.mark.parametrize("culprits", [{0}, {7}, {3}, {0, 7}, {3, 4}, {1, 4, 6}, set(range(8))])

@@ -1,0 +1,107 @@
+"""Imports point one way: every import of every file, those inside functions too, held against one list of layers."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "maxtext_like"
+
+# From the bottom up. A module imports what stands below it, and its own package; of several in one line none imports another.
+ORDER = (
+  ("__version__", "atomic", "errors", "masking", "left_behind"),
+  ("layers",),
+  ("numerics",),
+  ("config",),
+  ("models", "sharding"),
+  ("data", "checkpoint"),
+  ("generation",),
+  ("training",),
+  ("analysis",),
+  ("__init__",),
+  ("cli",),
+  ("__main__",),
+)
+HEIGHT = {name: height for height, names in enumerate(ORDER) for name in names}
+# Of ours, these import only what is named here, whatever stands below them.
+ONLY = {"layers": {"layers"}, "numerics": {"numerics", "layers", "errors"}, **dict.fromkeys(ORDER[0], ORDER[0])}
+
+
+def sources() -> list[Path]:
+  """Every file of the package; src/layers through its link, into which rglob does not look."""
+  return sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "layers").rglob("*.py")])
+
+
+def part_of(module: str) -> str:
+  """'config' of 'maxtext_like.config.schema'; what is of the package itself, as ``maxtext_like.load``, is of '__init__'."""
+  part = module.split(".")[1] if "." in module else "__init__"
+  return part if part in HEIGHT or (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file() else "__init__"
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
+  """(line, full name) of what is imported of ours; ``module``: who does, for relative imports."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+      source = ".".join(filter(None, (base, node.module)))
+      found = [f"{source}.{alias.name}" for alias in node.names]
+    else:
+      continue
+    yield from ((node.lineno, name) for name in found if name.split(".")[0] == "maxtext_like")
+
+
+def faults(text: str, module: str, place: str) -> list[str]:
+  """What a source imports against the order, a line each."""
+  part = part_of(module)
+  found = []
+  for line, name in imports(ast.parse(text), module):
+    other = part_of(name)
+    if other == part and other not in ORDER[0]:
+      continue
+    if part in ONLY and other not in ONLY[part]:
+      found.append(f"{place}:{line}: {part} imports {name}; of ours it may import {', '.join(sorted(ONLY[part]))} alone")
+    elif part not in ORDER[0] and HEIGHT[other] >= HEIGHT[part]:
+      found.append(f"{place}:{line}: {part} imports {name}, which does not stand below it")
+  return found
+
+
+def test_imports_point_one_way():
+  """To mend: move the function to where it belongs, or let the caller above hand it down as an argument."""
+  wrong = []
+  for path in sources():
+    name = path.relative_to(PACKAGE.parent)
+    wrong += faults(path.read_text(encoding="utf-8"), ".".join(name.with_suffix("").parts), str(name))
+  assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_has_its_place_in_the_order():
+  paths = sources()
+  assert {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in paths} == set(HEIGHT) - {"__version__"}
+  assert len(paths) > 150
+
+
+@pytest.mark.parametrize(
+  ("module", "line", "at_fault"),
+  [
+    ("training.run", "from maxtext_like.analysis import risk", True),
+    ("training.run", "def f():\n  import maxtext_like.cli.main", True),
+    ("training.run", "from ..analysis import risk", True),
+    ("training.run", "from maxtext_like import cli", True),
+    ("training.run", "from maxtext_like import load_config", True),
+    ("training.run", "from maxtext_like import __version__", False),
+    ("training.run", "from maxtext_like.numerics import probes\nfrom . import loop", False),
+    ("numerics.plan", "from maxtext_like.config import schema", True),
+    ("numerics.plan", "from maxtext_like.layers import probe", False),
+    ("layers.mlp", "from maxtext_like.errors import UserError", True),
+    ("models.build", "from maxtext_like.sharding.mesh import use_mesh", True),
+    ("errors", "from maxtext_like.config import schema", True),
+    ("cli.train", "import jax, maxtext_like.training.run", False),
+  ],
+)
+def test_what_climbs_back_is_named(module, line, at_fault):
+  found = faults(line, f"maxtext_like.{module}", "here.py")
+  assert bool(found) == at_fault
+  assert all(entry.startswith(f"here.py:{len(line.splitlines())}: ") for entry in found)
