@@ -76,9 +76,7 @@ def test_a_real_run(tmp_path, capsys):
 
   words = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=16", "mlp_dim=24", "head_dim=8", "steps=4"]
   words += ["max_target_length=16", "dataset_documents_max=40", "enable_checkpointing=false", "profile_steps=2-3"]
-  assert (
-    train(load_config("gemma3-tiny", [*words, f"output_dir={tmp_path}", "run_name=p", "enable_tensorboard=false"]), FailedStep)
-    == 0
-  )
+  words += [f"output_dir={tmp_path}", "run_name=p", "enable_tensorboard=false"]
+  assert train(load_config("gemma3-tiny", words), FailedStep) == 0
   assert f"profile of steps 2 to 3 in {tmp_path}/p/profile" in capsys.readouterr().out
   assert list(tmp_path.glob("p/profile/plugins/profile/*/*.xplane.pb"))
