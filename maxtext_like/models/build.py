@@ -10,8 +10,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder, RematPolicy
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.precision import Precision
-from maxtext_like.models import deepseek, gemma
-from maxtext_like.models.vision import tower
+from maxtext_like.models.registry import FAMILIES
 
 
 def precision_of(section: PrecisionConfig) -> Precision:
@@ -48,10 +47,8 @@ def build_decoder(
   Raises:
     ValueError: sizes that no model can have, entries for layers that it has not.
   """
-  if model.decoder_block == "deepseek":
-    cfg, layers = deepseek.decoder(model, precision, attention, platform)
-  else:
-    cfg, layers = gemma.decoder(model, precision, attention, platform)
+  family = FAMILIES[model.decoder_block]
+  cfg, layers = family.decoder(model, precision, attention, platform)
   layers = tuple(
     dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
@@ -61,5 +58,5 @@ def build_decoder(
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:
     assert vision.image_token_id is not None  # VisionConfig has seen to it
-    cfg = dataclasses.replace(cfg, vision=tower(model, vision), image_token_id=vision.image_token_id)
+    cfg = dataclasses.replace(cfg, vision=family.tower(model, vision), image_token_id=vision.image_token_id)
   return Decoder(cfg, precision, layers)

@@ -7,6 +7,7 @@ import pytest
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 
 GEMMAS = [name for name in model_names() if name.startswith("gemma")]
 
@@ -18,20 +19,16 @@ def test_off_unless_asked_for(name):
 
 @pytest.mark.parametrize("name", GEMMAS)
 def test_every_gemma_has_a_tower(name):
-  from maxtext_like.models.vision import tower
-
   config = load_config(name, ["use_multimodal=true"]).config
-  cfg = tower(config.model, config.vision)
+  cfg = FAMILIES[config.model.decoder_block].tower(config.model, config.vision)
   assert cfg.output_dim == config.model.emb_dim
   assert cfg.num_layers == config.vision.num_hidden_layers_for_vit
 
 
 def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
-  from maxtext_like.models.vision import tower
-
   vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
   with pytest.raises(ValueError, match="deepseek has no vision tower"):
-    tower(load_config("deepseek3-tiny").config.model, vision)
+    FAMILIES["deepseek"].tower(load_config("deepseek3-tiny").config.model, vision)
 
 
 @pytest.mark.parametrize(

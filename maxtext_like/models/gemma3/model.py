@@ -1,0 +1,73 @@
+"""Gemma 3: the configuration of every layer, of what stands around them, and of the vision tower."""
+
+from maxtext_like.config.model import LayerType, ModelConfig
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
+from maxtext_like.layers.decoder import DecoderConfig
+from maxtext_like.layers.embedding import EmbeddingConfig
+from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.mlp import MLPConfig
+from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig
+from maxtext_like.layers.vision_gemma3 import SiglipConfig
+
+
+def _rope(m: ModelConfig, kind: LayerType) -> RopeConfig:
+  if kind == "sliding":
+    return RopeConfig(dim=m.head_dim, theta=m.local_rope_max_timescale)
+  factor = m.rope_linear_scaling_factor if m.rope_type == "linear" else 1.0
+  return RopeConfig(dim=m.head_dim, theta=m.rope_max_timescale, kind="linear", factor=factor)
+
+
+def _layer(m: ModelConfig, kind: LayerType, kernel: Choice, platform: str) -> GemmaLayerConfig:
+  attention = AttentionConfig(
+    emb_dim=m.emb_dim,
+    num_query_heads=m.num_query_heads,
+    num_kv_heads=m.num_kv_heads,
+    head_dim=m.head_dim,
+    scale=(m.query_pre_attn_scalar or m.head_dim) ** -0.5,
+    rope=_rope(m, kind),
+    window=m.sliding_window_size if kind == "sliding" else None,
+    epsilon=m.normalization_layer_epsilon,
+    norm_plus_one=True,
+    bidirectional_blocks=m.use_bidirectional_image_attn,
+    kernel=kernel,
+    platform=platform,
+  )
+  return GemmaLayerConfig(
+    attention=attention,
+    mlp=MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation),
+    epsilon=m.normalization_layer_epsilon,
+    norm_plus_one=True,
+  )
+
+
+def decoder(
+  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
+) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
+  """What surrounds the layers, and the layers."""
+  cfg = DecoderConfig(
+    embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim, scale_by_sqrt_dim=True),
+    norm=NormConfig(dim=m.emb_dim, epsilon=m.normalization_layer_epsilon, scale_plus_one=True),
+    tied=m.logits_via_embedding,
+    final_soft_cap=m.final_logits_soft_cap,
+    pad_token_id=m.pad_token_id or 0,
+  )
+  return cfg, tuple(GemmaLayer(_layer(m, kind, kernel, platform), precision) for kind in m.attention_types())
+
+
+def tower(m: ModelConfig, v: VisionConfig) -> SiglipConfig:
+  """The tower and projector that belong to a decoder."""
+  return SiglipConfig(
+    image_size=v.image_size_for_vit,
+    patch_size=v.patch_size_for_vit,
+    emb_dim=v.hidden_size_for_vit,
+    mlp_dim=v.intermediate_size_for_vit,
+    num_layers=v.num_hidden_layers_for_vit,
+    num_heads=v.num_attention_heads_for_vit,
+    tokens_per_image=v.vision_output_length,
+    output_dim=m.emb_dim,
+    epsilon=v.normalization_layer_epsilon_for_vit,
+  )

@@ -1,0 +1,51 @@
+"""The families of models, a line each. What a family is lies in its folder; whoever needs a part of it asks here.
+
+The parts belong to different layers of the program, and each is loaded by name when it is first asked for: so the
+configuration may read a family's fields without JAX.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+  """A family of models: the ``decoder_block`` of a configuration and the package that holds
+
+  - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images.
+
+  Attributes:
+    name: the value of ``decoder_block``.
+    package: where the parts are.
+  """
+
+  name: str
+  package: str
+
+  def _part(self, name: str) -> ModuleType:
+    return importlib.import_module(f"{self.package}.{name}")
+
+  @property
+  def decoder(self) -> Any:
+    """(model, precision, kernel, platform) -> (``DecoderConfig``, layers)."""
+    return self._part("model").decoder
+
+  def tower(self, model: Any, vision: Any) -> Any:
+    """The configuration of the vision tower and projector that belong to a decoder.
+
+    Raises:
+      ValueError: the family has no tower, or sizes that no tower can have.
+    """
+    made = getattr(self._part("model"), "tower", None)
+    if made is None:
+      raise ValueError(f"decoder_block {self.name} has no vision tower")
+    return made(model, vision)
+
+
+FAMILIES: dict[str, Family] = {
+  "gemma3": Family("gemma3", "maxtext_like.models.gemma3"),
+  "gemma4": Family("gemma4", "maxtext_like.models.gemma4"),
+  "deepseek": Family("deepseek", "maxtext_like.models.deepseek"),
+}
