@@ -1,6 +1,5 @@
 """JSON-lines files as documents, plain or compressed."""
 
-import json
 import logging
 import os
 from bisect import bisect_right
@@ -8,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from maxtext_like import strict_json
 from maxtext_like.data import files as data_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.data.lines import KEPT_BYTES, BlockCache, LineFile
@@ -92,9 +92,9 @@ class JsonLines:
     if not data.strip():
       return Record("")
     try:
-      record = parse(data)
-    except (ValueError, RecursionError) as error:
-      reason = _reason(error)
+      record = strict_json.loads(data)
+    except strict_json.NotJsonError as error:
+      reason = str(error)
       if row == len(lines) - 1 and not lines.index.terminated:
         reason += " (the last line, and it has no newline: was the file cut off?)"
       raise BadRecordError(place, reason) from None
@@ -129,31 +129,3 @@ class JsonLines:
 
   def fingerprint(self) -> dict[str, str]:
     return data_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
-
-
-def parse(data: bytes) -> Any:
-  """Strict JSON: UTF-8, no NaN, no key twice. ValueError otherwise."""
-  return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  record = dict(pairs)
-  if len(record) != len(pairs):
-    seen: set[str] = set()
-    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-    raise ValueError(f"the key '{twice}' stands twice in one object")
-  return record
-
-
-def _refuse_constant(name: str) -> Any:
-  raise ValueError(f"{name} is not JSON")
-
-
-def _reason(error: Exception) -> str:
-  if isinstance(error, json.JSONDecodeError):
-    return f"not JSON: {error.msg} (character {error.pos})"
-  if isinstance(error, UnicodeDecodeError):
-    return f"not UTF-8 at byte {error.start} of the line (0x{error.object[error.start]:02x})"
-  if isinstance(error, RecursionError):
-    return "JSON nested too deeply"
-  return str(error)

@@ -26,7 +26,7 @@ from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.sources import DataConfig, held_out_fraction, open_documents, path_key, refuse_path
 from maxtext_like.data.special_tokens import Spellings
 from maxtext_like.data.synthetic import SyntheticRows
-from maxtext_like.data.tokenise import Tokenise
+from maxtext_like.data.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
@@ -132,7 +132,7 @@ def make_data(
   )
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packer = Packer(
-    _token_iterator(order, Tokenise(documents, tokenizer, lookup, rules)),
+    DocumentStream(order, Tokenise(documents, tokenizer, lookup, rules)),
     length=length,
     pad_id=pad_id,
     packing=data.packing,
@@ -215,14 +215,6 @@ class _SkipLog:
     elif self._logged == SKIPS_LOGGED:
       logger.warning("more bad records are skipped and counted, but not shown")
     self._logged += 1
-
-
-def _token_iterator(order: Order, tokenise: Tokenise) -> Any:
-  """A grain iterator of Document, in `order`. Read and tokenised when asked for, nothing ahead (Prefetch does that)."""
-  import grain
-
-  options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-  return iter(grain.MapDataset.source(order).map(tokenise).to_iter_dataset(options))  # pyright: ignore[reportArgumentType]
 
 
 class DataSource:

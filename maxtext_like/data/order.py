@@ -36,7 +36,7 @@ def seed_for(*parts: int | str) -> int:
 
 
 class Order:
-  """A sequence of document numbers for grain: position -> document, as one process sees it.
+  """A sequence of document numbers: position -> document, as one process sees it.
 
   Process p of P takes positions p, p + P, ... of the order that all share. For training it does not end: epoch after
   epoch, each with its own permutation when `shuffle_seed` is given. For evaluation it is the split, once, in order.

@@ -1,6 +1,8 @@
 """One document to the ids of its tokens."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,3 +61,30 @@ class Tokenise:
         f"(tokenizer: {tokenizer.fingerprint})"
       )
     return Document(number, array.astype(np.int32), images=spans)
+
+
+class DocumentStream:
+  """Documents in an order, each read and tokenised when it is asked for; nothing is done ahead (Prefetch does that)."""
+
+  def __init__(self, order: Sequence[int], tokenise: Callable[[int], Document]):
+    self._order, self._tokenise, self._next = order, tokenise, 0
+
+  def __iter__(self) -> "DocumentStream":
+    return self
+
+  def __next__(self) -> Document:
+    if self._next >= len(self._order):
+      raise StopIteration
+    document = self._tokenise(self._order[self._next])
+    self._next += 1  # a document that failed is asked for again
+    return document
+
+  def get_state(self) -> dict[str, Any]:
+    """The position of the next document in the order."""
+    return {"next_index": self._next}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on at a position. Raises IndexError where the order has none."""
+    if not 0 <= state["next_index"] <= len(self._order):
+      raise IndexError(f"position {state['next_index']} of {len(self._order)} documents")
+    self._next = state["next_index"]

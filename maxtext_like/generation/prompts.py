@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxtext_like.checkpoint.huggingface.strict_json import parse
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
@@ -15,6 +14,7 @@ from maxtext_like.data.multimodal import interleave, load_for
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts
+from maxtext_like.strict_json import parse
 
 _CONTEXT = 8  # tokens of a prompt that its answer is decoded after
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.data.special_tokens import known_names, token_id
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import parse_file, printable
 
 
 def stop_tokens(

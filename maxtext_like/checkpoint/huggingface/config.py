@@ -15,11 +15,11 @@ from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_g
 from maxtext_like.checkpoint.huggingface.config_vision import PLACEHOLDERS, read_vision, with_tower
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.names import NAMES
-from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import parse_file, printable
 
 _READERS = {
   "gemma3": read_gemma3,

@@ -16,7 +16,6 @@ import numpy as np
 from maxtext_like.checkpoint import companions
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
 from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
-from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
 from maxtext_like.checkpoint.huggingface.tied import HEAD
@@ -25,6 +24,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.strict_json import parse_file, printable
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 EXPORT_DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float16", "float32")

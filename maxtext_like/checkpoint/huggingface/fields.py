@@ -7,8 +7,8 @@ there, some have a meaning of their own for it (false, often), which whoever rea
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import printable
 
 REFUSED: Any = object()
 """What null comes to where nobody has said what it means."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS, TOKEN_TYPES, image_batch
-from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
+from maxtext_like.strict_json import printable
 
 IGNORED = -100
 TEXT_INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")

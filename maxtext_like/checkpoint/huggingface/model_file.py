@@ -7,10 +7,10 @@ from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.names import NAMES, in_config_json
-from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import printable
 
 _HERE = "\0"  # stands for the path, whose words are nobody's names
 

@@ -17,8 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.strict_json import parse, printable
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import parse, printable
 
 DTYPES: dict[str, np.dtype] = {
   "F64": np.dtype("<f8"),

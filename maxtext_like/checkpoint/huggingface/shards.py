@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8, Entry, SafetensorsFile, refuse_pickle
-from maxtext_like.checkpoint.huggingface.strict_json import parse_file, printable
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import parse_file, printable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,6 @@ from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
 from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8
 from maxtext_like.checkpoint.huggingface.shards import Shards
-from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD, PREFIXES, find_head, prefixes_with
@@ -21,6 +20,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.strict_json import printable
 
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
 _SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_like.checkpoint.huggingface.safetensors import DTYPES, HEADER_LIMIT, SafetensorsFile
-from maxtext_like.checkpoint.huggingface.strict_json import printable
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import printable
 
 
 def pack(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

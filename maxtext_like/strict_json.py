@@ -1,0 +1,81 @@
+"""JSON from files that nobody has vouched for: every surprise is an error, and none is read in one of two ways."""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from maxtext_like.errors import UserError
+
+_LONGEST_NAME = 200
+
+
+def printable(text: object) -> str:
+  """Text from a file, safe to print: control and escape characters and lone surrogates are written as escapes."""
+  shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+  return shown if len(shown) <= _LONGEST_NAME else shown[:_LONGEST_NAME] + "..."
+
+
+class NotJsonError(ValueError):
+  """Why bytes are not JSON, safe to print."""
+
+
+def loads(raw: bytes) -> Any:
+  """Parses UTF-8 JSON in which no object names a key twice and every number is finite.
+
+  Raises:
+    NotJsonError: invalid UTF-8 or JSON, a repeated key, nesting too deep, NaN or Infinity.
+  """
+  try:
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+  except NotJsonError:
+    raise
+  except UnicodeDecodeError as error:
+    raise NotJsonError(f"not UTF-8 at byte {error.start} (0x{raw[error.start]:02x})") from None
+  except RecursionError:
+    raise NotJsonError("JSON is nested too deeply") from None
+  except json.JSONDecodeError as error:
+    raise NotJsonError(f"not valid JSON: {printable(error.msg)} (character {error.pos})") from None
+  except ValueError as error:  # a number of more digits than Python converts
+    raise NotJsonError(f"not valid JSON: {printable(error)}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) != len(pairs):
+    seen: set[str] = set()
+    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+    raise NotJsonError(f"'{printable(twice)}' is listed twice in one object; which one is meant cannot be known")
+  return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+  raise NotJsonError(f"{name} is not valid JSON")
+
+
+def parse(raw: bytes, where: str) -> Any:
+  """``loads``, whose error says where.
+
+  Args:
+    raw: the bytes.
+    where: what they are, for messages: usually a path.
+
+  Raises:
+    UserError: not JSON, as ``loads`` understands it.
+  """
+  try:
+    return loads(raw)
+  except NotJsonError as error:
+    raise UserError(f"{where}: {error}") from None
+
+
+def parse_file(path: Path, *, limit: int) -> Any:
+  """Parses a JSON file of at most ``limit`` bytes; the size is checked before anything is read."""
+  shown = printable(path)
+  try:
+    size = path.stat().st_size
+    if size > limit:
+      raise UserError(f"{shown}: {size} bytes, more than the {limit} that such a file may have")
+    raw = path.read_bytes()
+  except OSError as error:
+    raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
+  return parse(raw, shown)
