@@ -1,6 +1,6 @@
 """One document to the ids of its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules
+from maxtext_like.data.order import Order
 from maxtext_like.data.pack import Document, ImageSpan
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
@@ -66,7 +67,7 @@ class Tokenise:
 class DocumentStream:
   """Documents in an order, each read and tokenised when it is asked for; nothing is done ahead (Prefetch does that)."""
 
-  def __init__(self, order: Sequence[int], tokenise: Callable[[int], Document]):
+  def __init__(self, order: Order, tokenise: Callable[[int], Document]):
     self._order, self._tokenise, self._next = order, tokenise, 0
 
   def __iter__(self) -> "DocumentStream":
