@@ -3,10 +3,7 @@
 Paths are the keys into the nested dict of ``Decoder.params()``.
 """
 
-from collections.abc import Iterator
 from typing import Any
-
-import jax
 
 from maxtext_like.layers.decoder import Decoder
 
@@ -35,9 +32,3 @@ def parameter_name(decoder: Decoder, path: tuple[str, ...], row: int | None = No
   numbers = [name.split(".")[1] for name in names]
   shown = ",".join(numbers) if len(numbers) <= 4 else f"{numbers[0]},{numbers[1]},..,{numbers[-1]}"
   return f"layers.{shown}.{names[0].split('.', 2)[2]}"
-
-
-def named_leaves(decoder: Decoder, tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-  """(path, leaf) for every leaf of a tree shaped like the parameters; None leaves are left out."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    yield path_keys(path), leaf

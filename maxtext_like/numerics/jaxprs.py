@@ -35,10 +35,6 @@ def call_jaxpr(eqn):
   return None
 
 
-def call_name(eqn) -> str:
-  return f"jit({eqn.params['name']})" if eqn.primitive is prims.jit_p else eqn.primitive.name
-
-
 def is_remat(eqn) -> bool:
   return eqn.primitive is prims.remat_p
 

@@ -76,11 +76,6 @@ class Program:
     """Rows of an update over all devices and parts."""
     return self.microbatch * self.config.training.gradient_accumulation_steps
 
-  @property
-  def tokens_per_batch(self) -> int:
-    """Positions of a batch over all devices, padding included."""
-    return self.global_batch * self.config.training.max_target_length
-
   @functools.cached_property
   def labels(self) -> list[str]:
     """Parameter names behind the entries of the metrics' "gradients" and "parameters"."""

@@ -57,28 +57,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     raise UserError(f"{where}: not an .npz file of plain arrays: {printable(reason)}") from None
 
 
-def read_inputs(
-  path: Path,
-  *,
-  vocab_size: int,
-  lookup: Lookup | None = None,
-  vision: VisionConfig | None = None,
-) -> Inputs:
-  """Reads and checks an .npz file of inputs; the meaning of every array is Hugging Face's (tests/golden, README).
-
-  Args:
-    path: the file.
-    vocab_size: tokens of the model, which every label must be below.
-    lookup: of its decoder, which must have a row for every token; None: tokens are below ``vocab_size``.
-    vision: the model's vision tower, if it has one; images without one are an error.
-
-  Raises:
-    UserError: an array that is missing, or of a wrong type, shape or range; the message names it.
-  """
-  arrays = read_arrays(path)
-  return make_batch(arrays, printable(path), vocab_size=vocab_size, lookup=lookup, vision=vision)
-
-
 def make_batch(
   arrays: Mapping[str, np.ndarray],
   where: str,
@@ -87,11 +65,21 @@ def make_batch(
   lookup: Lookup | None = None,
   vision: VisionConfig | None = None,
 ) -> Inputs:
-  """As ``read_inputs``, of arrays in memory.
+  """Checks inputs and makes a batch of them; the meaning of every array is Hugging Face's (tests/golden, README).
+
+  Args:
+    arrays: as ``read_arrays`` reads them.
+    where: what they are, for messages: usually a path.
+    vocab_size: tokens of the model, which every label must be below.
+    lookup: of its decoder, which must have a row for every token; None: tokens are below ``vocab_size``.
+    vision: the model's vision tower, if it has one; images without one are an error.
 
   Positions count from 0 unless given; with ``segment_ids`` alone they begin anew in every segment. Without mask and
   segments, given positions that do not go up by one begin a new segment, as transformers infers packed documents.
   The target of a token is the next label; none crosses a given segment or stands at padding.
+
+  Raises:
+    UserError: an array that is missing, or of a wrong type, shape or range; the message names it.
   """
   check = _Check(arrays, where)
   if "input_ids" not in arrays:

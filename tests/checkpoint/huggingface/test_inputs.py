@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxtext_like.checkpoint.huggingface.inputs import make_batch, read_arrays, read_inputs
+from maxtext_like.checkpoint.huggingface.inputs import make_batch, read_arrays
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
 
@@ -136,7 +136,7 @@ def test_objects_are_refused_and_not_unpickled(tmp_path: Path):
 def test_broken_files(tmp_path: Path):
   path = tmp_path / "in.npz"
   with pytest.raises(UserError, match="No such file"):
-    read_inputs(path, vocab_size=10)
+    read_arrays(path)
   for content in (b"", b"PK\x03\x04", b"input_ids"):
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"not an \.npz file"):
