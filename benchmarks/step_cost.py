@@ -86,8 +86,8 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[Program, P
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
   config = load_config(model, words).config
-  keys = [key for key in FLAGS if config.model.num_experts or ("gate_logits" not in key and "weight_sum" not in key)]
-  keys += [*INDEXER] * config.model.use_indexer + [*GATE] * (name == "flags")
+  keys = [key for key in FLAGS if config.model.has("experts") or ("gate_logits" not in key and "weight_sum" not in key)]
+  keys += [*INDEXER] * config.model.has("indexer") + [*GATE] * (name == "flags")
   return build(*values(tuple(keys), "true")), build(*values(tuple(keys), "false"))
 
 

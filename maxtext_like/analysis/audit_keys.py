@@ -116,7 +116,7 @@ def judge_keys(
   nothing = inactive_precision_keys(model)
   if not images:
     nothing["float32_vision_pool"] = "images (use_multimodal)"
-  if not model.use_indexer:
+  if not model.has("indexer"):
     nothing["indexer_float32_logits"] = "a sparse indexer"
   verdicts = []
   for key, judge in _KEYS.items():

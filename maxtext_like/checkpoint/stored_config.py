@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.config.load import Loaded, base_values, load_config
+from maxtext_like.config.load import Loaded, load_config, make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.rules import inactive_precision_keys
-from maxtext_like.config.schema import LEAVES, SECTIONS
+from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 
 _SECTIONS = ("model", "vision", "precision")
 
 
-def section(kind: Any, stored: dict[str, Any]) -> Any:
-  """A section of a stored configuration, as ``ModelConfig``; keys that are newer than the step have their defaults."""
-  name = next(name for name, cls in SECTIONS.items() if cls is kind)
-  values: dict[str, Any] = {leaf: value for leaf, value in base_values().items() if LEAVES[leaf][0] == name}
-  values |= {key: value for key, value in stored.get(name, {}).items() if key in values}
-  return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+def section(name: str, stored: dict[str, Any]) -> Any:
+  """A section of a stored configuration; keys that are newer than the step have their defaults."""
+  values = stored.get(name, {}) | {"decoder_block": stored["model"]["decoder_block"]}
+  return make_section(name, {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = ()) -> Loaded:
@@ -35,7 +33,7 @@ def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = (
   Raises:
     UserError: as ``load_config``.
   """
-  model: ModelConfig = section(ModelConfig, stored)
+  model: ModelConfig = section("model", stored)
   inactive = inactive_precision_keys(model)
   lines = []
   for name in _SECTIONS:

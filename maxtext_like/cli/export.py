@@ -76,8 +76,6 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
   from maxtext_like.checkpoint.huggingface.export import export_hugging_face
   from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.checkpoint.stored_config import section
-  from maxtext_like.config.model import ModelConfig
-  from maxtext_like.config.vision import VisionConfig
   from maxtext_like.layers.param import abstract
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
@@ -92,7 +90,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Any, shard_size: int) -> t
     stored = manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
-  model, vision = section(ModelConfig, stored.config), section(VisionConfig, stored.config)
+  model, vision = section("model", stored.config), section("vision", stored.config)
   weight_dtype = stored.config.get("precision", {}).get("weight_dtype", "float32")
   decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
-from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.model import ExpertsConfig, ModelConfig
 from maxtext_like.config.schema import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 
@@ -29,6 +29,8 @@ def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: Vis
   from maxtext_like.layers.param import Param
   from maxtext_like.models.build import build_decoder, precision_of
 
+  chosen = model.num_experts_per_tok / model.num_experts if isinstance(model, ExpertsConfig) and model.num_experts else 1
+
   def leaves(tree: Mapping, routed: bool) -> Iterator[tuple[Param, bool]]:
     for name, branch in tree.items():
       if isinstance(branch, Param):
@@ -42,7 +44,7 @@ def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: Vis
       continue
     size = math.prod(param.shape)
     total += size
-    active += size * model.num_experts_per_tok // model.num_experts if routed else size
+    active += round(size * chosen) if routed else size
   return Counts(total, active)
 
 

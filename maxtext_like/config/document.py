@@ -13,8 +13,7 @@ from maxtext_like.config import maxtext
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import base_values
-from maxtext_like.config.rules import FAMILIES_OF_KEY, VISION_FAMILIES_OF_KEY
-from maxtext_like.config.schema import LEAVES, SECTIONS
+from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 
@@ -46,7 +45,8 @@ def keys() -> tuple[Key, ...]:
     raise UserError(f"{path}: no comment at {', '.join(missing)}")
   defaults = base_values()
   made = []
-  for leaf, (section, kind) in LEAVES.items():
+  for leaf in (name for name in meanings if name in LEAVES):
+    section, kind = LEAVES[leaf]
     unset = defaults[leaf] is None and "null" not in describe(kind).split(" or ")
     default = "set by the model" if unset else to_text(defaults[leaf])
     made.append(Key(section, leaf, describe(kind), default, meanings[leaf]))
@@ -89,7 +89,7 @@ def _family_page() -> list[str]:
   lines = ["", "## Keys of some families only", "", "In another family they must keep their default.", ""]
   lines += ["| families | keys |", "|---|---|"]
   by_families: dict[tuple[str, ...], list[str]] = {}
-  for key, families in (FAMILIES_OF_KEY | VISION_FAMILIES_OF_KEY).items():
+  for key, families in FAMILIES_OF_KEY.items():
     by_families.setdefault(families, []).append(f"`{key}`")
   return lines + [f"| {', '.join(families)} | {', '.join(names)} |" for families, names in by_families.items()]
 

@@ -77,9 +77,9 @@ def idle_reason(key: str, value: Any, layer: int, model: ModelConfig, precision:
     precision: the model's own values, with the layer's ``dtype``.
   """
   dtype = precision["dtype"]
-  if key == "indexer_float32_logits" and not model.use_indexer:
+  if key == "indexer_float32_logits" and not model.has("indexer"):
     return "the model has no sparse indexer"
-  if key in EXPERT_KEYS and (model.num_experts == 0 or layer < model.first_num_dense_layers):
+  if key in EXPERT_KEYS and not model.has("experts", layer):
     return "it has no experts"
   if key == "float16_rescue" and dtype != "float16":
     return f"it acts with dtype float16, and there it is {dtype}"

@@ -16,7 +16,7 @@ from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overri
 from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import Problem, did_you_mean, error_of
 from maxtext_like.config.rules import cross_problems, inactive_precision_keys
-from maxtext_like.config.schema import LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config
+from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
 from maxtext_like.errors import UserError
 
@@ -54,12 +54,13 @@ class Loaded:
     lines = ["# Resolved configuration; the comment of a value is where it came from."]
     for section in SECTIONS:
       lines += ["", f"{section}:"]
-      for field in dataclasses.fields(getattr(self.config, section)):
-        text = f"{field.name}: {to_text(getattr(getattr(self.config, section), field.name))}"
-        if field.name in inactive:
-          lines.append(f"  # {text}  (no effect: this model has not got {inactive[field.name]})")
+      values = vars(getattr(self.config, section))
+      for key in own_keys(section, self.config.model.decoder_block):
+        text = f"{key}: {to_text(values[key])}"
+        if key in inactive:
+          lines.append(f"  # {text}  (no effect: this model has not got {inactive[key]})")
         else:
-          lines.append(f"  {text}  # {self.origins[f'{section}.{field.name}']}")
+          lines.append(f"  {text}  # {self.origins[f'{section}.{key}']}")
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +120,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
     values["eval_fraction"] = 0.0
     merged["eval_fraction"] = Entry("eval_fraction", merged["eval_fraction"].node, "follows from eval_path")
   _check(values, merged, explicit)
-  config = Config(**{section: cls(**_of_section(values, section)) for section, cls in SECTIONS.items()})
+  config = Config(**{section: make_section(section, values) for section in SECTIONS})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
   if theirs or is_base(str(path)):
     said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not of_model[leaf])
@@ -137,6 +138,26 @@ def base_values() -> MappingProxyType[str, object]:
   if problems:
     raise error_of(problems)
   return MappingProxyType(values)
+
+
+@functools.cache
+def own_keys(section: str, decoder_block: str) -> tuple[str, ...]:
+  """The keys of a section that a family has, in the order of ``configs/base.yml``."""
+  return tuple(
+    leaf
+    for leaf in _base_entries()
+    if leaf in LEAVES and LEAVES[leaf][0] == section and decoder_block in FAMILIES_OF_KEY.get(leaf, (decoder_block,))
+  )
+
+
+def make_section(section: str, values: Entries[str, Any]) -> Any:
+  """A section out of values by leaf name; what is not among them has the default of ``configs/base.yml``.
+
+  Raises:
+    InvalidSectionError: values that contradict each other.
+  """
+  whole: dict[str, Any] = {**base_values(), **values}
+  return section_type(section, whole["decoder_block"])(**_of_section(whole, section))
 
 
 def is_base(path: str) -> bool:
@@ -272,16 +293,18 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
   return values
 
 
-def _of_section(values: dict[str, Any], section: str) -> dict[str, Any]:
-  return {leaf: values[leaf] for leaf, (s, _) in LEAVES.items() if s == section}
+def _of_section(values: Entries[str, Any], section: str) -> dict[str, Any]:
+  kind = section_type(section, values["decoder_block"])
+  return {field.name: values[field.name] for field in dataclasses.fields(kind)}
 
 
 def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset[str]) -> None:
   """Raises one error with every problem of every section and among them, each with the places of its values."""
-  sections = {name: _unchecked(cls, _of_section(values, name)) for name, cls in SECTIONS.items()}
+  block = values["decoder_block"]
+  sections = {name: _unchecked(section_type(name, block), _of_section(values, name)) for name in SECTIONS}
   config = _unchecked(Config, sections)
   problems = [problem for section in sections.values() for problem in section.problems()]
-  problems += cross_problems(config, base_values(), explicit)
+  problems += cross_problems(config, values, base_values(), explicit)
   if problems:
     raise error_of([dataclasses.replace(p, where=_places(p.keys, merged)) for p in problems])
 

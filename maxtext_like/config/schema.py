@@ -15,6 +15,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.models.registry import FAMILIES
 
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -369,12 +370,37 @@ class Config:
 
 
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)
-"""Section name to its dataclass, in the order of the files."""
+"""Section name to its dataclass, in the order of the files. Families extend those of ``model:`` and ``vision:``."""
 
-LEAVES: dict[str, tuple[str, object]] = {
-  leaf: (section, kind) for section, cls in SECTIONS.items() for leaf, kind in typing.get_type_hints(cls).items()
-}
-"""Leaf name to its section and type. A leaf's name is unique over all sections."""
+
+def section_type(section: str, decoder_block: str) -> type:
+  """The dataclass of a section in a family of models."""
+  if section == "model":
+    return FAMILIES[decoder_block].config
+  return FAMILIES[decoder_block].vision or VisionConfig if section == "vision" else SECTIONS[section]
+
+
+def _leaves() -> tuple[dict[str, tuple[str, object]], dict[str, tuple[str, ...]]]:
+  """``LEAVES`` and ``FAMILIES_OF_KEY``."""
+  leaves: dict[str, tuple[str, object]] = {}
+  owners: dict[str, list[str]] = {}
+  for section, base in SECTIONS.items():
+    own = {name: {"model": f.config, "vision": f.vision}.get(section) for name, f in FAMILIES.items()}
+    for name, cls in {"": base, **own}.items():
+      kinds = typing.get_type_hints(cls) if cls else {}
+      for leaf in (field.name for field in fields(cls)) if cls else ():
+        known = leaves.setdefault(leaf, (section, kinds[leaf]))
+        assert known == (section, kinds[leaf]), f"{leaf} of {name} has another section or type than {known}"
+        if name:
+          owners.setdefault(leaf, []).append(name)
+  leaves["decoder_block"] = ("model", Literal[tuple(FAMILIES)])
+  return leaves, {leaf: tuple(names) for leaf, names in owners.items() if len(names) < len(FAMILIES)}
+
+
+LEAVES, FAMILIES_OF_KEY = _leaves()
+"""Leaf name to its section and type, over all families, and the families of a key that not every one has.
+
+A leaf's name is unique over all sections."""
 
 LARGEST_INT = 2**31 - 1
 """Sizes and counts meet int32 on the device. Checked while values are read: a rule that loops over layers never ends."""

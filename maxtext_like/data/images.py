@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.vision import PatchVision, SquareVision, VisionConfig
 from maxtext_like.data.files import NotRegularError, open_regular
 from maxtext_like.errors import UserError
 
@@ -66,19 +66,16 @@ def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> d
     "pixel_values" float32 [I, C, side, side] (Gemma 3), or [I, P, 3 * patch ** 2] and "image_position_ids" int32
     [I, P, 2] (Gemma 4), P the most patches that an image can have; padding and empty places are 0 and (-1, -1).
   """
-  if vision.square:
-    side = vision.image_size_for_vit
-    pixels = np.zeros((len(images), 3, side, side), np.float32)
-    for place, image in zip(pixels, images, strict=True):
-      if image is not None:
-        place[:] = image.pixels()
-    return {"pixel_values": pixels}
-  pixels = np.zeros((len(images), vision.max_patches, 3 * vision.patch_size_for_vit**2), np.float32)
-  positions = np.full((len(images), vision.max_patches, 2), -1, np.int32)
+  shapes = {name: (len(images), *shape) for name, shape in vision.image_shapes().items()}
+  arrays: dict[str, np.ndarray] = {"pixel_values": np.zeros(shapes["pixel_values"], np.float32)}
+  if "image_position_ids" in shapes:
+    arrays["image_position_ids"] = np.full(shapes["image_position_ids"], -1, np.int32)
   for i, image in enumerate(images):
     if image is not None:
-      pixels[i, : len(image.levels)], positions[i, : len(image.levels)] = image.pixels(), image.positions()
-  return {"pixel_values": pixels, "image_position_ids": positions}
+      arrays["pixel_values"][i, : len(image.levels)] = image.pixels()
+      if "image_position_ids" in arrays:
+        arrays["image_position_ids"][i, : len(image.levels)] = image.positions()
+  return arrays
 
 
 def require_pillow() -> None:
@@ -140,10 +137,11 @@ def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
   """An RGB image for the tower of ``vision``."""
   from PIL.Image import Resampling
 
-  if vision.square:
+  if isinstance(vision, SquareVision):
     side = vision.image_size_for_vit
     levels = np.asarray(image.resize((side, side), Resampling.BILINEAR)).transpose(2, 0, 1)
     return TowerImage(np.ascontiguousarray(levels), 0, vision.vision_output_length)
+  assert isinstance(vision, PatchVision), "the two kinds of towers"
   p = vision.patch_size_for_vit
   height, width = patched_size(image.height, image.width, vision)
   if (width, height) != image.size:
@@ -153,7 +151,7 @@ def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
   return TowerImage(grid.reshape(rows * columns, -1), columns, rows * columns // vision.pooling_size_for_vit**2)
 
 
-def patched_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
+def patched_size(height: int, width: int, vision: PatchVision) -> tuple[int, int]:
   """(height, width) that Gemma 4 gives an image: whole squares of pooled patches, at most ``max_patches``, same shape.
 
   A side that would be less than one square is one square, and the other as many as fit the ratio and the tokens.

@@ -322,6 +322,8 @@ class DataSource:
     saved = {"special_tokens_in_text": "literal"} | state["identity"]  # what there was before the key
     if self.tokenizer is None:
       saved = state["identity"]
+    if "vision" in self.identity and "vision" in saved:  # once it had the keys of every tower
+      saved = saved | {"vision": {key: value for key, value in saved["vision"].items() if key in self.identity["vision"]}}
     if changed := differences(saved, self.identity):
       listed = "\n  ".join(changed)
       if saved.get("eval_fraction") != self.identity.get("eval_fraction"):

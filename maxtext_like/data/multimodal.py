@@ -41,7 +41,7 @@ def interleave(
   assert vision.boi_token_id is not None  # VisionConfig has seen to it
   assert vision.image_token_id is not None
   assert vision.eoi_token_id is not None
-  frame, ids, spans = "\n\n" if vision.square else "", [], []
+  frame, ids, spans = vision.frame, [], []
   for i, part in enumerate(parts):
     ids += encode((frame if i else "") + part + (frame if i < len(images) else ""))
     if i < len(images):
@@ -134,4 +134,4 @@ class Multimodal:
     v = self.vision
     keys = ("image_size_for_vit", "patch_size_for_vit", "pooling_size_for_vit", "vision_output_length", "image_token_id")
     keys += ("boi_token_id", "eoi_token_id", "image_placeholder", "images_field", "max_images_per_row")
-    return {key: getattr(v, key) for key in keys}
+    return {key: getattr(v, key) for key in keys if hasattr(v, key)}

@@ -54,7 +54,7 @@ def build_decoder(
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy)
-  if vision is not None and model.decoder_block == "gemma4" and model.pad_token_id is not None:
+  if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:
     assert vision.image_token_id is not None  # VisionConfig has seen to it

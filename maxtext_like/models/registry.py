@@ -7,13 +7,18 @@ configuration may read a family's fields without JAX.
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from maxtext_like.config.model import ModelConfig
+  from maxtext_like.config.vision import VisionConfig
 
 
 @dataclass(frozen=True)
 class Family:
   """A family of models: the ``decoder_block`` of a configuration and the package that holds
 
+  - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images.
 
   Attributes:
@@ -26,6 +31,16 @@ class Family:
 
   def _part(self, name: str) -> ModuleType:
     return importlib.import_module(f"{self.package}.{name}")
+
+  @property
+  def config(self) -> "type[ModelConfig]":
+    """What ``model:`` is made into."""
+    return self._part("config").Config
+
+  @property
+  def vision(self) -> "type[VisionConfig] | None":
+    """What ``vision:`` is made into; None: the family has no tower."""
+    return getattr(self._part("config"), "Vision", None)
 
   @property
   def decoder(self) -> Any:

@@ -63,7 +63,7 @@ def _complete(stored: dict[str, Any]) -> dict[str, Any]:
 def _of_the_schedule(restored: Restored, now: TrainingConfig) -> Iterator[str]:
   """The learning rate of the next step beside what the checkpoint's configuration would give."""
   try:
-    then: TrainingConfig = section(TrainingConfig, restored.config)
+    then: TrainingConfig = section("training", restored.config)
   except InvalidSectionError as error:
     yield f"note    the checkpoint's schedule cannot be compared, this version refuses its values: {error}"
     return

@@ -122,11 +122,8 @@ class Program:
     if v.use_multimodal:
       images = (rows, v.max_images_per_row)
       shapes["token_types"] = (rows, length, jnp.int32)
-      if v.square:
-        shapes["pixel_values"] = (*images, 3, v.image_size_for_vit, v.image_size_for_vit, jnp.float32)
-      else:
-        shapes["pixel_values"] = (*images, v.max_patches, 3 * v.patch_size_for_vit**2, jnp.float32)
-        shapes["image_position_ids"] = (*images, v.max_patches, 2, jnp.int32)
+      for name, shape in v.image_shapes().items():
+        shapes[name] = (*images, *shape, jnp.float32 if name == "pixel_values" else jnp.int32)
     return {k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding) for k, (*shape, dtype) in shapes.items()}
 
   @functools.cached_property
@@ -255,8 +252,8 @@ def make_program(
     )
   loss = LossLayer(decoder, t.z_loss_multiplier, pieces)
   optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
-  # Where a mask or the dense warm-up says what is trained, the biases of the routers stay as they are.
-  everything = not t.trainable_parameters_mask and (not config.model.use_indexer or config.model.indexer_sparse_training)
+  # Where a mask or the model says what is trained, the biases of the routers stay as they are.
+  everything = not t.trainable_parameters_mask and not config.model.trained_part
   step = TrainStep(
     apply=make_apply(loss, t.module_api if module_api is None else module_api),
     selection=selection,
@@ -266,7 +263,7 @@ def make_program(
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,
     grad_dtype=config.precision.grad_dtype,
-    router_bias=find_router_bias(decoder, config.model.routed_bias_update_rate) if everything else None,
+    router_bias=find_router_bias(decoder, config.model.router_bias_rate) if everything else None,
     probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     careful=not usually_proved(t, config.precision.weight_dtype),

@@ -59,20 +59,20 @@ def select(decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str
   Args:
     decoder: for the names of parameters.
     spec: ``decoder.params()``.
-    model: with ``indexer_sparse_training: false`` (dense warm-up) the indexer alone is trained.
+    model: may have one part of a layer trained alone, as the indexer of DeepSeek V3.2 in its dense warm-up.
     patterns: regular expressions, searched in names like ``layers.7.mlp.down``; none: all.
 
   Raises:
     UserError: nothing would be trained, or a pattern fits no parameter.
   """
-  warm_up = model.use_indexer and not model.indexer_sparse_training
+  part, why = model.trained_part or ("", "")
   compiled = [re.compile(p) for p in patterns]
   used = dict.fromkeys(patterns, False)
 
   def wanted(name: str) -> bool:
     hits = [c for c in compiled if c.search(name)]
     used.update((c.pattern, True) for c in hits)
-    return bool(hits or not compiled) and (not warm_up or ".indexer." in name)
+    return bool(hits or not compiled) and (not part or f".{part}." in name)
 
   leaves, rows = [], []
   for path, p in jax.tree_util.tree_leaves_with_path(spec):
@@ -88,7 +88,6 @@ def select(decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str
       f"{', '.join(names[:2])}, {names[-1]}"
     )
   if not any(leaves):
-    why = "the dense warm-up (indexer_sparse_training: false) trains the indexer alone" if warm_up else ""
     raise UserError(
       f"nothing would be trained: trainable_parameters_mask {list(patterns)} leaves no trainable parameter"
       + (f", since {why}" if why else "; arrays such as layer_scalar and the router's bias are never trained by gradient")

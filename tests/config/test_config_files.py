@@ -62,7 +62,7 @@ def test_labels_are_short(monkeypatch, tmp_path):
 
 def test_an_installed_wheel_finds_its_own_copy(tmp_path):
   # What the wheel holds: the package without the checkout around it, configs/ inside (pyproject's force-include).
-  for part in ("config", "layers"):
+  for part in ("config", "layers", "models"):
     shutil.copytree(ROOT / "maxtext_like" / part, tmp_path / "maxtext_like" / part)
   shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
   for name in ("__init__.py", "errors.py"):

@@ -187,7 +187,7 @@ def test_maxtext_file_is_the_same_model(name, load):
     del theirs[key], ours[key]
   if name in E2B_CAUSAL:  # FILES say so themselves
     assert theirs["use_bidirectional_image_attn"] is False
-  if ours["query_pre_attn_scalar"] == ours["head_dim"]:  # null means the same
+  if ours["decoder_block"] == "gemma3" and ours["query_pre_attn_scalar"] == ours["head_dim"]:  # null means the same
     ours["query_pre_attn_scalar"] = None
   assert theirs == ours
   their_tower, our_tower = (dataclasses.asdict(c.vision) for c in (loaded.config, load_config(name).config))
@@ -262,7 +262,7 @@ def test_what_is_not_supported_is_named_with_its_line(name, key, value, reason, 
     ("deepseek3-671b", {"n_routing_groups": -1, "topk_routing_group": -1}, {"n_routing_groups": 1}),
     ("deepseek3-671b", {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 0.7}),
     ("deepseek3-671b", {"norm_topk_prob": "false"}, {"norm_topk_prob": True}),
-    ("deepseek3-671b", {"head_dim": 128}, {"head_dim": 0}),
+    ("deepseek3-671b", {"head_dim": 128}, {"v_head_dim": 128}),
     ("gemma4-e2b", {"global_num_kv_heads": 0}, {"global_num_kv_heads": None}),
     ("gemma4-31b", {"final_logits_soft_cap": 0.0}, {"final_logits_soft_cap": None}),
     ("gemma4-31b", {"num_experts": 1}, {"num_experts": 0}),

@@ -1,10 +1,12 @@
 """Rules over sections: conflicts are listed together, each with both places and a remedy; useless keys are refused (F54)."""
 
+from typing import Any
+
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.config.rules import FAMILIES_OF_KEY, inactive_precision_keys
-from maxtext_like.config.schema import LEAVES
+from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES
 from maxtext_like.errors import UserError
 
 
@@ -93,7 +95,7 @@ def test_a_precision_flag_that_the_model_has_no_use_for_is_refused(name, key, va
 def test_the_indexer_flag_belongs_to_every_deepseek(value):
   config = load_config("deepseek3-tiny", [f"indexer_float32_logits={value}"]).config
   assert config.precision.indexer_float32_logits is (value == "true")
-  assert not config.model.use_indexer
+  assert not config.model.has("indexer")
 
 
 def test_inactive_precision_keys_are_keys():
@@ -102,7 +104,7 @@ def test_inactive_precision_keys_are_keys():
 
 
 def test_keys_of_families_are_model_keys():
-  assert all(LEAVES[key][0] == "model" for key in FAMILIES_OF_KEY)
+  assert {LEAVES[key][0] for key in FAMILIES_OF_KEY} == {"model", "vision"}
 
 
 def test_what_nothing_looks_up_may_lie_beyond_the_vocabulary():
@@ -111,6 +113,7 @@ def test_what_nothing_looks_up_may_lie_beyond_the_vocabulary():
 
 
 def test_numbers_of_experts_mean_what_they_say_outside_maxtexts_files():
-  one = load_config("gemma4-moe-tiny", ["num_experts=1", "num_experts_per_tok=1"]).config.model
+  one: Any = load_config("gemma4-moe-tiny", ["num_experts=1", "num_experts_per_tok=1"]).config.model
   assert one.num_experts == 1
-  assert load_config("deepseek3-tiny", ["shared_experts=0"]).config.model.shared_experts == 0
+  none: Any = load_config("deepseek3-tiny", ["shared_experts=0"]).config.model
+  assert none.shared_experts == 0

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def _record():
 record = _record()
 EXPECTED = dict(np.load(GOLDEN / "processors.npz"))
 GEMMA3 = load_config("gemma3-4b").config.vision
-GEMMA4 = load_config("gemma4-31b").config.vision
+GEMMA4: Any = load_config("gemma4-31b").config.vision
 NAMES = [f"{h}x{w}" for h, w in record.SIZES] + ["photo"]
 
 
@@ -83,7 +84,8 @@ def test_gemma_4_as_transformers(name: str, tokens: int, tmp_path: Path):
 @pytest.mark.parametrize("seed", range(50))
 def test_any_size_gives_whole_squares_within_the_tokens(seed: int):
   height, width = np.exp(np.random.default_rng(seed).uniform(0, 9, 2)).astype(int)
-  for vision in (GEMMA4, load_config("gemma4-tiny").config.vision):
+  tiny: Any = load_config("gemma4-tiny").config.vision
+  for vision in (GEMMA4, tiny):
     square = vision.pooling_size_for_vit * vision.patch_size_for_vit
     down, across = (side // square for side in patched_size(int(height), int(width), vision))
     assert patched_size(int(height), int(width), vision) == (down * square, across * square)

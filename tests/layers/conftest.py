@@ -1,6 +1,5 @@
 """Tiny models of every family, parameters that are nowhere trivial, and a batch; all sizes unequal."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.config.load import base_values
+from maxtext_like.config.load import make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
@@ -111,14 +110,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(_OF_FAMILY)
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-  fields = ModelConfig.__dataclass_fields__
-  return {key: value for key, value in base_values().items() if key in fields}
-
-
 def _tiny_model(family: str, **changes) -> ModelConfig:
-  return ModelConfig(**{**_defaults(), **_SIZES, **_OF_FAMILY[family], **changes})
+  return make_section("model", {**_SIZES, **_OF_FAMILY[family], **changes})
 
 
 def _tiny_decoder(family: str, *, precision: dict | None = None, changes: dict | None = None, **build):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -192,7 +193,7 @@ def test_both_faces_give_bitwise_the_same():
 @pytest.mark.parametrize("name", list(CASES)[1:])
 def test_rotary_table_of_the_tower(name: str):
   _, loaded = load_checkpoint_config(GOLDEN / name / "checkpoint")
-  vision = loaded.config.vision
+  vision: Any = loaded.config.vision
   got = inverse_frequencies(RopeConfig(dim=vision.head_dim // 2, theta=vision.rope_theta_for_vit))
   np.testing.assert_array_max_ulp(got, VisionCase(name).expected["fp32.base.rope.vision_inv_freq"], maxulp=1)
 

@@ -131,7 +131,7 @@ def require_same_model(
   theirs = dataclasses.replace(model, **config.model)
   if not config.has_tower or theirs.decoder_block == "gemma4":
     names.discard("use_bidirectional_image_attn")  # without a tower there are no images
-  pairs = {key: (_meaning(theirs, key), _meaning(model, key)) for key in sorted(names)}
+  pairs = {key: (theirs.effective(key), model.effective(key)) for key in sorted(names)}
   if vision is not None and config.model_type == "gemma4":
     # What lies beyond the vocabulary never occurs where there is no placeholder.
     known = range(model.vocab_size)
@@ -150,20 +150,6 @@ def require_same_model(
       f"{printable(directory)}: a checkpoint of another model:\n" + "\n".join(lines) + "\n"
       "  fix: train a model file with the checkpoint's values; maxtext-like import writes one"
     )
-
-
-def _meaning(model: ModelConfig, key: str) -> Any:
-  """A value with its default filled in, where leaving it out means another key's value."""
-  value = getattr(model, key)
-  if key == "layer_types":
-    return model.attention_types() if model.decoder_block != "deepseek" else None
-  if (key == "query_pre_attn_scalar" and model.decoder_block == "gemma3") or key == "global_head_dim":
-    return model.head_dim if value is None else value
-  if key == "global_num_kv_heads":
-    return model.num_kv_heads if value is None else value
-  if key == "vocab_size_per_layer_input" and model.hidden_size_per_layer_input:
-    return model.vocab_size if value is None else value
-  return value
 
 
 def _float8_block(top: Fields) -> tuple[int, int]:
@@ -186,7 +172,7 @@ def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = 
   if model.decoder_block == "deepseek":
     config = write_deepseek(model)
   else:
-    config = write_gemma(model, model.attention_types())
+    config = write_gemma(model)
   if vision is not None and vision.use_multimodal:
     config = with_tower(config, model, vision)
   return config | {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

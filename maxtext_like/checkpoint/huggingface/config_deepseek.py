@@ -6,7 +6,6 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
-from maxtext_like.config.model import ModelConfig
 
 
 def read_deepseek(top: Fields) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
   }
 
 
-def write_deepseek(model: ModelConfig) -> dict[str, Any]:
+def write_deepseek(model: Any) -> dict[str, Any]:
   """config.json, in the Hub's form, of a DeepSeek V3 or V3.2."""
   config: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM" if model.use_indexer else "DeepseekV3ForCausalLM"],

@@ -6,7 +6,6 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
-from maxtext_like.config.model import ModelConfig
 
 _KINDS = {"sliding_attention": "sliding", "full_attention": "global"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -40,7 +39,6 @@ def _common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
     "logits_via_embedding": top.boolean("tie_word_embeddings", True, null=_null_is_untied(top)),
     "max_position_embeddings": text.integer("max_position_embeddings", 131072),
     "final_logits_soft_cap": cap or None,
-    "attention_bias": False,
     "sliding_window_size": text.integer("sliding_window", defaults["sliding_window"]),
     "pad_token_id": text.token("pad_token_id", 0),
     "bos_token_id": text.token("bos_token_id", 2),
@@ -210,8 +208,8 @@ def _gemma4_experts(text: Fields) -> dict[str, Any]:
   return sizes | {"norm_topk_prob": True}
 
 
-def write_gemma(model: ModelConfig, types: tuple[str, ...]) -> dict[str, Any]:
-  """config.json, in the Hub's form, of a text-only Gemma 3 or 4. ``types``: sliding or global, for every layer."""
+def write_gemma(model: Any) -> dict[str, Any]:
+  """config.json, in the Hub's form, of a text-only Gemma 3 or 4."""
   gemma4 = model.decoder_block == "gemma4"
   config = {
     "architectures": ["Gemma4ForCausalLM" if gemma4 else "Gemma3ForCausalLM"],
@@ -226,7 +224,7 @@ def write_gemma(model: ModelConfig, types: tuple[str, ...]) -> dict[str, Any]:
     "num_attention_heads": model.num_query_heads,
     "num_key_value_heads": model.num_kv_heads,
     "head_dim": model.head_dim,
-    "layer_types": [_NAMES[kind] for kind in types],
+    "layer_types": [_NAMES[kind] for kind in model.attention_types()],
     "sliding_window": model.sliding_window_size,
     "max_position_embeddings": model.max_position_embeddings,
     "rms_norm_eps": model.normalization_layer_epsilon,
@@ -239,7 +237,7 @@ def write_gemma(model: ModelConfig, types: tuple[str, ...]) -> dict[str, Any]:
   return config | (_write_gemma4(model) if gemma4 else _write_gemma3(model))
 
 
-def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
+def _write_gemma3(model: Any) -> dict[str, Any]:
   factor = model.rope_linear_scaling_factor
   scalar = model.head_dim if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar
   return {
@@ -253,7 +251,7 @@ def _write_gemma3(model: ModelConfig) -> dict[str, Any]:
   }
 
 
-def _write_gemma4(model: ModelConfig) -> dict[str, Any]:
+def _write_gemma4(model: Any) -> dict[str, Any]:
   moe = model.num_experts > 0
   return {
     "attention_k_eq_v": model.share_kv_projections,

@@ -7,7 +7,6 @@ from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.vision import VisionConfig
 
 PLACEHOLDERS = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
 """Gemma 4's tokens that are looked up as padding, whether there is a tower or not, and the class's defaults."""
@@ -86,7 +85,7 @@ def _read_gemma4(top: Fields, vision: Fields) -> dict[str, Any]:
   }
 
 
-def with_tower(text: dict[str, Any], model: ModelConfig, vision: VisionConfig) -> dict[str, Any]:
+def with_tower(text: dict[str, Any], model: ModelConfig, vision: Any) -> dict[str, Any]:
   """config.json, in the Hub's form, of a model with a tower. ``text``: that of its text model alone."""
   gemma4 = model.decoder_block == "gemma4"
   nested = {key: value for key, value in text.items() if key != "architectures"}
@@ -104,7 +103,7 @@ def with_tower(text: dict[str, Any], model: ModelConfig, vision: VisionConfig) -
   return config | ({"audio_config": None} if gemma4 else {"mm_tokens_per_image": vision.vision_output_length})
 
 
-def _write_gemma3(vision: VisionConfig) -> dict[str, Any]:
+def _write_gemma3(vision: Any) -> dict[str, Any]:
   return {
     "model_type": "siglip_vision_model",
     "attention_dropout": 0.0,
@@ -121,7 +120,7 @@ def _write_gemma3(vision: VisionConfig) -> dict[str, Any]:
   }
 
 
-def _write_gemma4(vision: VisionConfig) -> dict[str, Any]:
+def _write_gemma4(vision: Any) -> dict[str, Any]:
   return {
     "model_type": "gemma4_vision",
     "attention_bias": False,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.vision import PatchVision, SquareVision, VisionConfig
 from maxtext_like.errors import UserError
 
 IMAGE_INPUTS = ("pixel_values", "image_position_ids")
@@ -45,11 +45,12 @@ def image_batch(
     why = "use_multimodal is false" if vision and vision.hidden_size_for_vit else "its config.json has no vision_config"
     raise UserError(f"{where}: pixel_values: the model has no vision tower ({why})")
   batch = {"pixel_values": _pixels(arrays["pixel_values"], where, vision)}
-  if vision.square:
+  if isinstance(vision, SquareVision):
     if "image_position_ids" in arrays:
       raise UserError(f"{where}: image_position_ids: the tower of Gemma 3 has images of one size and takes none")
     features = len(batch["pixel_values"]) * vision.vision_output_length
   else:
+    assert isinstance(vision, PatchVision), "the two kinds of towers"
     batch["image_position_ids"] = _positions(arrays, where, vision, batch["pixel_values"].shape[:2])
     features = _pooled_tokens(batch["image_position_ids"], vision.pooling_size_for_vit)
   placed = int((tokens == vision.image_token_id).sum())
@@ -79,10 +80,11 @@ def _token_types(arrays: Mapping[str, np.ndarray], shape: tuple[int, ...], where
 def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
   if pixels.dtype.kind != "f":
     raise UserError(f"{where}: pixel_values: dtype {pixels.dtype}, expected floating point, as the processor makes them")
-  if vision.square:
+  if isinstance(vision, SquareVision):
     side = vision.image_size_for_vit
     fits, expected = pixels.ndim == 4 and pixels.shape[1:] == (3, side, side), f"[images, 3, {side}, {side}]"
   else:
+    assert isinstance(vision, PatchVision), "the two kinds of towers"
     size, squares = 3 * vision.patch_size_for_vit**2, vision.pooling_size_for_vit**2
     fits = pixels.ndim == 3 and pixels.shape[2] == size and pixels.shape[1] > 0 and pixels.shape[1] % squares == 0
     expected = f"[images, patches, {size}], patches a multiple of {squares}"
@@ -93,7 +95,7 @@ def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
   return np.ascontiguousarray(pixels, np.float32)
 
 
-def _positions(arrays: Mapping[str, np.ndarray], where: str, vision: VisionConfig, shape: tuple[int, ...]) -> np.ndarray:
+def _positions(arrays: Mapping[str, np.ndarray], where: str, vision: PatchVision, shape: tuple[int, ...]) -> np.ndarray:
   if "image_position_ids" not in arrays:
     raise UserError(f"{where}: pixel_values without image_position_ids, which the tower of Gemma 4 needs")
   positions, rows = arrays["image_position_ids"], vision.num_position_embeddings_for_vit

@@ -1,6 +1,5 @@
 """DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
 
-from maxtext_like.config.model import ModelConfig
 from maxtext_like.layers.blocks import DeepSeekLayer, DeepSeekLayerConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
@@ -12,9 +11,10 @@ from maxtext_like.layers.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
+from maxtext_like.models.deepseek.config import Config
 
 
-def _rope(m: ModelConfig) -> RopeConfig:
+def _rope(m: Config) -> RopeConfig:
   return RopeConfig(
     dim=m.qk_rope_head_dim,
     theta=m.rope_max_timescale,
@@ -29,7 +29,7 @@ def _rope(m: ModelConfig) -> RopeConfig:
   )
 
 
-def _attention(m: ModelConfig, kernel: Choice, platform: str) -> MLAConfig:
+def _attention(m: Config, kernel: Choice, platform: str) -> MLAConfig:
   indexer = None
   if m.use_indexer:
     indexer = IndexerConfig(
@@ -58,9 +58,7 @@ def _attention(m: ModelConfig, kernel: Choice, platform: str) -> MLAConfig:
   )
 
 
-def decoder(
-  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
-) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
   """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
   mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
   moe = None

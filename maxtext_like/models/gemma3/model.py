@@ -1,7 +1,5 @@
 """Gemma 3: the configuration of every layer, of what stands around them, and of the vision tower."""
 
-from maxtext_like.config.model import LayerType, ModelConfig
-from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
 from maxtext_like.layers.decoder import DecoderConfig
@@ -12,16 +10,17 @@ from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
+from maxtext_like.models.gemma3.config import Config, LayerType, Vision
 
 
-def _rope(m: ModelConfig, kind: LayerType) -> RopeConfig:
+def _rope(m: Config, kind: LayerType) -> RopeConfig:
   if kind == "sliding":
     return RopeConfig(dim=m.head_dim, theta=m.local_rope_max_timescale)
   factor = m.rope_linear_scaling_factor if m.rope_type == "linear" else 1.0
   return RopeConfig(dim=m.head_dim, theta=m.rope_max_timescale, kind="linear", factor=factor)
 
 
-def _layer(m: ModelConfig, kind: LayerType, kernel: Choice, platform: str) -> GemmaLayerConfig:
+def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> GemmaLayerConfig:
   attention = AttentionConfig(
     emb_dim=m.emb_dim,
     num_query_heads=m.num_query_heads,
@@ -44,9 +43,7 @@ def _layer(m: ModelConfig, kind: LayerType, kernel: Choice, platform: str) -> Ge
   )
 
 
-def decoder(
-  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
-) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
   """What surrounds the layers, and the layers."""
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim, scale_by_sqrt_dim=True),
@@ -58,7 +55,7 @@ def decoder(
   return cfg, tuple(GemmaLayer(_layer(m, kind, kernel, platform), precision) for kind in m.attention_types())
 
 
-def tower(m: ModelConfig, v: VisionConfig) -> SiglipConfig:
+def tower(m: Config, v: Vision) -> SiglipConfig:
   """The tower and projector that belong to a decoder."""
   return SiglipConfig(
     image_size=v.image_size_for_vit,

@@ -1,7 +1,5 @@
 """Gemma 4: the configuration of every layer, of what stands around them, and of the vision tower."""
 
-from maxtext_like.config.model import LayerType, ModelConfig
-from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
 from maxtext_like.layers.decoder import DecoderConfig
@@ -13,14 +11,16 @@ from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
+from maxtext_like.models.gemma3.config import LayerType
+from maxtext_like.models.gemma4.config import Config, Vision
 
 
-def layer_types(m: ModelConfig) -> tuple[LayerType, ...]:
+def layer_types(m: Config) -> tuple[LayerType, ...]:
   """Sliding or global, for every layer; the last one is always global."""
   return (*m.attention_types()[:-1], "global")
 
 
-def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Choice, platform: str) -> AttentionConfig:
+def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platform: str) -> AttentionConfig:
   head_dim, kv_heads = m.head_dim, m.num_kv_heads
   if kind == "sliding":
     rope = RopeConfig(dim=head_dim, theta=m.local_rope_max_timescale)
@@ -47,7 +47,7 @@ def _attention(m: ModelConfig, kind: LayerType, shared: bool, kernel: Choice, pl
   )
 
 
-def _experts(m: ModelConfig) -> MoEConfig | None:
+def _experts(m: Config) -> MoEConfig | None:
   if not m.num_experts:
     return None
   return MoEConfig(
@@ -62,9 +62,7 @@ def _experts(m: ModelConfig) -> MoEConfig | None:
   )
 
 
-def decoder(
-  m: ModelConfig, precision: Precision, kernel: Choice, platform: str
-) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
   """What surrounds the layers, and the layers."""
   types, moe = layer_types(m), _experts(m)
   first_shared = m.num_decoder_layers - m.num_kv_shared_layers
@@ -107,7 +105,7 @@ def decoder(
   return cfg, tuple(layers)
 
 
-def tower(m: ModelConfig, v: VisionConfig) -> Gemma4VisionConfig:
+def tower(m: Config, v: Vision) -> Gemma4VisionConfig:
   """The tower and projector that belong to a decoder."""
   return Gemma4VisionConfig(
     patch_size=v.patch_size_for_vit,

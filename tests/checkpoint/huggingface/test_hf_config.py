@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config, require_same_model
-from maxtext_like.config.load import base_values, load_config
+from maxtext_like.config.load import load_config, make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
 
@@ -17,8 +17,7 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config_as_saved_by_tr
 
 
 def build(values: dict[str, Any]) -> ModelConfig:
-  base: dict[str, Any] = dict(base_values())
-  return ModelConfig(**{field.name: (base | values)[field.name] for field in dataclasses.fields(ModelConfig)})
+  return make_section("model", values)
 
 
 def hub(case: str) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """``vision_config`` of a config.json: both forms give one tower, it is written back, and what is not supported is refused."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config
-from maxtext_like.config.load import base_values, load_config
-from maxtext_like.config.model import ModelConfig
+from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, export_config, interpret, read_config
+from maxtext_like.config.load import load_config, make_section
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 
@@ -17,9 +15,8 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = ["gemma3_vision", "gemma4_vision_large", "gemma4_vision_small", "stress_fp16_vision"]
 
 
-def section(kind: Any, values: dict[str, Any]) -> Any:
-  base: dict[str, Any] = dict(base_values())
-  return kind(**{field.name: (base | values)[field.name] for field in dataclasses.fields(kind)})
+def vision_of(config: HuggingFaceConfig, **changes: Any) -> VisionConfig:
+  return make_section("vision", config.model | config.vision | changes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,7 +25,7 @@ def test_both_forms_give_the_same_tower_and_it_is_written_back(case: str):
   from_hub, from_saved = read_config(GOLDEN / case / "checkpoint"), interpret(saved, "saved")
   assert from_hub.vision == from_saved.vision
   assert from_hub.vision["hidden_size_for_vit"] > 0
-  model, vision = section(ModelConfig, from_hub.model), section(VisionConfig, from_hub.vision | {"use_multimodal": True})
+  model, vision = make_section("model", from_hub.model), vision_of(from_hub, use_multimodal=True)
   exported = json.loads(json.dumps(export_config(model, "bfloat16", vision)))
   again = interpret(exported, "exported")
   assert again.vision == from_hub.vision
@@ -42,8 +39,8 @@ def test_a_text_model_has_no_tower():
   nested = read_config(GOLDEN / "gemma4_moe" / "checkpoint")
   assert not nested.has_tower
   assert nested.vision == {"image_token_id": 10000, "video_token_id": 10003, "audio_token_id": 10004}
-  model = section(ModelConfig, read_config(GOLDEN / "gemma3_text" / "checkpoint").model)
-  assert "vision_config" not in export_config(model, "bfloat16", section(VisionConfig, {}))
+  model = make_section("model", read_config(GOLDEN / "gemma3_text" / "checkpoint").model)
+  assert "vision_config" not in export_config(model, "bfloat16", vision_of(nested))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +63,8 @@ def test_a_text_model_has_no_tower():
 )
 def test_released_files_are_our_model_files(name: str, vision: dict[str, Any], top: dict[str, Any]):
   """Sparse, as the Hub's are: the rest are defaults of the classes."""
-  found = interpret(top | {"text_config": {}, "vision_config": vision}, "config.json").vision
-  assert section(VisionConfig, found) == load_config(name).config.vision
+  found = interpret(top | {"text_config": {}, "vision_config": vision}, "config.json")
+  assert vision_of(found) == load_config(name).config.vision
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Tensors of the towers: every spelling is read, every value comes back bit for bit, what does not fit is listed."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +12,7 @@ from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.config.load import base_values
-from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.load import make_section
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
@@ -27,15 +23,10 @@ CASES = ["gemma3_vision", "gemma4_vision_large", "gemma4_vision_small"]
 NAMES = {np.dtype(np.float32): "F32", np.dtype(jax.numpy.bfloat16): "BF16"}
 
 
-def section(kind: Any, values: dict[str, Any]) -> Any:
-  base: dict[str, Any] = dict(base_values())
-  return kind(**{field.name: (base | values)[field.name] for field in dataclasses.fields(kind)})
-
-
 def decoder_of(directory: Path) -> Decoder:
   config = read_config(directory)
-  vision = section(VisionConfig, config.vision | {"use_multimodal": True})
-  return build_decoder(section(ModelConfig, config.model), Precision(weight_dtype="bfloat16"), vision=vision)
+  vision = make_section("vision", config.model | config.vision | {"use_multimodal": True})
+  return build_decoder(make_section("model", config.model), Precision(weight_dtype="bfloat16"), vision=vision)
 
 
 def stored(case: str) -> dict[str, np.ndarray]:
@@ -133,5 +124,5 @@ def test_sound_is_noted_beside_the_tower(tmp_path: Path):
 
 def test_the_table_has_no_vision_without_a_tower():
   config = read_config(GOLDEN / "gemma3_vision" / "checkpoint")
-  decoder = build_decoder(section(ModelConfig, config.model), Precision())
+  decoder = build_decoder(make_section("model", config.model), Precision())
   assert not [tensor for tensor in tensor_table(decoder, deepseek=False) if is_vision(tensor.name)]

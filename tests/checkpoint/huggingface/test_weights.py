@@ -1,6 +1,5 @@
 """Tensors of every golden checkpoint find their parameters and back; what does not fit is listed by name."""
 
-import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -20,8 +19,7 @@ from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.weights import Weights, load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.config.load import base_values, load_config
-from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.load import load_config, make_section
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, shardings
@@ -37,9 +35,7 @@ def checkpoint(case: str) -> Path:
 
 
 def decoder_of(config: HuggingFaceConfig, **precision: Any) -> Decoder:
-  base: dict[str, Any] = dict(base_values())
-  names = [field.name for field in dataclasses.fields(ModelConfig)]
-  return build_decoder(ModelConfig(**{name: (base | config.model)[name] for name in names}), Precision(**precision))
+  return build_decoder(make_section("model", config.model), Precision(**precision))
 
 
 def load(directory: Path, **precision: Any) -> tuple[Decoder, Weights, dict]:

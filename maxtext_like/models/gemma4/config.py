@@ -1,0 +1,143 @@
+"""The keys of Gemma 4 in ``model:`` and ``vision:``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from maxtext_like.config.model import ExpertsConfig, ModelConfig, divides_heads, even
+from maxtext_like.config.problems import Problem, above_zero, at_least
+from maxtext_like.config.vision import PatchVision
+from maxtext_like.models.gemma3.config import GemmaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig, GemmaConfig):
+  """``model:`` of Gemma 4. ``head_dim`` and ``num_kv_heads`` are the sliding layers'."""
+
+  parts = frozenset({"experts", "vision pooler"})
+
+  global_head_dim: int | None
+  global_num_kv_heads: int | None
+  share_kv_projections: bool  # "k_eq_v": global layers take v from the raw k projection
+  num_kv_shared_layers: int
+  use_double_wide_mlp: bool
+  hidden_size_per_layer_input: int
+  vocab_size_per_layer_input: int | None  # None: vocab_size
+  global_rope_proportion: float
+
+  def effective(self, key: str) -> Any:
+    """The value of a key, with what it means filled in where it is left out."""
+    value = super().effective(key)
+    if key == "vocab_size_per_layer_input" and not self.hidden_size_per_layer_input:
+      return value
+    meant = {
+      "global_head_dim": self.head_dim,
+      "global_num_kv_heads": self.num_kv_heads,
+      "vocab_size_per_layer_input": self.vocab_size,
+    }
+    return meant.get(key) if value is None else value
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values, each with the keys that take part."""
+    yield from super().problems()
+    yield from at_least(self, 0, "num_kv_shared_layers", "hidden_size_per_layer_input")
+    yield from at_least(self, 1, "global_head_dim", "global_num_kv_heads", "vocab_size_per_layer_input")
+    yield from divides_heads(self, "global_num_kv_heads")
+    yield from even(self, "global_head_dim")
+    listed = self.layer_types is None or len(self.layer_types) == self.num_decoder_layers
+    if listed and self.num_decoder_layers >= 1 and self.inhomogeneous_layer_cycle_interval >= 1:
+      yield from self._sharing_problems()
+    if not 0 < self.global_rope_proportion <= 1:
+      yield Problem(f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]", ("global_rope_proportion",))
+
+  def _sharing_problems(self) -> Iterator[Problem]:
+    L, types, shared = self.num_decoder_layers, self.attention_types(), self.num_kv_shared_layers
+    if shared >= L:
+      yield Problem(
+        f"num_kv_shared_layers = {shared} of num_decoder_layers = {L}", ("num_kv_shared_layers", "num_decoder_layers"),
+        "the first layers own the keys and values that the rest share, so at least one must be left",
+      )  # fmt: skip
+    elif shared > 0:
+      owners, sharers = types[: L - shared], types[L - shared :]
+      for kind in sorted(set(sharers) - set(owners)):
+        yield Problem(
+          f"a {kind} layer among the last {shared} reuses keys and values, but none of the first {L - shared} is {kind}",
+          ("num_kv_shared_layers", "num_decoder_layers", "inhomogeneous_layer_cycle_interval", "layer_types"),
+          "share fewer layers",
+        )
+
+  def pointless(self) -> Iterator[Problem]:
+    """What can be built, but does nothing or something else than is written."""
+    yield from super().pointless()
+    cycle, L = self.inhomogeneous_layer_cycle_interval, self.num_decoder_layers
+    last_is_sliding = self.layer_types[-1] == "sliding" if self.layer_types else cycle >= 1 and L % cycle != 0
+    if last_is_sliding:
+      keys = ("layer_types",) if self.layer_types else ("num_decoder_layers", "inhomogeneous_layer_cycle_interval")
+      yield Problem(
+        f"the last of {L} layers would be sliding; the last layer of Gemma 4 is global", keys,
+        "make num_decoder_layers a multiple of inhomogeneous_layer_cycle_interval, or end layer_types with global",
+      )  # fmt: skip
+    if self.use_double_wide_mlp and self.num_kv_shared_layers == 0:
+      yield Problem(
+        "use_double_wide_mlp widens the layers that reuse keys and values, and there are none",
+        ("use_double_wide_mlp", "num_kv_shared_layers"),
+        "set num_kv_shared_layers, or a larger mlp_dim",
+      )
+    if self.global_num_kv_heads is not None and not self.share_kv_projections:
+      yield Problem(
+        f"global_num_kv_heads = {self.global_num_kv_heads} without share_kv_projections",
+        ("global_num_kv_heads", "share_kv_projections"),
+        "global layers have their own kv heads only together with share_kv_projections: true",
+      )
+    if self.vocab_size_per_layer_input is not None and self.hidden_size_per_layer_input == 0:
+      yield Problem(
+        f"vocab_size_per_layer_input = {self.vocab_size_per_layer_input} without a per-layer embedding",
+        ("vocab_size_per_layer_input", "hidden_size_per_layer_input"),
+        "set hidden_size_per_layer_input",
+      )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(PatchVision):
+  """``vision:`` of Gemma 4."""
+
+  head_dim_for_vit: int | None  # None: hidden_size_for_vit / num_attention_heads_for_vit
+  rope_theta_for_vit: float
+  standardize_for_vit: bool
+  use_clipped_linears_for_vit: bool
+  video_token_id: int | None  # no video is read, but the token is looked up as padding
+  audio_token_id: int | None  # the same of sound
+
+  @property
+  def head_dim(self) -> int:
+    """Size of a head of the tower."""
+    return self.head_dim_for_vit or super().head_dim
+
+  @property
+  def placeholder_ids(self) -> tuple[int, ...]:
+    """Tokens that stand for images, video and sound, and are looked up as padding wherever they occur."""
+    ids = (self.image_token_id, self.video_token_id, self.audio_token_id)
+    return tuple(token for token in ids if token is not None)
+
+  def divides_heads(self) -> Iterator[Problem]:
+    """A problem where the width of the tower has to be divided among its heads, and cannot be."""
+    if self.head_dim_for_vit is None:
+      for problem in super().divides_heads():
+        yield replace(problem, fix="set head_dim_for_vit, or make it divisible")
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values, each with the keys that take part."""
+    yield from super().problems()
+    yield from at_least(self, 0, "video_token_id", "audio_token_id")
+    yield from at_least(self, 1, "head_dim_for_vit")
+    yield from above_zero(self, "rope_theta_for_vit")
+
+  def unfit(self, model: ModelConfig) -> Iterator[Problem]:
+    """What keeps the tower from being built for a decoder; asked with ``use_multimodal`` alone."""
+    if self.num_attention_heads_for_vit > 0 and self.head_dim % 4:
+      yield Problem(
+        f"heads of the vision tower have {self.head_dim} elements, which 4 does not divide",
+        ("head_dim_for_vit", "hidden_size_for_vit", "num_attention_heads_for_vit"),
+        "one half turns with the column, the other with the row, both in pairs",
+      )
+    yield from super().unfit(model)
