@@ -19,7 +19,8 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
-from maxtext_like.training.loss import LossLayer, token_losses
+from maxtext_like.training.objectives import language_modelling
+from maxtext_like.training.objectives.language_modelling import LanguageModelling, head_of, token_losses
 from maxtext_like.training.program import make_program
 
 
@@ -59,11 +60,11 @@ def main() -> None:
   parser.add_argument("--cpu-time", action="store_true")
   args = parser.parse_args()
   program = make_program(load_config(args.model, args.words).config)
-  decoder, pieces, t = program.decoder, program.loss.pieces, program.config.training
+  decoder, pieces, t = program.model.decoder, language_modelling.build(program.model).pieces, program.config.training
   rows, length = t.per_device_batch_size, t.max_target_length
   if length % pieces:
     parser.error(f"max_target_length={length} is not divided by {pieces} pieces; choose num_vocab_tiling")
-  head = init(program.loss.head(decoder.params()), jax.random.key(0))
+  head = init(head_of(decoder.params()), jax.random.key(0))
   dtype = program.config.precision.dtype
   x = jax.random.normal(jax.random.key(1), (rows, length, program.config.model.emb_dim), dtype)
   targets = np.random.default_rng(0).integers(0, program.config.model.vocab_size, (rows, length)).astype(np.int32)
@@ -72,8 +73,8 @@ def main() -> None:
   head_only: Any = Head(decoder)
   forms = {
     f"{pieces} pieces, logits twice (remat)": rematerialised(decoder, pieces),
-    f"{pieces} pieces, logits once (ours)": lambda p, batch: LossLayer(head_only, 0.0, pieces)(p, batch)[0],
-    "whole": lambda p, batch: LossLayer(head_only, 0.0, 1)(p, batch)[0],
+    f"{pieces} pieces, logits once (ours)": lambda p, batch: LanguageModelling(head_only, 0.0, pieces)(p, batch)[0],
+    "whole": lambda p, batch: LanguageModelling(head_only, 0.0, 1)(p, batch)[0],
   }
   compiled = {name: jax.jit(jax.value_and_grad(f)).lower(p, batch).compile() for name, f in forms.items()}
   clock = time.process_time if args.cpu_time else time.perf_counter

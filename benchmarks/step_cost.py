@@ -29,8 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.config.load import load_config
-from maxtext_like.training import ahead_of_time, row_norms, step
-from maxtext_like.training.program import Program, make_program
+from maxtext_like.models import row_norms
+from maxtext_like.training import ahead_of_time, step
+from maxtext_like.training.optimizers.optimizer import Optimizer
+from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import TOPOLOGIES
 
 FLAGS = ("float32_qk_product", "float32_logits", "float32_gate_logits", "float32_weight_sum", "cast_logits_to_fp32")
@@ -42,7 +44,7 @@ def values(keys: tuple[str, ...], value: str) -> list[str]:
   return [f"{key}={value}" for key in keys]
 
 
-def lower(program: Program, *, checked: bool = True, careful: bool = False, platform: str | None = None) -> Any:
+def lower(program: TrainProgram, *, checked: bool = True, careful: bool = False, platform: str | None = None) -> Any:
   """The lowered step; not checked, one without the proof, the sums and the flags of what an update makes."""
 
   def squares(tree):
@@ -56,19 +58,22 @@ def lower(program: Program, *, checked: bool = True, careful: bool = False, plat
     return program.lower_step(platform, careful=careful)
 
 
-def proof(program: Program) -> Program:
+def proof(program: TrainProgram) -> TrainProgram:
   """A program whose updates are all taken for certainly finite."""
 
-  def certainly(gradient, state, parameter, rate):
-    return jnp.ones((), bool), state
+  class Proved(Optimizer):
+    def certainly_finite(self, gradient, state, parameter, rate):
+      return jnp.ones((), bool), state
 
-  return dataclasses.replace(program, step=dataclasses.replace(program.step, certainly_finite=certainly))
+  own = program.step.optimizer
+  optimizer = Proved(**{f.name: getattr(own, f.name) for f in dataclasses.fields(own)})
+  return dataclasses.replace(program, step=dataclasses.replace(program.step, optimizer=optimizer))
 
 
-def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, Program]:
+def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, TrainProgram]:
   """The lowered steps with and without, and the program of the one without."""
 
-  def build(*more: str) -> Program:
+  def build(*more: str) -> TrainProgram:
     config = load_config(model, [*words, *more]).config
     return make_program(config, mesh=ahead_of_time.tpu_mesh(TOPOLOGIES[topology], config.mesh) if topology else None)
 
@@ -81,7 +86,7 @@ def pair(name: str, model: str, words: list[str], topology: str | None = None) -
   return lower(on, platform=platform), lower(off, platform=platform), off
 
 
-def key_pair(name: str, model: str, words: list[str], build) -> tuple[Program, Program]:
+def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgram, TrainProgram]:
   """The programs with and without a key."""
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
@@ -91,7 +96,7 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[Program, P
   return build(*values(tuple(keys), "true")), build(*values(tuple(keys), "false"))
 
 
-def batch(program: Program) -> dict[str, jax.Array]:
+def batch(program: TrainProgram) -> dict[str, jax.Array]:
   """Random tokens in rows of two documents."""
   rng = np.random.default_rng(0)
   rows, length = program.global_batch, program.config.training.max_target_length
@@ -103,7 +108,7 @@ def batch(program: Program) -> dict[str, jax.Array]:
   return program.place({name: everywhere(x) for name, x in arrays.items()})
 
 
-def ratios(on: Any, off: Any, program: Program, steps: int, clock) -> tuple[list[float], float]:
+def ratios(on: Any, off: Any, program: TrainProgram, steps: int, clock) -> tuple[list[float], float]:
   """Paired ratios of step times, and the median seconds of a step without."""
   compiled = [on.compile(), off.compile()]
   state = program.lower_init().compile()(np.uint32(0))

@@ -56,7 +56,7 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   ) as data:
     batch = program.place(next(data))
   known = np.full(2, 1e4, np.float32)
-  with use_mesh(program.mesh):
+  with use_mesh(program.model.mesh):
     start = time.process_time()
     plain = jax.jit(program.step).lower(state, batch, known).compile()
     plain_compile = time.process_time() - start

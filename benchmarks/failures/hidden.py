@@ -14,6 +14,9 @@ from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.xray import xray
+from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.optimizers.adamw import AdamW
+from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step import UNKNOWN, TrainStep
 from maxtext_like.training.trainable import Selection
 
@@ -52,23 +55,24 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
     updates, state = optimizer.update(bad, state, plain)
     plain = optax.apply_updates(plain, updates)
 
-  def apply(p, batch):
+  def apply(p, *_):
     loss = jnp.sum(p["w"] * jnp.nan)
-    return loss, {"rescued": jnp.zeros((), jnp.int32), "terms": {"cross_entropy": loss}}
+    return loss, jnp.float32(2), {"rescued": jnp.zeros((), jnp.int32), "terms": {"cross_entropy": loss}, "means": {}}
 
-  direction = optax.scale_by_adam()
+  optimizer = Optimizer(AdamW(0.9, 0.999, 1e-8), 0.0, "float32", "float32", None)
+  nothing: Any = None  # a decoder: ``apply`` is all that is called of the objective
   step = TrainStep(
     apply=apply,
+    objective=LanguageModelling(nothing),
     selection=Selection({"w": True}, (None,)),
-    optimizer=direction,
-    certainly_finite=lambda gradient, state, parameter, rate: (jnp.zeros((), bool), state),  # so that every update is looked at
+    optimizer=optimizer,
     schedule=lambda _: jnp.float32(0.1),
     clip=1.0,
     parts=1,
     grad_dtype="float32",
   )
   batch = {"targets": jnp.ones((1, 2), jnp.int32), "segments": jnp.ones((1, 2), jnp.int32)}
-  ours = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": direction.init(params)}
+  ours = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
   run, skipped = jax.jit(step), 0
   for _ in range(steps):
     ours, metrics = run(ours, batch, UNKNOWN)

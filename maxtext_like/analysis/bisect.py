@@ -102,7 +102,7 @@ class Bisection:
     self._params, self._batch, self._say = params, batch, say
     self._ruler = Ruler(config, params, batch, steps)
     self._measured: dict[frozenset[Remedy], Distance] = {}
-    self._platform = steps.program(config).devices[0].platform
+    self._platform = steps.program(config).model.devices[0].platform
 
   def distance(self, remedies: Sequence[Remedy]) -> Distance:
     """Of the configuration with some remedies; measured once."""

@@ -1,6 +1,6 @@
 """How far one training step is from the same step in float32: of its loss, its gradients and its update.
 
-R rows: the arrays of single layers, as ``training.row_norms.row_labels`` names them.
+R rows: the arrays of single layers, as ``models.row_norms.row_labels`` names them.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ import numpy as np
 from maxtext_like.analysis import remedies
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
+from maxtext_like.models.row_norms import Squares, clip, row_squares
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import loss_scale
-from maxtext_like.training.program import Program, make_program
-from maxtext_like.training.row_norms import Squares, clip, row_squares
+from maxtext_like.training.program import TrainProgram, make_program
 
 # An array counts as if its gradient's rms were at least this share of the rms over all arrays: where the gradient is zero
 # but for rounding, that rounding is no error.
@@ -130,11 +130,11 @@ class Steps:
       grads, out = program.step.gradients(*program.selection.split(params), batch, scale)
       return sum(out["loss"].values()), grads
 
-    with use_mesh(program.mesh):
+    with use_mesh(program.model.mesh):
       scale = jax.ShapeDtypeStruct((), jnp.float32) if config.precision.dtype == "float16" else None
       batch = program.abstract_batch
       lowered = jax.jit(run).lower(program.abstract_state["params"], batch, scale)
-      on_cpu = program.devices[0].platform == "cpu"
+      on_cpu = program.model.devices[0].platform == "cpu"
       return lowered.compile(compiler_options=cpu_options() if on_cpu else None)
 
   def _train_step(self, config: Config) -> Callable[..., Any]:
@@ -257,7 +257,7 @@ def _of_the_update(config: Config) -> Config:
   return dataclasses.replace(exact, precision=precision)
 
 
-def _row_sizes(program: Program) -> np.ndarray:
+def _row_sizes(program: TrainProgram) -> np.ndarray:
   """Numbers in each array of ``program.labels``."""
   sizes = []
   for p in jax.tree.leaves(program.selection.split(program.spec)[0]):

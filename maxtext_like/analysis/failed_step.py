@@ -22,7 +22,7 @@ from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError
 from maxtext_like.numerics.report import Report
-from maxtext_like.training.program import Program
+from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch, State
 
 DIRECTORY = "failed_step"
@@ -40,7 +40,7 @@ class FailedStep:
     before: what a step changes even when its update is left out, beside the step counter, as it was before the newest step.
   """
 
-  program: Program
+  program: TrainProgram
   directory: Path
   say: Callable[[str], None] = print
   before: State = dataclasses.field(default_factory=dict)
@@ -91,7 +91,7 @@ def _one_line(error: Exception) -> str:
   return f"{name}{' '.join(str(error).split())[:300]}"
 
 
-def keep(program: Program, directory: Path, step: int, state: State, batch: Batch, message: str) -> None:
+def keep(program: TrainProgram, directory: Path, step: int, state: State, batch: Batch, message: str) -> None:
   """Writes state and batch of a failed step, in place of an earlier one.
 
   Raises:

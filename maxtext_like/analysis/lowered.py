@@ -38,7 +38,7 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
     devices *= max(size, 1)
   kind = "gpu" if platform == "cuda" else platform
   program = make_program(config, mesh=abstract_mesh(config.mesh, devices), platform=kind)
-  if any(use.kernel == "cudnn_flash" for use in program.kernels):
+  if any(use.kernel == "cudnn_flash" for use in program.model.kernels):
     alone = dataclasses.replace(config.mesh, **dict.fromkeys(named, 1))
     program = make_program(config, mesh=make_mesh(alone, jax.devices()[:1]), platform=kind)
   with _short_locations(), assumed_gpu():

@@ -29,7 +29,7 @@ from maxtext_like.numerics.statistics import Stats
 from maxtext_like.numerics.xray import XRay, xray
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
-from maxtext_like.training.program import Program
+from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import UNKNOWN, Batch, State
 
 _LOOPS = ("scan", "while")
@@ -38,13 +38,13 @@ _RESIDUAL = r"layers/blocks\.py:\d+ (add|add_any|mul)$"  # the residual stream a
 _INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")
 
 
-def xray_step(program: Program, state: State, batch: Batch, *, everything: bool = False) -> Report:
+def xray_step(program: TrainProgram, state: State, batch: Batch, *, everything: bool = False) -> Report:
   """Looks through one training step: loss, gradients, optimizer update. Neither state nor batch is changed.
 
   Args:
     program: of the run, on its mesh, in its face, dtypes and remat policy.
     state: before the step.
-    batch: global arrays (``Program.place``).
+    batch: global arrays (``TrainProgram.place``).
     everything: measure every tensor, not only the key ones: compiles ten times as long.
 
   Returns:
@@ -53,17 +53,17 @@ def xray_step(program: Program, state: State, batch: Batch, *, everything: bool 
   Raises:
     DoesNotFitError: the program needs more memory than there is.
   """
-  with use_mesh(program.mesh):
+  with use_mesh(program.model.mesh):
     try:
       report = step_xray(program, everything=everything)(state, batch)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
         raise
       raise DoesNotFitError(f"x-ray: out of memory: {str(error).strip().splitlines()[0]}") from error
-  return translate(report, program.decoder, state)
+  return translate(report, program.model.decoder, state)
 
 
-def step_xray(program: Program, *, everything: bool = False) -> XRay:
+def step_xray(program: TrainProgram, *, everything: bool = False) -> XRay:
   """The library's x-ray of (state, batch) -> the step's float metrics, to be called under the program's mesh.
 
   The norms are left out: that of finite numbers can be infinite, and what measures the step is not the cause.
@@ -90,9 +90,9 @@ def _tagged(kind: str, tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _require_fit(program: Program, compiled: Any) -> None:
+def _require_fit(program: TrainProgram, compiled: Any) -> None:
   needed = compiled.memory_analysis()
-  here = [d for d in program.devices if d.process_index == jax.process_index()]
+  here = [d for d in program.model.devices if d.process_index == jax.process_index()]
   limit = memory.device_limit(here[0], len(here))
   if needed is None or limit is None:
     return

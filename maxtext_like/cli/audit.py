@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
   print(report(loaded, platform, topology.name if topology else None, program, rows, keys, extra))
   if own.json:
     about = {"model": c.model.model_name, "platform": platform, "topology": own.topology}
-    about["kernels"] = [use.to_json() for use in program.kernels]
+    about["kernels"] = [use.to_json() for use in program.model.kernels]
     Path(own.json).write_text(json.dumps(about | audit.to_json(rows, keys, extra), indent=1) + "\n", encoding="utf-8")
   return NonFiniteError.exit_code if any(k.verdict == "not honoured" for k in keys) else 0
 
@@ -90,10 +90,10 @@ def run(argv: list[str]) -> int:
 def report(loaded: Loaded, platform: str, topology: str | None, program, rows, keys, extra) -> str:
   """The tables for people."""
   c = loaded.config
-  mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+  mesh = " x ".join(f"{axis} {size}" for axis, size in program.model.mesh.shape.items())
   what = f"compiled for {topology}" if topology else f"lowered for {platform}, before compilation"
   lines = [f"{c.model.model_name}, {c.precision.dtype}: train step {what}, mesh {mesh}"]
-  lines += [f"attention: {use}" for use in program.kernels]
+  lines += [f"attention: {use}" for use in program.model.kernels]
   table = [("site", "pass", "operation", "operands", "sum in", "result", "places")]
   table += [(r.site, r.stage, r.operation, r.operands, r.accumulation, r.output, str(r.places)) for r in rows]
   lines += ["", *_columns(table)]

@@ -104,15 +104,13 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   import contextlib
   import dataclasses
 
-  import jax
   import numpy as np
 
   from maxtext_like.analysis import remedies
   from maxtext_like.analysis.bisect import Bisection
   from maxtext_like.analysis.distance import Steps
-  from maxtext_like.layers.param import init
+  from maxtext_like.checkpoint.read_weights import read_weights
   from maxtext_like.training import chosen_tokenizer, memory
-  from maxtext_like.training.initial_weights import read_weights
   from maxtext_like.training.run import open_data, use_compilation_cache
 
   config = loaded.config
@@ -128,11 +126,9 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   with contextlib.closing(open_data(program, "train", settings)) as data:
     batch = program.place(next(data))
   if source:
-    params: Any = read_weights(source, program)
+    params: Any = read_weights(source, program.model)
   else:
-    places = jax.tree.map(lambda x: x.sharding, program.abstract_state["params"])
-    make = jax.jit(lambda seed: init(program.spec, jax.random.key(seed)), out_shardings=places)
-    params = make(np.uint32(config.training.seed % 2**32))
+    params = program.model.lower_init().compile()(np.uint32(config.training.seed % 2**32))
   return Bisection(config, params, batch, tolerance, steps, lambda line: print(line, flush=True))
 
 

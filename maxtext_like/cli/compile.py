@@ -58,11 +58,11 @@ def estimate(loaded: Loaded, host: GpuHost) -> int:
 
   program, need, limit = memory.for_gpus(loaded.config, host)
   fits = need.total <= limit.bytes
-  mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+  mesh = " x ".join(f"{axis} {size}" for axis, size in program.model.mesh.shape.items())
   rows = [
     *_run_rows(loaded, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
     ("topology", f"{host.name} ({host.card}), {host.gpus} of one host, mesh {mesh}"),
-    *(("attention", str(use)) for use in program.kernels),
+    *(("attention", str(use)) for use in program.model.kernels),
     ("by estimate", "no GPU is here, and nothing was compiled: these are the arrays that follow from shapes and shardings,"),
     ("", "as train counts them before it allocates; of each GPU:"),
   ]

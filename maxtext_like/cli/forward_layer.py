@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.blocks import CAPTURES
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.training.loss import IGNORED, token_losses
+from maxtext_like.training.objectives.language_modelling import IGNORED, token_losses
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def run(argv: list[str]) -> int:
     vocabulary=model.tokenizer.vocab_size,
     seed=options.seed,
   )
-  stop = stop_tokens(model.tokenizer, model.files, options.stop, model.program.config.model) | set(options.stop_ids)
-  decoder, tokenizer = model.program.decoder, model.tokenizer
-  encoded = encode(prompts, tokenizer, model.program.config.vision)
+  stop = stop_tokens(model.tokenizer, model.files, options.stop, model.model.config.model) | set(options.stop_ids)
+  decoder, tokenizer = model.model.decoder, model.tokenizer
+  encoded = encode(prompts, tokenizer, model.model.config.vision)
   check(encoded, decoder, options.max_tokens)
   params = model.params()
   answers: list[list[int]] = [[] for _ in prompts]

@@ -9,22 +9,22 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from maxtext_like.config.load import Loaded
   from maxtext_like.data.tokenizer import Tokenizer
-  from maxtext_like.training.program import Program
+  from maxtext_like.models.placed import Model
 
 
 @dataclass(frozen=True)
-class Model:
+class Generator:
   """What generates.
 
   Attributes:
-    program: its decoder, configuration and mesh.
+    model: its decoder, configuration and mesh.
     directory: where its weights are.
     tokenizer: of its text.
     files: where generation_config.json may be; None: nowhere.
     notes: for whoever runs it.
   """
 
-  program: "Program"
+  model: "Model"
   directory: Path
   tokenizer: "Tokenizer"
   files: Path | None
@@ -32,12 +32,12 @@ class Model:
 
   def params(self) -> Any:
     """The weights, read now. Raises UserError where they are damaged or another model's."""
-    from maxtext_like.training.initial_weights import read_weights
+    from maxtext_like.checkpoint.read_weights import read_weights
 
-    return read_weights(self.directory, self.program)
+    return read_weights(self.directory, self.model)
 
 
-def open_model(directory: Path, overrides: list[str], *, images: bool = False) -> Model:
+def open_model(directory: Path, overrides: list[str], *, images: bool = False) -> Generator:
   """The model in ``directory``; its weights are not read yet, so that what is wrong with a prompt shows first.
 
   Args:
@@ -51,8 +51,8 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
   from maxtext_like.checkpoint import companions
   from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.data.tokenizer import AUTO, load_tokenizer
+  from maxtext_like.models.placed import make_model
   from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
-  from maxtext_like.training.program import make_program
   from maxtext_like.training.run import use_compilation_cache
 
   if not directory.is_dir():
@@ -78,8 +78,8 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
   if trained is not None and trained != tokenizer.fingerprint:
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)
-  program = make_program(loaded.config, runs_attention=False)  # with a cache, attention is written out
-  return Model(program, directory, tokenizer, files, notes)
+  model = make_model(loaded.config, runs_attention=False)  # with a cache, attention is written out
+  return Generator(model, directory, tokenizer, files, notes)
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> tuple["Loaded", str]:

@@ -69,14 +69,14 @@ def import_checkpoint(source: Path, out: Path, overrides: list[str]) -> tuple[in
   from maxtext_like.checkpoint.huggingface.weights import Weights
   from maxtext_like.checkpoint.manager import CheckpointManager
   from maxtext_like.layers.param import shardings
-  from maxtext_like.training.program import make_program
+  from maxtext_like.models.placed import make_model
 
   words = ["use_multimodal=true"] if read_config(source).has_tower else []
   config, loaded = load_checkpoint_config(source, [*words, *overrides], length=2048)
-  program = make_program(loaded.config, runs_attention=False)
-  weights = Weights(source, program.decoder, config)
+  model = make_model(loaded.config, runs_attention=False)
+  weights = Weights(source, model.decoder, config)
   with new_directory(out) as part:
-    params = weights.load(shardings(program.spec, program.mesh))
+    params = weights.load(shardings(model.spec, model.mesh))
     _require_finite(params)
     (part / FOLDER).mkdir()
     for file in [source / "config.json", *read_origin(source).files]:

@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
   from maxtext_like.analysis.step_xray import xray_step
   from maxtext_like.cli.xray import show
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.initial_weights import read_state
+  from maxtext_like.training.initial_state import read_state
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import use_compilation_cache
 

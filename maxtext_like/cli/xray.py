@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
 
   from maxtext_like.analysis.step_xray import xray_step
   from maxtext_like.training import chosen_tokenizer, memory
-  from maxtext_like.training.initial_weights import whole_state
+  from maxtext_like.training.initial_state import whole_state
   from maxtext_like.training.program import make_program
   from maxtext_like.training.run import open_data, use_compilation_cache
 

@@ -85,10 +85,10 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
   sizes = [math.prod(x.shape) for x in jax.tree.leaves(state["params"])]
   known = {
     "topology": topology,
-    "mesh": dict(program.mesh.shape),
+    "mesh": dict(program.model.mesh.shape),
     "parameters": sum(sizes),
     "argument_bytes": arguments,
-    "kernels": program.kernels,
+    "kernels": program.model.kernels,
   }
   if arguments > topology.hbm_bytes:
     # XLA would say so too, minutes later.

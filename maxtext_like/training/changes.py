@@ -10,7 +10,7 @@ from maxtext_like.config.load import base_values
 from maxtext_like.config.problems import InvalidSectionError
 from maxtext_like.config.schema import LEAVES, Config, TrainingConfig
 from maxtext_like.config.yaml_file import to_text
-from maxtext_like.training.program import Program
+from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.schedule import make_schedule
 
 # Where a run lies, how it was started and what it shows: none of it is part of what is computed or kept.
@@ -20,12 +20,12 @@ _UNTOLD = frozenset({
 })  # fmt: skip
 
 
-def batch_of(program: Program) -> dict[str, Any]:
+def batch_of(program: TrainProgram) -> dict[str, Any]:
   """What a checkpoint keeps of a program that no key says alone: the rows of an update, and the devices."""
-  return {"rows": program.global_batch, "devices": f"{program.mesh.size} x {program.devices[0].device_kind}"}
+  return {"rows": program.global_batch, "devices": f"{program.model.mesh.size} x {program.model.devices[0].device_kind}"}
 
 
-def changes(restored: Restored, program: Program) -> Iterator[str]:
+def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
   """Lines for whoever resumes: values, batch, devices, versions; and the learning rate, where the schedule is another.
 
   Args:

@@ -62,7 +62,7 @@ class FinitenessGuard:
   Args:
     config: of the run.
     labels: parameter names behind the rows of "gradients" and "parameters".
-    state_labels: names behind the other rows, ``Program.state_labels``.
+    state_labels: names behind the other rows, ``TrainProgram.state_labels``.
     last_step: steps at the end of the run.
   """
 
@@ -121,7 +121,7 @@ class FinitenessGuard:
     return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
   def before_save(self, step: int, seen: dict[str, np.ndarray]) -> NonFiniteError | None:
-    """The error of a state that must not be saved; ``seen``: ``Program.lower_look`` of it."""
+    """The error of a state that must not be saved; ``seen``: ``TrainProgram.lower_look`` of it."""
     result = StepResult(step, {}, seen)
     return None if result.state_finite else NonFiniteError(self._of_the_state(result, applied=True))
 

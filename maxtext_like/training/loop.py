@@ -23,7 +23,7 @@ from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.profile import Profile
-from maxtext_like.training.program import Program
+from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks.metrics import Row
@@ -81,8 +81,8 @@ class Loop:
 
   Attributes:
     program: of the run.
-    train_step: compiled ``Program.lower_step``.
-    look: compiled ``Program.lower_look``.
+    train_step: compiled ``TrainProgram.lower_step``.
+    look: compiled ``TrainProgram.lower_look``.
     state: where to start; each step takes its memory.
     data: batches of this process, ``get_state()`` and ``epoch``.
     evaluate: params -> held-out loss, None when it was left for a stop; None: no evaluation.
@@ -98,7 +98,7 @@ class Loop:
     profile: traces some steps; None: none.
   """
 
-  program: Program
+  program: TrainProgram
   train_step: Callable[..., tuple[State, Metrics]]
   look: Callable[..., dict[str, jax.Array]]
   state: State
@@ -415,10 +415,10 @@ class Loop:
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
     row: Row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
     row["data_seconds"] = starved
-    row["tflops_per_device"] = self.flops / self.program.mesh.size / seconds / 1e12
+    row["tflops_per_device"] = self.flops / self.program.model.mesh.size / seconds / 1e12
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
-    row |= memory.in_use(self.program.devices)
+    row |= memory.in_use(self.program.model.devices)
     row |= {} if launched.epoch is None else {"epoch": launched.epoch}
     if every and step % every == 0:
       row |= by_layer

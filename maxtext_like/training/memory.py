@@ -14,8 +14,8 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.objectives.objective import Objective
+from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
 
@@ -67,7 +67,7 @@ def _bytes(tree: Any) -> int:
   return total
 
 
-def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
+def _saved_bytes(objective: Objective, program: TrainProgram, rows: int) -> int:
   """What ``jax.vjp`` of the loss keeps for ``rows`` rows, beside the parameters and the batch themselves."""
   batch = program.batch_of(rows)
 
@@ -75,23 +75,20 @@ def _saved_bytes(loss: LossLayer, program: Program, rows: int) -> int:
     trained, frozen = program.selection.split(params)
 
     def total(trained):
-      value, aux = loss(merge(trained, frozen), batch)
-      return value + aux.get("indexer_loss", 0.0) + aux.get("load_balance_loss", 0.0)
+      value, _, aux = objective(merge(trained, frozen), batch)
+      return value + sum(aux["means"].values())
 
     _, backward = jax.vjp(total, trained)
     given = {id(x) for x in jax.tree.leaves((params, batch))}
     return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
 
-  params = abstract(loss.params())
-  return _bytes(jax.eval_shape(residuals, params, batch)) - _counted_as_gradient(loss, program.selection.split(params)[0])
+  params = abstract(objective.params())
+  # Gradients that are made in the forward pass are kept too, and counted as such.
+  gradients = objective.made_in_forward(program.selection.split(params)[0])
+  return _bytes(jax.eval_shape(residuals, params, batch)) - _bytes(gradients)
 
 
-def _counted_as_gradient(loss: LossLayer, trained: Any) -> int:
-  """Of what ``jax.vjp`` of the loss keeps: in pieces, the gradient of the head, which is made in the forward pass."""
-  return _bytes(loss.head(trained)) if loss.pieces > 1 else 0
-
-
-def estimate(program: Program) -> MemoryEstimate:
+def estimate(program: TrainProgram) -> MemoryEstimate:
   """The memory that the train step needs on one device, from shapes and shardings, in about a second.
 
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
@@ -105,25 +102,23 @@ def estimate(program: Program) -> MemoryEstimate:
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _bytes(gradient)
   looped = t.scan_layers and t.gradient_accumulation_steps == 1
-  copies = gradients if looped and program.decoder.layers[0].cfg.attention.platform == "gpu" else 0
+  copies = gradients if looped and program.model.decoder.layers[0].cfg.attention.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
   rows = t.per_device_batch_size
-  activations = _saved_bytes(program.loss, program, rows)
+  objective, decoder = program.objective, program.model.decoder
+  activations = _saved_bytes(objective, program, rows)
   if t.remat_policy != "none":
-    cfg = dataclasses.replace(program.decoder.cfg, remat_policy="none")
-    everything = dataclasses.replace(program.loss, decoder=dataclasses.replace(program.decoder, cfg=cfg))
-    activations += _saved_bytes(everything, program, rows) // len(program.decoder.layers)
-  piece = -(-t.max_target_length // program.loss.pieces)
-  # The logits of a piece in float32 and their gradient.
-  logits = 2 * rows * piece * program.config.model.vocab_size * 4
+    cfg = dataclasses.replace(decoder.cfg, remat_policy="none")
+    everything = objective.with_decoder(dataclasses.replace(decoder, cfg=cfg))
+    activations += _saved_bytes(everything, program, rows) // len(decoder.layers)
   return MemoryEstimate(
     parameters=_bytes(state["params"]),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),
     gradients=gradients,
     copies=copies,
     activations=activations,
-    logits=logits,
+    logits=objective.logit_bytes(rows, t.max_target_length),
   )
 
 
@@ -173,7 +168,7 @@ def table(need: MemoryEstimate, limit: Limit | None) -> str:
   return "\n".join(lines)
 
 
-def for_gpus(config: Config, host: GpuHost) -> tuple[Program, MemoryEstimate, Limit]:
+def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimate, Limit]:
   """A run on GPUs that are not here: its program, which nothing can compile, the estimate that ``train`` makes, the limit.
 
   Raises:
@@ -188,25 +183,25 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[Program, MemoryEstimate, Li
   return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of an {host.card}")
 
 
-def require_fit(program: Program) -> tuple[MemoryEstimate, Limit | None]:
+def require_fit(program: TrainProgram) -> tuple[MemoryEstimate, Limit | None]:
   """The estimate and the limit, when the one is within the other.
 
   Raises:
     DoesNotFitError: with the table and what can be done.
   """
   need = estimate(program)
-  here = [d for d in program.devices if d.process_index == jax.process_index()]
+  here = [d for d in program.model.devices if d.process_index == jax.process_index()]
   limit = device_limit(here[0], len(here))
   if limit is not None and need.total > limit.bytes:
     raise DoesNotFitError(
       f"{program.config.model.model_name} does not fit: {need.total / GB:.1f} GB are needed on each of "
-      f"{program.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
+      f"{program.model.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
       f"{table(need, limit)}\n{remedies(program, need, limit)}"
     )
   return need, limit
 
 
-def remedies(program: Program, need: MemoryEstimate, limit: Limit | None) -> str:
+def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -> str:
   """What makes a run smaller, in the order to try."""
   t, precision = program.config.training, program.config.precision
   lines = []
@@ -219,10 +214,10 @@ def remedies(program: Program, need: MemoryEstimate, limit: Limit | None) -> str
     lines.append(f"a smaller max_target_length (now {t.max_target_length})")
   states = need.parameters + need.optimizer + need.gradients
   if limit is not None and states > limit.bytes:
-    ways = math.ceil(states * program.mesh.shape["fsdp"] / (0.8 * limit.bytes))
+    ways = math.ceil(states * program.model.mesh.shape["fsdp"] / (0.8 * limit.bytes))
     lines.append(f"shard over more devices: about {ways} like this one (ici_fsdp_parallelism)")
-  if t.opt_type == "adamw":
-    lines.append("opt_type=adafactor: its second moment takes next to nothing, and it has no first one")
+  if smaller := program.step.optimizer.rule.smaller:
+    lines.append(smaller)
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
   if not t.trainable_parameters_mask:

@@ -20,6 +20,7 @@ import numpy as np
 from maxtext_like.checkpoint import companions, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
+from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.sources import require_source
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.tree import flatten, total_bytes
@@ -35,10 +36,9 @@ from maxtext_like.training.finiteness import FinitenessGuard, Report
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
-from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.profile import Profile
-from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.progress import Progress, duration
 from maxtext_like.training.restarts import Restarts
 from maxtext_like.training.run_directory import RunDirectory
@@ -57,7 +57,7 @@ COMPILE_NOTICE_SECONDS = 30.0
 # What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
-MakeExplainer = Callable[[Program, Path, Callable[[str], None]], Explainer]
+MakeExplainer = Callable[[TrainProgram, Path, Callable[[str], None]], Explainer]
 _log = logging.getLogger(__name__)
 
 
@@ -151,11 +151,13 @@ def _train(loaded: Loaded, explainer: MakeExplainer, stop: StopRequest) -> None:
       config_yaml = masked(loaded.to_yaml())
       directory.keep_earlier("config.yml", config_yaml)
       files.text("config.yml", config_yaml)
-      env = provenance.describe() | {"kernels": [use.to_json() for use in program.kernels]}
+      env = provenance.describe() | {"kernels": [use.to_json() for use in program.model.kernels]}
       files.text("env.json", json.dumps(env, indent=1) + "\n")
       guard = FinitenessGuard(config, program.labels, program.state_labels, config.training.steps)
-      device = program.devices[0]
-      rows_flops = train_flops(program.decoder, program.selection, program.global_batch, config.training.max_target_length)
+      device = program.model.devices[0]
+      rows_flops = train_flops(
+        program.model.decoder, program.selection, program.global_batch, config.training.max_target_length
+      )
       loop = Loop(
         program, train_step, look, state, data,
         held_out and Evaluation(program, held_out, progress, stop, goodput, watchdog), samples,
@@ -211,7 +213,7 @@ def use_compilation_cache(directory: str | None) -> None:
 
 
 def open_data(
-  program: Program,
+  program: TrainProgram,
   split: Any,
   settings: DataConfig,
   alive: Callable[[], None] = lambda: None,
@@ -237,7 +239,7 @@ def open_data(
     split=split,
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
-    lookup=program.decoder.cfg.lookup,
+    lookup=program.model.decoder.cfg.lookup,
     alive=alive,
     waiting=waiting,
   )
@@ -283,7 +285,7 @@ def _manager(
   )
 
 
-def finished_step(program: Program, manager: CheckpointManager) -> int | None:
+def finished_step(program: TrainProgram, manager: CheckpointManager) -> int | None:
   """The newest complete step, when it is the last of the configuration or beyond; None when there is work to do.
 
   Raises:
@@ -315,13 +317,13 @@ def _shares(trained: int, evaluated: int | None, settings: DataConfig) -> str:
 
 
 def _introduce(
-  progress: Progress, program: Program, directory: RunDirectory, need: memory.MemoryEstimate, limit: memory.Limit | None
+  progress: Progress, program: TrainProgram, directory: RunDirectory, need: memory.MemoryEstimate, limit: memory.Limit | None
 ) -> None:
   t, p = program.config.training, program.config.precision
   total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
   some = f", {trained:,} trained" if trained != total else ""
   kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
-  devices = f"{program.mesh.size} x {program.devices[0].device_kind}"
+  devices = f"{program.model.mesh.size} x {program.model.devices[0].device_kind}"
   available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
   progress.say(
     f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}\n"
@@ -332,12 +334,12 @@ def _introduce(
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     progress.say(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
-  if any(use.worth_telling for use in program.kernels):
-    progress.say("\n".join(f"kernel  {use}" for use in program.kernels))
+  if any(use.worth_telling for use in program.model.kernels):
+    progress.say("\n".join(f"kernel  {use}" for use in program.model.kernels))
 
 
 def _prepare(
-  program: Program,
+  program: TrainProgram,
   manager: CheckpointManager | None,
   data: DataSource,
   progress: Progress,
@@ -366,7 +368,7 @@ def _prepare(
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"), reading("the reading of weights"):
-      params = None if source is None else read_weights(Path(source), program)
+      params = None if source is None else read_weights(Path(source), program.model)
     # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):
       initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
@@ -407,7 +409,7 @@ class Evaluation:
   """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones."""
 
   def __init__(
-    self, program: Program, data: DataSource, progress: Progress, stop: StopRequest, goodput: Goodput, watchdog: Watchdog
+    self, program: TrainProgram, data: DataSource, progress: Progress, stop: StopRequest, goodput: Goodput, watchdog: Watchdog
   ):
     self._program, self._data, self._progress = program, data, progress
     self._stop, self._goodput, self._watchdog = stop, goodput, watchdog
@@ -463,7 +465,7 @@ class _Page:
 
 
 def _out_of_memory(
-  error: Exception, program: Program, need: memory.MemoryEstimate, limit: memory.Limit | None
+  error: Exception, program: TrainProgram, need: memory.MemoryEstimate, limit: memory.Limit | None
 ) -> DoesNotFitError:
   """The runtime's error as one with the estimate and remedies."""
   first = str(error).strip().splitlines()[0]

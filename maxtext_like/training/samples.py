@@ -15,7 +15,7 @@ from maxtext_like.generation.prompts import Prompt, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
 from maxtext_like.sharding.mesh import use_mesh
-from maxtext_like.training.program import Program
+from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.sinks.metrics import Row
 
 _SHOWN = 80  # characters of a text on the screen
@@ -34,7 +34,7 @@ class Samples:
     UserError: a prompt that the model cannot take; before anything is trained.
   """
 
-  def __init__(self, program: Program, tokenizer: Tokenizer, say: Callable[[str], None]):
+  def __init__(self, program: TrainProgram, tokenizer: Tokenizer, say: Callable[[str], None]):
     logging_config: LoggingConfig = program.config.logging
     self._program, self._tokenizer, self._say = program, tokenizer, say
     self._texts, self._tokens = logging_config.sample_prompts, logging_config.sample_tokens
@@ -43,7 +43,7 @@ class Samples:
     )
     prompts = [Prompt(text, place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
     self._prompts = encode(prompts, tokenizer, program.config.vision)
-    check(self._prompts, program.decoder, self._tokens)
+    check(self._prompts, program.model.decoder, self._tokens)
     self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None, model=program.config.model)
 
   def __call__(self, step: int, params: Any) -> list[Row]:
@@ -56,9 +56,9 @@ class Samples:
     answers: list[list[int]] = [[] for _ in self._texts]
     error = None
     try:
-      with use_mesh(self._program.mesh):
+      with use_mesh(self._program.model.mesh):
         for rows in generate(
-          self._program.decoder, params, self._prompts, max_tokens=self._tokens, stop=self._stop, sampling=self._sampling
+          self._program.model.decoder, params, self._prompts, max_tokens=self._tokens, stop=self._stop, sampling=self._sampling
         ):
           for answer, new in zip(answers, rows, strict=True):
             answer.extend(new)

@@ -5,11 +5,11 @@ The state is a pytree: {"step": int32, "params": tree, "opt_state": over the tra
 No update that is not finite is taken over, in any step. Whether one is has to be known before its first number is written,
 as the new state takes the old one's memory. So the step says how large the numbers are that it leaves: of parameters from
 the pass that sums their norm, of the optimizer from the last look at it and every gradient since. From that and the gradient's
-norm the next one proves that its update cannot leave its dtypes (``make_certainly_finite``). Where that is no proof (enormous
-numbers, a state that nobody has looked at) the step does nothing and says so, and the loop takes the careful form of it, which
-evaluates the update twice, once to look at it. The optimizers that have no general proof always take the careful form, which
-costs a tenth of a step on a GPU. A state that was given, and every one before it is saved, is read as it is
-(``Program.lower_look``): one that is not finite after all is told, and never saved.
+norm the next one proves that its update cannot leave its dtypes (``Optimizer.certainly_finite``). Where that is no proof
+(enormous numbers, a state that nobody has looked at) the step does nothing and says so, and the loop takes the careful form of
+it, which evaluates the update twice, once to look at it. The optimizers that have no general proof always take the careful
+form, which costs a tenth of a step on a GPU. A state that was given, and every one before it is saved, is read as it is
+(``TrainProgram.lower_look``): one that is not finite after all is told, and never saved.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from maxtext_like.layers.blocks import PROBED
 from maxtext_like.layers.probe import slots
+from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
-from maxtext_like.training.loss import IGNORED
-from maxtext_like.training.optimizer import Certainly
+from maxtext_like.training.objectives.objective import Objective
+from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
-from maxtext_like.training.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.training.schedule import Schedule
 from maxtext_like.training.trainable import Selection, merge
 
@@ -45,10 +44,10 @@ class TrainStep:
   """One update.
 
   Attributes:
-    apply: (params, batch) -> (summed loss, aux): a ``LossLayer`` through one of the faces.
+    apply: the objective's call, through one of the faces.
+    objective: what is minimised.
     selection: what is trained.
-    optimizer: the direction of descent, without the learning rate.
-    certainly_finite: its proof, see ``make_certainly_finite``.
+    optimizer: the direction of descent, without the learning rate, and the proof that an update is finite.
     schedule: the learning rate of a step.
     clip: largest global norm of the gradients; 0 turns clipping off.
     parts: microbatches that a batch is worked through in.
@@ -62,10 +61,10 @@ class TrainStep:
       non-finite number of gradients and next state and are finite without one. None in every training run.
   """
 
-  apply: Callable[[Any, Batch], tuple[jax.Array, dict[str, Any]]]
+  apply: Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
+  objective: Objective
   selection: Selection
-  optimizer: optax.GradientTransformation
-  certainly_finite: Certainly
+  optimizer: Optimizer
   schedule: Schedule
   clip: float
   parts: int
@@ -83,7 +82,7 @@ class TrainStep:
 
     Args:
       state: training state.
-      batch: int32 [B, T] arrays tokens, targets, positions, segments; with images also those of ``Decoder.__call__`` by row.
+      batch: what the objective wants (``Objective.batch``).
       known: float32 [2], what no parameter and no number of the optimizer exceeds: "known" of the step that left this
         state, or ``UNKNOWN``.
 
@@ -132,7 +131,7 @@ class TrainStep:
       params, opt_state = update()
     else:
       largest = jnp.minimum(squares.largest(), self.clip * 1.001 if self.clip else jnp.inf)
-      certain, kept = self.certainly_finite(largest, known[1], known[0], rate)
+      certain, kept = self.optimizer.certainly_finite(largest, known[1], known[0], rate)
 
       def look():
         new_params, new_opt_state = update()
@@ -179,7 +178,7 @@ class TrainStep:
       "grad_norm": norm.value,
       "param_norm": sizes.norm().value,
       "learning_rate": rate,
-      "tokens": jnp.sum(batch["targets"] != IGNORED),
+      "tokens": self.objective.tokens(batch),
       "clipped": clipped & applied,
       "skipped": ~applied,
       "known": jnp.where(usual, jnp.stack([sizes.largest(), largest_state]), jnp.inf),
@@ -202,25 +201,24 @@ class TrainStep:
     Returns:
       Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
     """
-    targets = jnp.maximum(jnp.sum(batch["targets"] != IGNORED), 1).astype(jnp.float32)
-    live = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
-    cotangent = (1.0 if scale is None else scale) / targets
+    weight = jnp.maximum(self.objective.weight(batch), 1).astype(jnp.float32)
+    present = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
+    cotangent = (1.0 if scale is None else scale) / weight
 
-    def objective(trained, batch):
+    def scaled_loss(trained, batch):
       params, probe_slots = trained
-      batch = batch | ({"probe_slots": probe_slots} if probe_slots else {})
-      loss, aux = self.apply(merge(params, frozen), batch | {"loss_cotangent": cotangent})
+      loss, _, aux = self.apply(merge(params, frozen), batch, cotangent, probe_slots)
       # Terms that are means over the tokens of a microbatch count by its share of the tokens.
-      share = jnp.sum(batch["segments"] > 0) / live
-      means = {name: aux[name] * share for name in ("load_balance_loss", "indexer_loss") if name in aux}
-      total = loss / targets + sum(means.values())
-      terms = {name: value / targets for name, value in aux["terms"].items()} | means
+      share = jnp.sum(batch["segments"] > 0) / present
+      means = {name: value * share for name, value in aux["means"].items()}
+      total = loss / weight + sum(means.values())
+      terms = {name: value / weight for name, value in aux["terms"].items()} | means
       out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
       if "moe_load" in aux:
         out["moe_load"] = aux["moe_load"] * share
       return total if scale is None else total * scale, jax.lax.stop_gradient(out)
 
-    value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
     trained = (params, slots(PROBED, (layers,)) if self.probed_stacks else {})
     if self.parts == 1:

@@ -73,7 +73,7 @@ def test_every_model_file_honours_every_key_and_nothing_works_unasked(model, pla
   sites = {(r.site, r.stage) for r in audit.rows(reading)}
   assert sites >= {("norms", "forward"), ("norms", "backward"), ("residual stream", "forward"), ("logits", "forward")}
   assert sites >= {("logits", "backward"), ("loss", "forward"), ("optimizer", "update"), ("gate product", "forward")}
-  fused = {use.kernel for use in program.kernels if use.shape}
+  fused = {use.kernel for use in program.model.kernels if use.shape}
   names = {"cudnn_flash": "cuDNN attention", "splash": "splash attention"}
   assert {(names[k], stage) for k in fused for stage in ("forward", "backward")} <= sites
   if not fused:

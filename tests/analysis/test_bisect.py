@@ -262,7 +262,7 @@ def test_the_vision_pooler():
   words += ["trainable_parameters_mask=[final_norm]"]
   _, loaded = load_checkpoint_config(directory, words, length=20)
   program = STEPS.program(reference(loaded.config))
-  params = larger(load_hugging_face(directory, program.decoder), 256.0)
+  params = larger(load_hugging_face(directory, program.model.decoder), 256.0)
   arrays = golden_batch("stress_fp16_vision", loaded.config)
   shapes = {name: x.shape for name, x in arrays.items()}
   assert shapes == {name: x.shape for name, x in program.abstract_batch.items()}

@@ -16,10 +16,10 @@ from maxtext_like.analysis import failed_step
 from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.cli.main import main
 from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
+from maxtext_like.models.row_norms import row_labels, state_labels
 from maxtext_like.training.finiteness import FinitenessGuard
-from maxtext_like.training.initial_weights import read_state
+from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.row_norms import row_labels, state_labels
 from maxtext_like.training.trainable import select
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step
 
@@ -52,7 +52,9 @@ def toy_loop(config, place: Path) -> Any:
   trained = selection.split(spec)[0]
   optimizer = state_labels(decoder, state["opt_state"], trained)
   others = {"optimizer": optimizer, "state_parameters": row_labels(decoder, spec), "state_optimizer": optimizer}
-  program: Any = SimpleNamespace(config=config, place=lambda batch: batch, mesh=SimpleNamespace(size=1), devices=())
+  program: Any = SimpleNamespace(
+    config=config, place=lambda batch: batch, model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=())
+  )
   quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)

@@ -79,7 +79,7 @@ def toy_program(config, decoder) -> Any:
   step, state = toy_step(config, decoder=decoder)
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   devices = list(mesh.devices.flat)
-  return SimpleNamespace(config=config, step=step, decoder=decoder, mesh=mesh, devices=devices), state
+  return SimpleNamespace(config=config, step=step, model=SimpleNamespace(decoder=decoder, mesh=mesh, devices=devices)), state
 
 
 def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():

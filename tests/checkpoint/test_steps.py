@@ -8,9 +8,9 @@ import pytest
 
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.sources import find_step
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import UserError
-from maxtext_like.training.initial_weights import find_step
 
 STATE = {"x": jnp.arange(3.0)}
 

@@ -45,7 +45,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
   assert "tokens, the first " in err
   prompts = read_prompts(checkpoint / "prompts.jsonl")
   model = open_model(checkpoint, ["dtype=float32"], images=True)
-  encoded = encode(prompts, model.tokenizer, model.program.config.vision)
+  encoded = encode(prompts, model.tokenizer, model.model.config.vision)
   answers, at = [], 0
   for number, prompt in enumerate(prompts, 1):
     head = f"--- {number}\n{prompt.text}"
@@ -53,7 +53,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     end = out.find(f"\n--- {number + 1}\n", at)
     answers.append(out[at + len(head) : end if end >= 0 else len(out) - 1])
     at = end + 1
-  decoder, params = model.program.decoder, model.params()
+  decoder, params = model.model.decoder, model.params()
   texts = [list(row) + model.tokenizer.encode(answer) for row, answer in zip(encoded.tokens, answers, strict=True)]
   assert sum(map(len, answers)) >= TOKENS
   length = max(map(len, texts)) + 1

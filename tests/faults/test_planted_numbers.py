@@ -13,7 +13,7 @@ from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
-from maxtext_like.training.initial_weights import read_state
+from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.program import make_program
 
 SCHEDULE = {"lr_schedule_steps": 80}  # that of the other tests' runs, so that their compiled step is used

@@ -25,10 +25,10 @@ def test_greedy_answers_with_images(case: str, tmp_path: Path):
     Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)
   images = (str(folder / "wide.png"), str(folder / "tall.png"))
   model = open_model(folder, ["dtype=float32", "matmul_precision=highest"], images=True)
-  prompts = encode([Prompt("what <image> is <image> this", images)], model.tokenizer, model.program.config.vision)
+  prompts = encode([Prompt("what <image> is <image> this", images)], model.tokenizer, model.model.config.vision)
   ours: list[int] = []
   params, greedy = model.params(), Sampling(temperature=0.0)
-  for rows in generate(model.program.decoder, params, prompts, max_tokens=TOKENS, stop=frozenset(), sampling=greedy):
+  for rows in generate(model.model.decoder, params, prompts, max_tokens=TOKENS, stop=frozenset(), sampling=greedy):
     ours += rows[0]
   assert prompts.images is not None
   arrays = {name: torch.tensor(array) for name, array in prompts.images.items()}

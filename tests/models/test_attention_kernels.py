@@ -16,6 +16,7 @@ from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.models import attention_kernels
 from maxtext_like.models.attention_kernels import settle
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.models.placed import make_model
 from maxtext_like.numerics.kernel_test import CaseResult
 from maxtext_like.training.program import make_program
 from tests.training.small import small_config
@@ -213,15 +214,15 @@ def test_one_process_that_fails_decides_for_all(monkeypatch):
 
 def test_the_cpu_runs_attention_written_out_and_tests_nothing():
   program = make_program(small_config("gemma4-tiny", "dtype=bfloat16"))
-  assert [(use.kernel, use.shape) for use in program.kernels] == [("dot_product", None)]
-  assert program.kernels[0].to_json()["kernel"] == "dot_product"
+  assert [(use.kernel, use.shape) for use in program.model.kernels] == [("dot_product", None)]
+  assert program.model.kernels[0].to_json()["kernel"] == "dot_product"
 
 
 def test_an_explicit_kernel_of_another_platform_is_refused_when_the_run_is_put_together():
   config = small_config("gemma4-tiny", "dtype=bfloat16", "attention=cudnn_flash")
   with pytest.raises(UserError, match="it runs on NVIDIA GPUs, not on cpu"):
     make_program(config)
-  assert make_program(config, runs_attention=False).kernels == ()
+  assert make_model(config, runs_attention=False).kernels == ()
 
 
 # One run of a real program: splash does not run on a CPU, and here it is what the layers would take.

@@ -19,8 +19,7 @@ def program(*words: str, rows: int = 8) -> Any:
   return SimpleNamespace(
     config=load_config("gemma4-tiny", [*RATE, *words]).config,
     global_batch=rows,
-    mesh=SimpleNamespace(size=1),
-    devices=jax.devices(),
+    model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=jax.devices()),
   )
 
 

@@ -40,9 +40,9 @@ def gemma():
 @pytest.mark.parametrize("model", ["gemma3-tiny", pytest.param("deepseek3-tiny", marks=pytest.mark.slow)])
 def test_values_and_gradients_are_those_of_each_layer(model, gemma):
   program, params, batch, metrics = gemma if model == "gemma3-tiny" else run(model)
-  layers = len(program.decoder.layers)
+  layers = len(program.model.decoder.layers)
   inputs = {k: batch[k] for k in ("tokens", "positions", "segments")}
-  _, aux = jax.jit(lambda p: program.decoder.hidden(p, inputs, frozenset({"hidden"})))(params)
+  _, aux = jax.jit(lambda p: program.model.decoder.hidden(p, inputs, frozenset({"hidden"})))(params)
   expected = [np.abs(np.asarray(aux[f"hidden.layer{i:02d}"], np.float32)).max() for i in range(layers)]
   np.testing.assert_allclose(metrics["numerics/forward/residual/max"], expected, rtol=1e-5)
   assert {name.split("/")[1] + "/" + name.split("/")[2] for name in metrics if name.startswith("numerics/")} == {

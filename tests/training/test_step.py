@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.row_norms import clip, row_labels, row_squares, state_labels
+from maxtext_like.models.row_norms import clip, row_labels, row_squares, state_labels
+from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step import UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 
@@ -24,7 +25,7 @@ def reference(params, batch):
   """Mean loss over the real targets and its gradients, written out."""
 
   def mean(p):
-    return LossLayer(toy_decoder())(p, batch)[0] / np.sum(batch["targets"] != -100)
+    return LanguageModelling(toy_decoder())(p, batch)[0] / np.sum(batch["targets"] != -100)
 
   return jax.value_and_grad(mean)(params)
 
@@ -101,9 +102,9 @@ def test_the_loss_is_told_the_cotangent_that_arrives(words):
   config = toy_config(*SGD, *words)
   step, state = toy_step(config, pieces=3, decoder=toy_decoder(config.precision.dtype))
 
-  def apply(p, batch):
-    loss, aux = step.apply(p, batch)
-    return spoil_unless_equal(loss, batch["loss_cotangent"]), aux
+  def apply(p, batch, cotangent, probe_slots):
+    loss, weight, aux = step.apply(p, batch, cotangent, probe_slots)
+    return spoil_unless_equal(loss, cotangent), weight, aux
 
   new, metrics = jax.jit(dataclasses.replace(step, apply=apply))(state, toy_batch(), CHECK)
   assert not bool(metrics["skipped"])
@@ -204,9 +205,9 @@ def test_numbers_whose_squares_leave_float32_are_finite(threshold):
   config = toy_config("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e-3", f"gradient_clipping_threshold={threshold}")
   step, state = toy_step(config, decoder=toy_decoder())
 
-  def apply(p, batch):
-    loss, aux = step.apply(p, batch)
-    return loss * HUGE, aux
+  def apply(*words):
+    loss, weight, aux = step.apply(*words)
+    return loss * HUGE, weight, aux
 
   new, metrics = jax.jit(dataclasses.replace(step, apply=apply))(state, toy_batch(), NO_CHECK)
   small, told = jax.jit(step)(state, toy_batch(), NO_CHECK)
@@ -239,12 +240,15 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
   step, state = toy_step(toy_config("opt_type=adamw", "learning_rate=1e-2"), decoder=toy_decoder())
   seen = []
 
-  def certainly(*sizes):
-    certain, kept = step.certainly_finite(*sizes)
-    seen.append(certain)
-    return certain, kept
+  class Watched(Optimizer):
+    def certainly_finite(self, *sizes):
+      certain, kept = super().certainly_finite(*sizes)
+      seen.append(certain)
+      return certain, kept
 
-  watched = dataclasses.replace(step, certainly_finite=certainly)
+  own = step.optimizer
+  optimizer = Watched(own.rule, own.weight_decay, own.mu_dtype, own.weight_dtype, own.spec)
+  watched = dataclasses.replace(step, optimizer=optimizer)
 
   @jax.jit
   def run(state, batch, known):
@@ -310,9 +314,9 @@ def test_a_gradient_whose_square_leaves_float32_is_not_called_infinite_but_clipp
   _, _, state = forms
   step, _ = toy_step(toy_config("opt_type=adamw", "gradient_clipping_threshold=1"), decoder=toy_decoder())
 
-  def steep(params, batch):
-    loss, aux = step.apply(params, batch)
-    return loss * 1e24, aux
+  def steep(*words):
+    loss, weight, aux = step.apply(*words)
+    return loss * 1e24, weight, aux
 
   steeper = dataclasses.replace(step, apply=steep)
   known = toy_look(state["params"], state["opt_state"])["known"]

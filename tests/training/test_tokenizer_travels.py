@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from maxtext_like.checkpoint import companions, manifest
+from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.data.tokenizer import load_tokenizer
 from maxtext_like.training.chosen_tokenizer import resolve
-from maxtext_like.training.initial_weights import read_weights
 from maxtext_like.training.program import make_program
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.sinks.report import render
@@ -93,7 +93,7 @@ def test_samples_change_no_bit_of_the_training(variant: str, place: Path, traine
 def test_logits_that_are_not_finite_are_told_and_never_sampled(place: Path, trained: Path, caplog: pytest.LogCaptureFixture):
   words = [*WORDS, f"dataset_path={place}/text.txt", *SAMPLES, f"tokenizer={place}/tokenizer"]
   program = make_program(load_config("gemma4-tiny", words).config)
-  params = read_weights(trained, program)
+  params = read_weights(trained, program.model)
   params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(np.nan)
   said = []
   rows = Samples(program, load_tokenizer(f"{place}/tokenizer"), said.append)(7, params)

@@ -19,7 +19,7 @@ from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main
 from maxtext_like.config.schema import Config
-from maxtext_like.training.program import Program, make_program
+from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.step import UNKNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ SMALL += ["use_multimodal=true", "dataset=jsonl", "warmup_steps_fraction=0", "le
 QUICK = {"xla_backend_optimization_level": 0}  # the time of these tests is XLA's
 
 
-def golden_program(case: str, *words: str) -> Program:
+def golden_program(case: str, *words: str) -> TrainProgram:
   settings = ["use_multimodal=true", "dtype=float32", "matmul_precision=highest", "max_images_per_row=2", *words]
   _, loaded = load_checkpoint_config(GOLDEN / case / "checkpoint", settings, length=34)
   return make_program(loaded.config)
@@ -67,7 +67,7 @@ def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(case: str,
   program = golden_program(case, *words)
   # The shapes of the golden images are not those of whole squares of patches: the step takes what it is given.
   batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
-  params = load_hugging_face(GOLDEN / case / "checkpoint", program.decoder)
+  params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)
   step = jax.jit(dataclasses.replace(program.step, careful=True), compiler_options=QUICK)
   state, metrics = step(program._around(params), batch, UNKNOWN)
   with np.load(GOLDEN / case / "outputs.npz") as expected:
@@ -92,7 +92,7 @@ def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(case: str,
 @pytest.mark.parametrize("case", ["gemma4_vision_large", "gemma4_vision_small"])
 def test_statistics_and_bounds_are_float32_whatever_the_weights_are(case: str):
   program = golden_program(case, "weight_dtype=bfloat16")
-  params = load_hugging_face(GOLDEN / case / "checkpoint", program.decoder)["vision"]
+  params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)["vision"]
   leaves = jax.tree_util.tree_leaves_with_path(params)
   buffers = [(path, x) for path, x in leaves if "std" in jax.tree_util.keystr(path) or "clip" in jax.tree_util.keystr(path)]
   assert len(buffers) == (2 if case == "gemma4_vision_large" else 7 * 4)

@@ -12,11 +12,11 @@ import numpy as np
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
+from maxtext_like.models.row_norms import split_squares, state_peaks
 from maxtext_like.training import loss_scale
-from maxtext_like.training.loss import LossLayer
-from maxtext_like.training.optimizer import make_certainly_finite, make_optimizer
+from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.optimizers.registry import make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
-from maxtext_like.training.row_norms import split_squares, state_peaks
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import TrainStep
 from maxtext_like.training.trainable import select
@@ -76,11 +76,12 @@ def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any,
   t = config.training
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
   optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
+  objective = LanguageModelling(decoder, t.z_loss_multiplier, pieces)
   step = TrainStep(
-    apply=LossLayer(decoder, t.z_loss_multiplier, pieces),
+    apply=objective,
+    objective=objective,
     selection=selection,
     optimizer=optimizer,
-    certainly_finite=make_certainly_finite(t, config.precision.weight_dtype),
     schedule=make_schedule(t),
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,
@@ -96,7 +97,7 @@ def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any,
 
 @jax.jit
 def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
-  """``Program.lower_look`` of a toy, all of whose parameters but the biases are trained."""
+  """``TrainProgram.lower_look`` of a toy, all of whose parameters but the biases are trained."""
   layer = {**params["stack_0"]["layer_0"], "bias": None}
   sizes, peaks = split_squares(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
   known = jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)])

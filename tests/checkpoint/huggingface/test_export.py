@@ -207,7 +207,7 @@ def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsy
   for name in ("config.json", "generation_config.json"):
     assert json.loads((out / name).read_text())["eos_token_id"] == [1, 4], name
   model = open_model(ours, [])
-  assert stop_tokens(model.tokenizer, model.files, model=model.program.config.model) == {1, 4}
+  assert stop_tokens(model.tokenizer, model.files, model=model.model.config.model) == {1, 4}
   # Beside a carried generation_config.json, config.json says it too; another value of the run's own counts.
   (source / "generation_config.json").write_text('{"eos_token_id": [1, 4, 3]}')
   shutil.rmtree(run)

@@ -57,7 +57,7 @@ def test_tokens_of_images_video_and_sound_without_any(case: str, tmp_path: Path)
     ours = [
       token
       for rows in generate(
-        model.program.decoder,
+        model.model.decoder,
         model.params(),
         Prompts([prompt]),
         max_tokens=tokens,

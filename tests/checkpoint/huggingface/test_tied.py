@@ -80,7 +80,7 @@ def test_it_is_the_head_in_every_verb(tmp_path: Path, capsys: pytest.CaptureFixt
   np.testing.assert_allclose(got[..., :-1], plain[..., :-1], rtol=0, atol=1e-5)
   assert np.abs(got[..., -1] - plain[..., -1]).min() > 1e-3
   write_letters(folder)
-  assert not open_model(folder, []).program.decoder.cfg.tied
+  assert not open_model(folder, []).model.decoder.cfg.tied
   ours, out = tmp_path / "ours", tmp_path / "out"
   assert main(["import", str(folder), "--out", str(ours)]) == 0
   assert "note: lm_head.weight differs from the embedding" in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_it_is_the_head_in_every_verb(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_run_whose_model_ties_them_is_refused_and_told(tmp_path: Path):
   folder = rewritten(tmp_path / "model", "gemma3_text", another_head)
   model = load_config(_model_file(tmp_path)).config.model
-  decoder = open_model(write_letters(folder), []).program.decoder
+  decoder = open_model(write_letters(folder), []).model.decoder
   with pytest.raises(UserError) as error:
     load_hugging_face(folder, decoder, model=model)
   message = str(error.value)

@@ -1,17 +1,21 @@
-"""The language-model loss as a layer: the decoder's parameters and one equation, in pieces of the sequence.
+"""Language modelling: the cross entropy of the next token, as a layer over the decoder's parameters, in pieces of the sequence.
 
 B batch, T position, D model, V vocabulary, n pieces, C positions of a piece.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.placed import Model, Shapes
+from maxtext_like.training.objectives.objective import Aux
 
 IGNORED = -100  # the target that does not count, as in Hugging Face and PyTorch
 PIECE_BYTES = 1 << 30  # of float32 logits of one piece on one device
@@ -38,9 +42,24 @@ def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, z_loss: float) ->
   return jnp.where(real, log_z - picked, 0), jnp.where(real, z_loss * jnp.square(log_z), 0)
 
 
+def build(model: Model) -> "LanguageModelling":
+  """The objective of a configuration.
+
+  Raises:
+    UserError: more pieces than there are positions.
+  """
+  t = model.config.training
+  pieces = t.num_vocab_tiling or automatic_pieces(t.per_device_batch_size, t.max_target_length, model.config.model.vocab_size)
+  if pieces > t.max_target_length:
+    raise UserError(
+      f"num_vocab_tiling = {pieces} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"
+    )
+  return LanguageModelling(model.decoder, t.z_loss_multiplier, pieces)
+
+
 @dataclass(frozen=True)
-class LossLayer:
-  """A decoder with its loss. Summed, not averaged, so that parts of a batch add up to the whole.
+class LanguageModelling:
+  """A decoder with the loss of its next token. An ``Objective``.
 
   Attributes:
     decoder: the model.
@@ -53,43 +72,69 @@ class LossLayer:
   z_loss: float = 0.0
   pieces: int = 1
 
+  evaluated: ClassVar[str] = "cross_entropy"
+
   def params(self) -> Any:
     return self.decoder.params()
 
-  def head(self, p: Any) -> Any:
-    """The part of a tree of parameters that makes logits: the head, or the embedding that is tied to it."""
-    name = "head" if "head" in p else "embedding"
-    return {name: p[name]}
+  def batch(self, inputs: Shapes) -> Shapes:
+    """The decoder's inputs and "targets" int32 [B, T], the token that follows each; ``IGNORED`` where none counts."""
+    return inputs | {"targets": inputs["tokens"]}
 
-  def __call__(self, p: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
-    """The loss of a batch.
+  def tokens(self, batch: dict[str, jax.Array]) -> jax.Array:
+    """The number of real targets."""
+    return jnp.sum(batch["targets"] != IGNORED)
 
-    Args:
-      p: parameters.
-      batch: int32 [B, T] arrays, "targets" among them; "loss_cotangent": float32 scalar, what the loss will be multiplied
-        by where gradients are taken of it, 1 without. The gradients are right with any but 0; this one keeps float16 in range.
+  weight = tokens
 
-    Returns:
-      The loss summed over the real targets, float32, and the aux of ``Decoder.hidden`` with "terms": its addends
-      {"cross_entropy", and "z_loss" with a weight}, float32 and without a gradient of their own.
+  def __call__(
+    self,
+    p: Any,
+    batch: dict[str, jax.Array],
+    cotangent: jax.Array | None = None,
+    probe_slots: dict[str, jax.Array] | None = None,
+  ) -> tuple[jax.Array, jax.Array, Aux]:
+    """The loss summed over the real targets, their number, and aux; see ``Objective``.
+
+    The terms are "cross_entropy" and, with a weight, "z_loss", without a gradient of their own. The means are the model's:
+    "load_balance_loss" with experts, "indexer_loss" with an indexer.
     """
-    x_BTD, aux = self.decoder.hidden(p, batch)
+    data = batch | {"probe_slots": probe_slots} if probe_slots else batch
+    x_BTD, aux = self.decoder.hidden(p, data)
 
     def piece(head, x, targets):
       losses = token_losses(self.decoder.head(head, x), targets, self.z_loss)
       return jnp.stack([jnp.sum(loss) for loss in losses])
 
-    head = self.head(p)
+    head = head_of(p)
     if self.pieces == 1:
       terms = piece(head, x_BTD, batch["targets"])
       loss = jnp.sum(terms)
     else:
-      cotangent = batch.get("loss_cotangent", jnp.ones((), jnp.float32))
+      cotangent = jnp.ones((), jnp.float32) if cotangent is None else cotangent
       loss, terms = _sum_of_pieces(piece, self.pieces)(head, x_BTD, batch["targets"], cotangent)
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:
       del terms["z_loss"]
-    return loss, aux | {"terms": terms}
+    means = {name: aux.pop(name) for name in ("load_balance_loss", "indexer_loss") if name in aux}
+    return loss, self.weight(batch), aux | {"terms": terms, "means": means}
+
+  def with_decoder(self, decoder: Decoder) -> "LanguageModelling":
+    return dataclasses.replace(self, decoder=decoder)
+
+  def logit_bytes(self, rows: int, length: int) -> int:
+    """Bytes of a piece's logits in float32, and of their gradient."""
+    return 2 * rows * -(-length // self.pieces) * self.decoder.cfg.embedding.vocab_size * 4
+
+  def made_in_forward(self, p: Any) -> Any:
+    """The head, whose gradient the pieces make."""
+    return head_of(p) if self.pieces > 1 else None
+
+
+def head_of(p: Any) -> Any:
+  """The part of a tree of parameters that makes logits: the head, or the embedding that is tied to it."""
+  name = "head" if "head" in p else "embedding"
+  return {name: p[name]}
 
 
 def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], pieces: int) -> Callable[..., Any]:

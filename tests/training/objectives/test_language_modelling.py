@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.layers.param import init
-from maxtext_like.training.loss import LossLayer, automatic_pieces, token_losses
+from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_pieces, token_losses
 from tests.layers.equations import named
 from tests.training.toy import B, D, T, V, toy_batch, toy_decoder
 
@@ -40,14 +40,16 @@ def test_pieces_equal_the_whole_with_gradients(pieces):
 
   def total(pieces, expected=1.0):
     def loss(p):
-      value, aux = LossLayer(decoder, 0.01, pieces)(p, batch | {"loss_cotangent": jnp.float32(expected)})
+      value, _, aux = LanguageModelling(decoder, 0.01, pieces)(p, batch, jnp.float32(expected))
       return 3 * value, aux["terms"]
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
   ((whole, whole_terms), whole_grads), ((cut, cut_terms), cut_grads) = total(1), total(pieces, 3.0)
   np.testing.assert_allclose(cut, whole, rtol=1e-6)
-  np.testing.assert_allclose(3 * LossLayer(decoder, 0.01, pieces)(params, batch)[0], whole, rtol=1e-6)  # without gradients
+  alone, weight, _ = LanguageModelling(decoder, 0.01, pieces)(params, batch)  # without gradients
+  np.testing.assert_allclose(3 * alone, whole, rtol=1e-6)
+  assert weight == B * T - 9
   assert cut_terms.keys() == whole_terms.keys() == {"cross_entropy", "z_loss"}
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), cut_terms, whole_terms)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), cut_grads, whole_grads)
@@ -60,7 +62,7 @@ def test_gradients_of_pieces_add_up_in_float32_under_16_bit_weights():
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
   batch = toy_batch()
   whole, cut = (
-    jax.grad(lambda p, n=n: LossLayer(toy_decoder(), 0.0, n)(p, batch)[0])(params)["head"]["kernel"] for n in (1, 7)
+    jax.grad(lambda p, n=n: LanguageModelling(toy_decoder(), 0.0, n)(p, batch)[0])(params)["head"]["kernel"] for n in (1, 7)
   )
   assert cut.dtype == jnp.bfloat16
   # A last place of difference where float32 sums fell on the other side of a rounding; piecewise rounding spoils half of them.
@@ -73,7 +75,7 @@ def test_pieces_compute_logits_once_and_no_gradient_of_a_frozen_head():
 
   def products(*trained):
     def loss(some):
-      return LossLayer(decoder, 0.0, 7)(params | some, batch)[0]
+      return LanguageModelling(decoder, 0.0, 7)(params | some, batch)[0]
 
     found = named(jax.grad(loss), {name: params[name] for name in trained}, name="dot_general")
     shapes = [e.outvars[0].aval.shape for e in found]
@@ -89,7 +91,7 @@ def test_pieces_keep_the_logits_of_one_piece_only():
   params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
 
   def sizes(pieces):
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LossLayer(decoder, 0.0, pieces)(p, batch)[0]))(params)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LanguageModelling(decoder, 0.0, pieces)(p, batch)[0]))(params)
     return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
 
   assert (B, T, V) in sizes(1)

@@ -1,16 +1,19 @@
 """Optimizers against updates written out in numpy, over several steps."""
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.config.schema import TrainingConfig
 from maxtext_like.layers.param import Param
-from maxtext_like.training.optimizer import decays, make_certainly_finite, make_optimizer, state_shardings
+from maxtext_like.training.optimizers.optimizer import decays
+from maxtext_like.training.optimizers.registry import RULES, make_optimizer
 from tests.training.toy import toy_config
 
+OPT_TYPES = get_args(get_type_hints(TrainingConfig)["opt_type"])
 SPEC = {"matrix": Param((3, 2), ("embed", "mlp")), "norm": Param((3,), ("embed",)), "frozen": None}
 RATE = 0.1
 STEPS = 4
@@ -129,14 +132,18 @@ def test_factored_moments_are_sharded_along_what_they_keep():
   state = jax.eval_shape(optimizer.init, params)
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  found = state_shardings(state, params, {"w": place}, everywhere)
+  found = optimizer.state_shardings(state, params, {"w": place}, everywhere)
   specs = {x.shape: s.spec for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)}
   assert specs[(256,)] == jax.sharding.PartitionSpec("fsdp")
   assert specs[(128,)] == jax.sharding.PartitionSpec(None)
   assert specs[()] == jax.sharding.PartitionSpec()
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adafactor", "lion", "sgd"])
+def test_the_configuration_and_the_registry_name_the_same():
+  assert sorted(OPT_TYPES) == sorted(RULES)
+
+
+@pytest.mark.parametrize("rule", OPT_TYPES)
 @pytest.mark.parametrize("weight_dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_what_is_certainly_finite_is(rule, weight_dtype):
   """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
@@ -156,19 +163,20 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
   counts = {True: 0, False: 0}
   for trial in range(30):
     wide = trial % 2
-    sizes = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
+    powers = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
     keys = {"learning_rate": size(-4, 8 if wide else -2), "adam_weight_decay": rng.choice([0, size(-3, 12 if wide else -1)])}
     keys |= {"adam_eps": size(-12, -6), "adam_b1": rng.choice([0, 0.9]), "opt_type": rule}
     t = toy_config(*(f"{k}={v}" for k, v in keys.items())).training
-    p = draw(*sizes if wide else (-4, 0)).astype(weight_dtype)
-    grads, p = {"a": draw(*sizes)}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
-    optimizer = make_optimizer(t, spec, "float32")
-    state = optimizer.init(p)
+    p = draw(*powers if wide else (-4, 0)).astype(weight_dtype)
+    grads, p = {"a": draw(*powers)}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
+    optimizer = make_optimizer(t, spec, weight_dtype)
+    state: Any = optimizer.init(p)
     if rule != "adafactor":  # whose state no step leaves at less than a share of 1e-30: it stays as it begins
       leaves, structure = jax.tree.flatten(state)
-      state = jax.tree.unflatten(structure, [x if x.dtype == np.int32 else jnp.abs(draw(*sizes)) for x in leaves])
-    certainly: Any = make_certainly_finite(t, weight_dtype)
-    certain, kept = certainly(*(jnp.float32(x) for x in (largest(grads), largest(state), largest(p), t.learning_rate)))
+      state = jax.tree.unflatten(structure, [x if x.dtype == np.int32 else jnp.abs(draw(*powers)) for x in leaves])
+    sizes = (largest(grads), largest(state), largest(p), t.learning_rate)
+    certainly: Any = optimizer.certainly_finite
+    certain, kept = certainly(*map(jnp.float32, sizes))
     counts[proof := bool(certain)] += 1
     direction: Any
     direction, state = optimizer.update(grads, state, p)
@@ -179,7 +187,7 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
     if not wide and not (weight_dtype == "float16" and rule in ("adamw", "adafactor")):
       assert proof, (keys, largest(grads), largest(p))
   assert counts[False]
-  certainly = make_certainly_finite(toy_config(f"opt_type={rule}").training, weight_dtype)
+  certainly = make_optimizer(toy_config(f"opt_type={rule}").training, spec, weight_dtype).certainly_finite
   for bad in (np.nan, np.inf):
     for at in range(3):
       assert not certainly(*(jnp.float32(bad if i == at else 1e-3) for i in range(3)), jnp.float32(1e-3))[0]
@@ -191,8 +199,8 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
 def test_what_is_known_of_a_state_holds_over_many_steps(rule, mu):
   """Gradients that stay at their largest, so that moments come as near to the bound as they can."""
   t = toy_config(f"opt_type={rule}", f"mu_dtype={mu}", "adam_b1=0.9", "adam_b2=0.999").training
-  optimizer: Any = make_optimizer(t, {"a": Param((7,), ("embed",))}, "float32")
-  certainly: Any = make_certainly_finite(t, "float32")
+  optimizer = make_optimizer(t, {"a": Param((7,), ("embed",))}, "float32")
+  certainly: Any = optimizer.certainly_finite
   grads, p = {"a": jnp.asarray([3.3, -3.3, 3.3, 1e-3, 0.1, 3.3, -2.0])}, {"a": jnp.ones(7)}
   zero = jnp.zeros(())
 

@@ -1,0 +1,45 @@
+"""The parameters that a model begins with, from a checkpoint of ours or of Hugging Face."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_like.checkpoint import restore
+from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
+from maxtext_like.checkpoint.sources import find_step, no_checkpoint
+from maxtext_like.errors import NonFiniteError
+from maxtext_like.models.placed import Model
+from maxtext_like.models.row_norms import row_labels, row_squares
+
+
+def read_weights(directory: Path, model: Model) -> Any:
+  """The parameters of ``directory``, each device reading its own part.
+
+  Args:
+    directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them.
+    model: whose they become.
+
+  Raises:
+    UserError: nothing of the kind is there, or it is of another model.
+    NonFiniteError: a weight is not finite.
+  """
+  directory = directory.expanduser()
+  params = model.abstract_params
+  if (directory / "config.json").is_file():
+    places = jax.tree.map(lambda x: x.sharding, params)
+    config = model.config
+    return load_hugging_face(directory, model.decoder, model=config.model, vision=config.vision, shardings=places, finite=True)
+  step = find_step(directory)
+  if step is None:
+    raise no_checkpoint(f"init_from: {directory}", directory)
+  allow = model.config.checkpoint.allow_dtype_change
+  found = restore.load(step, {"params": params}, config=model.config, allow_dtype_change=allow).state["params"]
+  finite = jax.device_get(jax.jit(lambda tree: row_squares(tree).finite)(found))
+  if bad := [name for name, good in zip(row_labels(model.decoder, model.spec), finite, strict=True) if not good]:
+    raise NonFiniteError(
+      f"init_from: {step}: {len(bad)} arrays hold numbers that are not finite, first {bad[0]}\n"
+      "  why: whatever is computed with them is not finite either\n"
+      "  fix: begin with another step of that run"
+    )
+  return found

@@ -1,0 +1,135 @@
+"""A model on its devices: what follows from a configuration for whoever runs it, trained or not. Holds no array.
+
+It lies with the models and not with the trainer, because generation, forward, import and export need all of it and no
+optimizer; the trainer's program is built around one.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.config.schema import Config
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import abstract, init, shardings
+from maxtext_like.models.attention_kernels import KernelUse, settle
+from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, use_mesh
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+  """A configuration's decoder, where its arrays lie and what it runs on.
+
+  Attributes:
+    config: of it.
+    mesh: devices in a grid; an abstract mesh has sizes only, so that its programs can be lowered and not run.
+    decoder: parameters and equations.
+    kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
+  """
+
+  config: Config
+  mesh: Mesh
+  decoder: Decoder
+  kernels: tuple[KernelUse, ...] = ()
+
+  @functools.cached_property
+  def spec(self) -> Any:
+    """The decoder's declared parameters."""
+    return self.decoder.params()
+
+  @property
+  def devices(self) -> list[Any]:
+    """The devices of the mesh, which is not an abstract one."""
+    assert isinstance(self.mesh, jax.sharding.Mesh)
+    return list(self.mesh.devices.flat)
+
+  @functools.cached_property
+  def abstract_params(self) -> Any:
+    """``jax.ShapeDtypeStruct`` with a sharding for every parameter."""
+    return placed(self.spec, self.mesh)
+
+  def lower_init(self) -> Any:
+    """The program that makes fresh parameters from a seed (uint32 scalar); every device makes its own part."""
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_params)
+    with use_mesh(self.mesh):
+      make = jax.jit(lambda seed: init(self.spec, jax.random.key(seed)), out_shardings=places)
+      return make.lower(jax.ShapeDtypeStruct((), jnp.uint32))
+
+  def inputs(self, rows: int) -> Shapes:
+    """What the decoder reads of so many rows: int32 [rows, T] each; with images [rows, max_images_per_row, ...] too."""
+    length, v = self.config.training.max_target_length, self.config.vision
+    shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(("tokens", "positions", "segments"), (rows, length, jnp.int32))
+    if v.use_multimodal:
+      images = (rows, v.max_images_per_row)
+      shapes["token_types"] = (rows, length, jnp.int32)
+      for name, shape in v.image_shapes().items():
+        shapes[name] = (*images, *shape, jnp.float32 if name == "pixel_values" else jnp.int32)
+    return {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (*shape, dtype) in shapes.items()}
+
+  def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A batch of this process's rows as global arrays on the mesh."""
+    sharding = batch_sharding(self.mesh)
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+
+
+def placed(spec: Any, mesh: Mesh) -> Any:
+  """``jax.ShapeDtypeStruct`` with a sharding for every array of a tree of Params."""
+  shapes, places = abstract(spec), shardings(spec, mesh)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
+
+
+def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None = None, runs_attention: bool = True) -> Model:
+  """The model of a configuration, without any array.
+
+  On a device that is here, a fused attention kernel is tried before it is used (see ``attention_kernels.settle``).
+
+  Args:
+    config: of it.
+    mesh: default: the ``mesh:`` section over all devices.
+    platform: "cpu", "gpu" or "tpu", where it will run; needed for an abstract mesh, else that of its devices.
+    runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
+      are not looked at then.
+
+  Raises:
+    UserError: sizes that no model can have, axes that do not fit the devices, a kernel that the configuration names and
+      that cannot do this or failed its self-test.
+  """
+  t = config.training
+  mesh = make_mesh(config.mesh) if mesh is None else mesh
+  device = None  # to try kernels on; a topology's device is known to a compiler only
+  if not isinstance(mesh, jax.sharding.AbstractMesh):
+    first = mesh.devices.flat[0]
+    own = "gpu" if first.platform in ("cuda", "rocm") else first.platform
+    platform = platform or own
+    device = mesh.local_devices[0] if platform == own and first in jax.devices() else None
+  assert platform is not None, "an abstract mesh does not say where the program will run"
+  try:
+    decoder = build_decoder(
+      config.model,
+      precision_of(config.precision),
+      layer_precision=config.precision.layer_precision,
+      vision=config.vision,
+      scan_layers=t.scan_layers,
+      remat_policy=t.remat_policy,
+      attention=t.attention,
+      platform=platform,
+    )
+  except ValueError as error:
+    raise UserError(str(error)) from error
+  kernels = ()
+  if runs_attention:
+    decoder, kernels = settle(
+      decoder,
+      length=t.max_target_length,
+      images=config.vision.use_multimodal,
+      device=device,
+      cache=config.logging.compilation_cache_dir,
+    )
+  return Model(config, mesh, decoder, kernels)

@@ -1,0 +1,49 @@
+"""The state that a run, or a look at one of its steps, begins with."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint.read_weights import read_weights
+from maxtext_like.checkpoint.sources import find_step, no_checkpoint
+from maxtext_like.training import loss_scale
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.step import State
+
+
+def read_state(directory: Path, program: TrainProgram) -> State:
+  """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
+  like = dict(program.abstract_state)
+  fresh = like.pop("loss_scale", None)
+  stored = manifest.read(directory).leaves
+  if fresh is not None and any(name.startswith("loss_scale.") for name in stored):
+    like["loss_scale"] = fresh
+  state = restore.load(directory, like, config=program.config, allow_dtype_change=True).state
+  if fresh is not None and "loss_scale" not in state:
+    start = loss_scale.initial(program.config.training.loss_scale_init)
+    state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)
+  return state
+
+
+def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
+  """The state that a run would start its next step from.
+
+  Args:
+    program: of the run.
+    checkpoint: a run or a step of it: its whole state, optimizer and all; a Hugging Face checkpoint: its weights; None: the
+      weights of ``init_from``, or fresh ones.
+
+  Raises:
+    UserError: as ``read_weights``.
+  """
+  if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
+    step = find_step(checkpoint.expanduser())
+    if step is None:
+      raise no_checkpoint(f"--checkpoint {checkpoint}", checkpoint.expanduser())
+    return read_state(step, program)
+  source = checkpoint or program.config.checkpoint.init_from
+  if source is not None:
+    return program.lower_around().compile()(read_weights(Path(source), program.model))
+  return program.lower_init().compile()(np.uint32(program.config.training.seed % 2**32))

@@ -1,0 +1,1 @@
+"""What training minimises: one file an objective, and the registry of them."""

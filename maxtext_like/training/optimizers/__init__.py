@@ -1,0 +1,1 @@
+"""Directions of descent: one file a rule, and the optimizer around any of them."""

@@ -1,0 +1,38 @@
+"""AdamW (Loshchilov and Hutter 2019); its decay of the weights is the optimizer's, as every rule's is."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.training.optimizers.rule import Bound
+
+
+def build(training: TrainingConfig) -> "AdamW":
+  return AdamW(training.adam_b1, training.adam_b2, training.adam_eps)
+
+
+@dataclass(frozen=True)
+class AdamW:
+  """The mean of the gradients over the root of that of their squares."""
+
+  b1: float
+  b2: float
+  eps: float
+
+  usually_bounded: ClassVar[bool] = True
+  smaller: ClassVar[str | None] = "opt_type=adafactor: its second moment takes next to nothing, and it has no first one"
+
+  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+    return optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=mu_dtype)
+
+  def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
+    b1, b2, eps = (np.float32(x) for x in (self.b1, self.b2, self.eps))
+    first, second = jnp.maximum(state, gradient), jnp.maximum(state, jnp.square(gradient))
+    direction = first / (1 - b1) / eps  # without its bias, over the smallest denominator
+    computed = jnp.maximum(first / (1 - b1), second / (1 - b2))
+    return Bound(direction=direction, moment=first, state=jnp.maximum(first, second), computed=computed)

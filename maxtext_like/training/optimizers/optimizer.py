@@ -1,0 +1,144 @@
+"""The optimizer around a rule of descent: decay of weights, float32, the proof that an update is finite, and shardings."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxtext_like.layers.param import Param
+from maxtext_like.training.optimizers.rule import Rule
+
+Tree = Any
+
+
+def decays(p: Param) -> bool:
+  """Whether weight decay acts on an array: on matrices, not on norms, scalars and biases.
+
+  Decided by the number of dimensions of one layer's array: the axis of stacked layers does not make a norm a matrix.
+  """
+  return len([axis for axis in p.axes if axis != "layers"]) >= 2
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+  """The direction of descent for the trainable arrays; the step adds ``-learning_rate`` times what comes out.
+
+  All arithmetic is in float32, whatever the parameters and gradients are stored in; the first moment alone is stored in
+  ``mu_dtype``. Weight decay is decoupled from the gradient for every rule: ``weight_decay`` times the parameter is added to
+  the direction, so it is scaled by the learning rate.
+
+  Attributes:
+    rule: of descent.
+    weight_decay: 0 for none.
+    mu_dtype: of the first moment.
+    weight_dtype: of the stored parameters.
+    spec: Params of the trainable leaves (None elsewhere).
+  """
+
+  rule: Rule
+  weight_decay: float
+  mu_dtype: str
+  weight_dtype: str
+  spec: Tree
+
+  @functools.cached_property
+  def _transformation(self) -> optax.GradientTransformation:
+    chain = [self.rule.direction(jnp.dtype(self.mu_dtype))]
+    if self.weight_decay:
+      chain.append(optax.add_decayed_weights(self.weight_decay, mask=jax.tree.map(decays, self.spec)))
+    return _in_float32(optax.chain(*chain))
+
+  def init(self, params: Tree) -> Tree:
+    """The first state of these parameters."""
+    return self._transformation.init(params)
+
+  def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    """(the direction, float32, the next state)."""
+    return self._transformation.update(grads, state, params)
+
+  @property
+  def usually_proved(self) -> bool:
+    """Whether ``certainly_finite`` has a proof for every ordinary update: float16's range is not far from that of ordinary
+    parameters, and some rules have a bound for small gradients only."""
+    return self.rule.usually_bounded and "float16" not in (self.weight_dtype, self.mu_dtype)
+
+  def certainly_finite(
+    self, gradient: jax.Array, state: jax.Array, parameter: jax.Array, rate: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Whether an update is finite for certain, from the largest magnitudes of what it is made of, before it is computed.
+
+    A state that was looked at once is known to be finite as long as the proof holds, without reading it again: moments are
+    means of what they were and of what came, and roundings of so many steps stay below the quarter that is left for them.
+
+    Args:
+      gradient: float32 scalar, the largest |gradient|; like the next two infinite or NaN where nothing is known.
+      state: the largest number of the optimizer's state.
+      parameter: the largest |parameter|.
+      rate: the learning rate.
+
+    Returns:
+      Bool scalar: nothing that ``update`` of these and the step's subtraction compute or store leaves its dtype. False means
+      that the update may still be finite. And what then no number of the optimizer's next state exceeds, but for roundings.
+    """
+    # A quarter of what a dtype holds, for roundings.
+    most, most_stored, most_moment = (
+      float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, self.weight_dtype, self.mu_dtype)
+    )
+    bound = self.rule.bound(gradient, state)
+    moved = parameter + rate * (bound.direction + np.float32(self.weight_decay) * parameter)
+    everything = functools.reduce(jnp.maximum, (*bound, moved))
+    return (everything < most) & (bound.moment < most_moment) & (moved < most_stored), bound.state
+
+  def state_shardings(self, state: Tree, params: Tree, shardings: Tree, replicated: Any) -> Tree:
+    """Shardings of a state: a moment lies as its parameter does, a factored moment along what it kept.
+
+    Args:
+      state: ``jax.eval_shape`` of ``init``.
+      params: shapes of the trainable parameters (None elsewhere).
+      shardings: NamedShardings of the same structure.
+      replicated: sharding of everything else (counters).
+    """
+    inner = jax.tree.structure(params)
+    shapes, places = jax.tree.leaves(params), jax.tree.leaves(shardings)
+
+    def place(node):
+      if jax.tree.structure(node) != inner:
+        return jax.tree.map(lambda _: replicated, node)
+      found = [_match(x, p, s, replicated) for x, p, s in zip(jax.tree.leaves(node), shapes, places, strict=True)]
+      return jax.tree.unflatten(inner, found)
+
+    # A moment is a tree of the parameters' structure somewhere inside the state's named tuples. A lone parameter would
+    # make every leaf such a tree; _match then goes by shape.
+    return jax.tree.map(place, state, is_leaf=lambda node: jax.tree.structure(node) == inner)
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+  """The transformation on float32 copies: optax makes the second moment in the parameters' dtype, where it rounds away."""
+
+  def cast(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+  def init(params):
+    return inner.init(cast(params))
+
+  def update(grads, state, params=None):
+    return inner.update(cast(grads), state, cast(params))
+
+  return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _match(leaf, parameter, sharding, replicated):
+  if leaf.shape == parameter.shape:
+    return sharding
+  spec = (*sharding.spec, *(None,) * (len(parameter.shape) - len(sharding.spec)))
+  # A factored moment misses one dimension: the one that, left out, gives its shape.
+  for drop in range(len(parameter.shape)):
+    kept = [d for d in range(len(parameter.shape)) if d != drop]
+    if leaf.shape == tuple(parameter.shape[d] for d in kept) and math.prod(leaf.shape) > 1:
+      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*(spec[d] for d in kept)))
+  return replicated

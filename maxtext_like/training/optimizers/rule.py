@@ -1,0 +1,49 @@
+"""What a rule of descent is: a direction, and a bound on what it computes.
+
+To add one: a file with a frozen dataclass of these members, its line in ``registry.py``, and its name among the values of
+``opt_type`` in config/schema.py.
+"""
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import optax
+
+
+class Bound(NamedTuple):
+  """Float32 scalars that no magnitude exceeds in the update of a rule, but for roundings; infinite where none is known.
+
+  Attributes:
+    direction: of the direction of descent.
+    moment: of the next state's numbers that are stored in ``mu_dtype``.
+    state: of all numbers of the next state.
+    computed: of everything else on the way, in float32.
+  """
+
+  direction: jax.Array
+  moment: jax.Array
+  state: jax.Array
+  computed: jax.Array
+
+
+class Rule(Protocol):
+  """A direction of descent, in float32 and without the learning rate. A frozen dataclass.
+
+  Attributes:
+    usually_bounded: ``bound`` is finite for every ordinary update, so that the step need not look at it.
+    smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
+  """
+
+  usually_bounded: ClassVar[bool]
+  smaller: ClassVar[str | None]
+
+  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+    """Gradients to the direction; the first moment alone is stored in ``mu_dtype``."""
+    ...
+
+  def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
+    """The bound for gradients and a state whose numbers have at most these magnitudes, float32 scalars.
+
+    The second moment is taken to be no less than 0, as every finite update leaves it.
+    """
+    ...

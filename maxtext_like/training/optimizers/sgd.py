@@ -1,0 +1,32 @@
+"""Plain descent, with heavy-ball momentum or without."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import optax
+
+from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.training.optimizers.rule import Bound
+
+
+def build(training: TrainingConfig) -> "SGD":
+  return SGD(training.sgd_momentum)
+
+
+@dataclass(frozen=True)
+class SGD:
+  """The gradient, and what momentum keeps of the ones before."""
+
+  momentum: float
+
+  usually_bounded: ClassVar[bool] = True
+  smaller: ClassVar[str | None] = None
+
+  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+    return optax.trace(self.momentum, accumulator_dtype=mu_dtype) if self.momentum else optax.identity()
+
+  def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
+    moved = gradient + np.float32(self.momentum) * state
+    return Bound(direction=moved, moment=moved, state=moved, computed=moved)
