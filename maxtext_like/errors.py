@@ -1,5 +1,7 @@
 """The exit codes of the command line, as exceptions. Launchers act on the codes (XPK restarts a job on 42 and 127-255)."""
 
+from collections.abc import Sequence
+
 
 class ExitError(Exception):
   """An error that ends the program with its own exit code and one message, no traceback."""
@@ -14,9 +16,19 @@ class UserError(ExitError):
 
 
 class NonFiniteError(ExitError):
-  """Training failed in a way that a retry repeats: non-finite numbers."""
+  """Training failed in a way that a retry repeats: non-finite numbers.
+
+  Attributes:
+    what: happened.
+    remedies: what to try.
+    notes: further lines of the message.
+  """
 
   exit_code = 3
+
+  def __init__(self, what: str, remedies: Sequence[str] = (), notes: Sequence[str] = ()):
+    super().__init__("\n".join([what, *([f"what to try: {'; '.join(remedies)}"] if remedies else []), *notes]))
+    self.what, self.remedies, self.notes = what, tuple(remedies), tuple(notes)
 
 
 class NoProgressError(ExitError):

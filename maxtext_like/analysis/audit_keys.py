@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from maxtext_like.analysis.audit import fused_kernel, site_of
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.precision_keys import KEYS, PrecisionKey
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.yaml_file import to_text
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.hlo import Instruction, Reading
@@ -100,32 +102,28 @@ def _several(dtypes: list[str]) -> str:
 
 
 def judge_keys(
-  reading: Reading, precision: Precision, model: ModelConfig, *, images: bool, weights: dict[str, str], compiled: bool
+  reading: Reading, precision: Precision, model: ModelConfig, vision: VisionConfig, *, weights: dict[str, str], compiled: bool
 ) -> list[KeyVerdict]:
   """A verdict for every precision key.
 
   Args:
     reading: the program.
     precision: the keys.
-    model: for the keys that have no place in it.
-    images: the program has a vision tower.
+    model, vision: for the keys that have no place in it.
     weights: the declared dtype of every parameter by the name of its argument.
     compiled: the text is a compiler's.
   """
   p = _Program(reading, precision, compiled)
-  nothing = inactive_precision_keys(model)
-  if not images:
-    nothing["float32_vision_pool"] = "images (use_multimodal)"
-  if not model.has("indexer"):
-    nothing["indexer_float32_logits"] = "a sparse indexer"
   verdicts = []
-  for key, judge in _KEYS.items():
-    verdict, evidence = ("not shown", f"the model has not got {nothing[key]}") if key in nothing else judge(p)
-    value = getattr(precision, key)
-    verdicts.append(KeyVerdict(key=key, value=_shown(value), verdict=verdict, evidence=evidence))
-  verdict, evidence = _weights(p, weights)
-  verdicts.append(KeyVerdict(key="weight_dtype", value=precision.weight_dtype, verdict=verdict, evidence=evidence))
-  return sorted(verdicts, key=lambda v: list(Precision.__dataclass_fields__).index(v.key))
+  for name, key in KEYS.items():
+    if lacking := key.lacking(model, vision):
+      verdict, evidence = "not shown", f"the model has not got {lacking}"
+    elif name == "weight_dtype":
+      verdict, evidence = _weights(p, weights)
+    else:
+      verdict, evidence = _JUDGES[name](p) if name in _JUDGES else _by_signs(p, key)
+    verdicts.append(KeyVerdict(key=name, value=to_text(getattr(precision, name)), verdict=verdict, evidence=evidence))
+  return verdicts
 
 
 def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyVerdict]:
@@ -141,29 +139,28 @@ def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyV
 def asked_float32(precision: Precision) -> set[str]:
   """Scopes whose products are float32 in a 16-bit model because a key, or the layer itself, asks for it."""
   sites = {"vision_pool", "moe", *(kernel.scope for kernel in fused_kernels())}  # pooling, load statistics, kernels' row sums
-  if precision.float32_gate_logits:
-    sites.add("router")
-  if precision.indexer_float32_logits:
-    sites |= {"indexer", "indexer_sum"}
-  if precision.float32_weight_sum or precision.dtype == "float16":
-    sites.add("weight_sum")
-  if precision.logits_dot_in_fp32:
-    sites.add("logits")
-  if _wide_gate(precision) or precision.dtype == "float16":
-    sites.add("experts")
+  for key in KEYS.values():
+    if key.safe(vars(precision)):
+      sites |= set(key.widens)
   if precision.dtype == "float16":
     # A float16 cotangent would overflow, and a product that is not normed would too: see layers.precision.
-    sites |= {"backward", "per_layer_input"}
+    sites |= {"backward", "per_layer_input", "experts"}
   return sites
 
 
-def _shown(value: Any) -> str:
-  return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+def _by_signs(p: _Program, key: PrecisionKey) -> tuple[Verdict, str]:
+  """What most float32 keys promise: what its entry calls the signs is float32 with it, and ``dtype`` without."""
+  flag = key.safe(vars(p.precision))
+  found: list[str] = []
+  for sign in key.signs:
+    for i in p.forward(sign.scope, kinds=sign.kinds):
+      found += i.operands[:2] if sign.side == "operands" else i.results[:1]
+  judged = _with_fused(p, flag, found, key.shown) if key.fused else p.judge(found, _wide(p, flag), key.shown)
+  return p.kept(judged, flag, *key.scopes)
 
 
 def _wide_gate(precision: Precision) -> bool:
-  """What ``float32_gate_product`` asks for, "auto" being float16 alone."""
-  return precision.dtype == "float16" if precision.float32_gate_product == "auto" else bool(precision.float32_gate_product)
+  return KEYS["float32_gate_product"].safe(vars(precision))
 
 
 def _wide(p: _Program, flag: bool) -> str:
@@ -183,7 +180,7 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
 
 def _residual(p: _Program) -> tuple[Verdict, str]:
   found = [i.results[0] for i in p.forward("residual", kinds=("add", "multiply"))]
-  asked = p.precision.residual_dtype or ("float32" if p.precision.dtype == "float16" else p.precision.dtype)
+  asked = p.precision.residual
   return p.kept(p.judge(found, SHORT[asked], "sums of the residual stream"), asked == "float32", "residual")
 
 
@@ -193,27 +190,6 @@ def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[V
     return "honoured", kernels
   verdict, evidence = p.judge(found, _wide(p, flag), what)
   return verdict, f"{evidence}; {kernels}" if p.fused else evidence
-
-
-def _qk_product(p: _Program) -> tuple[Verdict, str]:
-  found = [i.results[0] for i in p.forward("qk_product")]
-  flag = p.precision.float32_qk_product
-  return p.kept(_with_fused(p, flag, found, "results of q.k"), flag, "qk_product")
-
-
-def _float32_logits(p: _Program) -> tuple[Verdict, str]:
-  found = [i.results[0] for i in p.forward("softmax", kinds=("exponential", "divide"))]
-  flag = p.precision.float32_logits
-  return p.kept(_with_fused(p, flag, found, "exponentials and quotients of the softmax"), flag, "softmax")
-
-
-def _indexer(p: _Program) -> tuple[Verdict, str]:
-  flag = p.precision.indexer_float32_logits
-  found = [i.results[0] for i in p.forward("indexer_product")]
-  found += [d for i in p.forward("indexer_sum", kinds=("dot",)) for d in i.operands[:2]]
-  found += [i.results[0] for i in p.forward("indexer_sum", kinds=("maximum",))]
-  judged = p.judge(found, _wide(p, flag), "scores of the indexer, their relu and sum")
-  return p.kept(judged, flag, "indexer_product", "indexer_sum")
 
 
 def _gate_product(p: _Program) -> tuple[Verdict, str]:
@@ -242,18 +218,6 @@ def _vision_pool(p: _Program) -> tuple[Verdict, str]:
   return p.kept(p.judge_products(found, flag, "scalings of pooled features"), flag, "vision_pool")
 
 
-def _gate_logits(p: _Program) -> tuple[Verdict, str]:
-  found = [d for i in p.forward("router") for d in i.operands[:2]]
-  flag = p.precision.float32_gate_logits
-  return p.kept(p.judge(found, _wide(p, flag), "operands of router products"), flag, "router")
-
-
-def _weight_sum(p: _Program) -> tuple[Verdict, str]:
-  flag = p.precision.float32_weight_sum or p.precision.dtype == "float16"
-  found = [d for i in p.forward("weight_sum") for d in i.operands[:2]]
-  return p.kept(p.judge(found, _wide(p, flag), "operands of the weighted sum"), flag, "weight_sum")
-
-
 def _cast_logits(p: _Program) -> tuple[Verdict, str]:
   flag, wide_dot = p.precision.cast_logits_to_fp32, p.precision.logits_dot_in_fp32
   if wide_dot and not flag and p.precision.dtype != "float32":
@@ -261,12 +225,6 @@ def _cast_logits(p: _Program) -> tuple[Verdict, str]:
   else:
     found = [i.results[0] for i in p.forward("logits")]
   return p.kept(p.judge(found, _wide(p, flag), "logits"), flag, "soft_cap", "loss")
-
-
-def _logits_dot(p: _Program) -> tuple[Verdict, str]:
-  flag = p.precision.logits_dot_in_fp32
-  found = [d for i in p.forward("logits") for d in i.operands[:2]]
-  return p.judge(found, _wide(p, flag), "operands of the last product")
 
 
 def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
@@ -299,19 +257,14 @@ def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
   return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}"
 
 
-_KEYS: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
+_JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "dtype": _dtype,
   "grad_dtype": _gradients,
   "residual_dtype": _residual,
-  "float32_qk_product": _qk_product,
-  "float32_logits": _float32_logits,
-  "indexer_float32_logits": _indexer,
   "float32_gate_product": _gate_product,
   "float16_rescue": _rescue,
   "float32_vision_pool": _vision_pool,
-  "float32_gate_logits": _gate_logits,
-  "float32_weight_sum": _weight_sum,
   "cast_logits_to_fp32": _cast_logits,
-  "logits_dot_in_fp32": _logits_dot,
   "matmul_precision": _matmul_precision,
 }
+"""Keys that are held against the program in a way of their own; the others by their signs."""

@@ -61,29 +61,33 @@ class FailedStep:
       applied: the update was taken over, so the state before it is gone.
     """
     if applied:
-      return NonFiniteError(f"{error}\nno replay: the state before the update is gone")
+      return NonFiniteError(error.what, error.remedies, ["no replay: the state before the update is gone"])
     self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
     place = self.directory / DIRECTORY
-    lines = []
+    notes = []
     try:
       keep(self.program, place, step, state, batch, str(error))
-      lines.append(f"kept in {place}: maxtext-like replay {self.directory}")
+      notes.append(f"kept in {place}: maxtext-like replay {self.directory}")
     except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
       shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
-      lines.append(f"not kept for maxtext-like replay: {_one_line(problem)}")
+      notes.append(f"not kept for maxtext-like replay: {_one_line(problem)}")
     try:
       report = step_xray.xray_step(self.program, state, batch)
     except Exception as problem:  # out of memory above all
-      return NonFiniteError("\n".join([str(error), f"no replay: {_one_line(problem)}", *lines]))
-    found = step_xray.cause_lines(self.program.config, report)
+      return NonFiniteError(error.what, error.remedies, [f"no replay: {_one_line(problem)}", *notes])
+    found, remedies = "every number is finite", error.remedies
+    if report.first_cause is not None:
+      found = f"first cause: {report.first_cause}"
     if report.finite:
       found = f"replayed by x-ray, which computes in another order, the step is finite\n{found}"
+    elif report.first_cause is not None:
+      remedies = step_xray.remedies(self.program.config, report.first_cause) or remedies
     try:
       write(report, place, f"step {step} of {self.directory.name}")
     except OSError as problem:
-      lines.append(f"no xray.html: {_one_line(problem)}")
-    return NonFiniteError("\n".join([str(error), found, *lines]))
+      notes.append(f"no xray.html: {_one_line(problem)}")
+    return NonFiniteError(f"{error.what}\n{found}", remedies, notes)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,32 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext_like.config.layer_precision import LAYER_KEYS, idle_reason, layer_values, written
-from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.layer_precision import layer_values, written
+from maxtext_like.config.precision_keys import KEYS, LAYER_KEYS, REMEDIES, idle_reason
 from maxtext_like.config.schema import Config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.layers.kernels.attention.registry import kernel
 
 LOSS_SCALE = "loss_scale_init"
-
-# In the order of preference: what costs least and acts most locally first, what hides a fault (the rescue) late.
-_SAFER: dict[str, Any] = {
-  "float32_gate_product": True,
-  "float32_qk_product": True,
-  "float32_logits": True,
-  "indexer_float32_logits": True,
-  "float32_gate_logits": True,
-  "float32_weight_sum": True,
-  "float32_vision_pool": True,
-  "cast_logits_to_fp32": True,
-  "residual_dtype": "float32",
-  "grad_dtype": "float32",
-  "weight_dtype": "float32",
-  "logits_dot_in_fp32": True,
-  LOSS_SCALE: None,
-  "float16_rescue": True,
-  "matmul_precision": "highest",
-}
 
 
 @dataclass(frozen=True)
@@ -60,31 +41,15 @@ def candidates(config: Config, platform: str = "cpu") -> tuple[Remedy, ...]:
     config: of the run.
     platform: "cpu", "gpu", "tpu": on a CPU ``matmul_precision`` changes nothing.
   """
-  p, v = config.precision, config.vision
-  inactive = set(inactive_precision_keys(config.model))
-  sixteen = _dtypes(config) != {"float32"}
-  if not v.use_multimodal or not sixteen:
-    inactive.add("float32_vision_pool")
-  if not sixteen:
-    inactive |= {"cast_logits_to_fp32"}
-    if platform == "cpu":
-      inactive.add("logits_dot_in_fp32")
-  if platform == "cpu":
-    inactive.add("matmul_precision")
   found = []
-  for key, value in _SAFER.items():
-    if key in inactive:
+  for key in REMEDIES:
+    if key.mends == "hides":  # lowering the scale hides nothing: it comes before what does
+      found += [Remedy(LOSS_SCALE, None)] if config.precision.dtype == "float16" else []
+    if key.lacking(config.model, config.vision) or not key.acts_with(_dtypes(config), platform):
       continue
-    if key == LOSS_SCALE:
-      differs = p.dtype == "float16"
-    elif key == "residual_dtype":
-      differs = residual(config) != "float32"
-    elif key in LAYER_KEYS:
-      differs = bool(layers_of(config, Remedy(key, value)))
-    else:
-      differs = getattr(p, key) != value
-    if differs:
-      found.append(Remedy(key, value))
+    remedy = Remedy(key.name, key.safer)
+    if layers_of(config, remedy) if key.per_layer else key.value(vars(config.precision)) != key.safer:
+      found.append(remedy)
   return tuple(found)
 
 
@@ -111,12 +76,6 @@ def layers_of(config: Config, remedy: Remedy) -> tuple[int, ...]:
     if changes:
       found.append(i)
   return tuple(found)
-
-
-def residual(config: Config) -> str:
-  """The dtype of the residual stream."""
-  p = config.precision
-  return p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
 
 
 def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None = None) -> Config:
@@ -158,8 +117,7 @@ def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None
 
 def reference(config: Config) -> Config:
   """The step in float32: every dtype, every flag, products without TF32, kernels that take it."""
-  safer = {key: value for key, value in _SAFER.items() if key != LOSS_SCALE}
-  whole = safer | {"dtype": "float32", "layer_precision": ()}
+  whole = {name: key.safer for name, key in KEYS.items()} | {"layer_precision": ()}
   training = dataclasses.replace(config.training, attention="dot_product") if _fused(config) else config.training
   return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
 

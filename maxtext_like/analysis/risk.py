@@ -5,12 +5,13 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from maxtext_like.analysis.risk_model import Site
-from maxtext_like.layers.mlp import keep_float32
+from maxtext_like.config.precision_keys import PrecisionKey, governing
+from maxtext_like.config.yaml_file import to_text
 from maxtext_like.layers.precision import Precision
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "e4m3": 448.0}
@@ -28,86 +29,70 @@ Verdict = Literal["overflow", "possible", "coarse", "safe"]
 _ORDER: tuple[Verdict, ...] = ("overflow", "possible", "coarse", "safe")
 
 
-def _activations(p: Precision) -> str:
-  return p.dtype
-
-
-def _gates(p: Precision) -> str:
-  return "float32" if keep_float32(p) else p.dtype
-
-
-def _wide_in_float16(p: Precision) -> str:
-  return "float32" if p.dtype == "float16" else p.dtype
-
-
-def _float32(_: Precision) -> str:
-  return "float32"
-
-
-def _residual(p: Precision) -> str:
-  return p.residual
-
-
-def _flags(*names: str) -> Callable[[Precision], str]:
-  return lambda p: "float32" if all(getattr(p, name) for name in names) else p.dtype
-
-
 @dataclass(frozen=True)
 class Quantity:
   """How a quantity is held.
 
   Attributes:
-    held: the dtype that a precision holds it in.
-    keys: of the ``precision:`` section, with the values that together hold it in float32; none: no key does.
+    scopes: named scopes of the layers that make it: the keys that govern any of them hold it in float32 together. None: no
+      key does.
+    always: dtypes of activations with which it is float32 whatever the keys are.
     use: "exponent": exponentiated, so that absolute spacing counts; "rank": compared, so that ties count; "": neither.
   """
 
-  held: Callable[[Precision], str]
-  keys: tuple[str, ...] = ()
+  scopes: tuple[str, ...] = ()
+  always: tuple[str, ...] = ()
   use: Literal["", "exponent", "rank"] = ""
 
+  @property
+  def keys(self) -> tuple[PrecisionKey, ...]:
+    """Of the ``precision:`` section."""
+    return governing(self.scopes)
 
-def _by(*keys: str, use: Literal["", "exponent", "rank"] = "") -> Quantity:
-  return Quantity(_flags(*keys), tuple(f"{key}=true" for key in keys), use)
+  def held(self, precision: Precision) -> str:
+    """The dtype that a precision holds it in."""
+    if precision.dtype in self.always or (self.keys and all(key.safe(vars(precision)) for key in self.keys)):
+      return "float32"
+    return precision.residual if "residual" in self.scopes else precision.dtype
 
 
-_GATE = Quantity(_gates, ("float32_gate_product=true",))
+_FLOAT16, _EVERY = ("float16",), ("float32", "bfloat16", "float16")
+_GATE, _RESIDUAL, _POOL = Quantity(("gate_product",)), Quantity(("residual",)), Quantity(("vision_pool",))
+_LOGITS = Quantity(("logits",), use="exponent")
 QUANTITIES: dict[str, Quantity] = {
   "gate": _GATE,
   "up": _GATE,
   "product": _GATE,
-  "down": Quantity(_wide_in_float16),
-  "hidden": Quantity(_activations),
-  "norm": Quantity(_activations),
-  "q": Quantity(_activations),
-  "k": Quantity(_activations),
-  "v": Quantity(_activations),
-  "q latent": Quantity(_activations),
-  "kv latent": Quantity(_activations),
-  "attention output": Quantity(_wide_in_float16),
-  "q.k": _by("float32_qk_product"),
-  "scores": _by("float32_qk_product", "float32_logits", use="exponent"),
-  "router logits": _by("float32_gate_logits", use="rank"),
-  "experts output": Quantity(
-    lambda p: "float32" if p.float32_weight_sum or p.dtype == "float16" else p.dtype, ("float32_weight_sum=true",)
-  ),
-  "index q": Quantity(_activations),
-  "index q.k": _by("indexer_float32_logits"),
-  "index scores": _by("indexer_float32_logits", use="rank"),
-  "embedding": Quantity(_activations),
-  "branches": Quantity(_residual, ("residual_dtype=float32",)),
-  "residual": Quantity(_residual, ("residual_dtype=float32",)),
-  "per-layer row": Quantity(_activations),
-  "per-layer input": Quantity(_activations),
-  "per-layer gate": Quantity(_float32),
-  "per-layer product": Quantity(_wide_in_float16),
-  "per-layer output": Quantity(_float32),
-  "pooled": _by("float32_vision_pool"),
-  "pooled * sqrt(D)": _by("float32_vision_pool"),
-  "standardised": _by("float32_vision_pool"),
-  "projector": Quantity(_activations),
-  "logits": _by("cast_logits_to_fp32", use="exponent"),
-  "capped logits": _by("cast_logits_to_fp32", use="exponent"),
+  "down": Quantity(always=_FLOAT16),
+  "hidden": Quantity(),
+  "norm": Quantity(),
+  "q": Quantity(),
+  "k": Quantity(),
+  "v": Quantity(),
+  "q latent": Quantity(),
+  "kv latent": Quantity(),
+  "attention output": Quantity(always=_FLOAT16),
+  "q.k": Quantity(("qk_product",)),
+  "scores": Quantity(("qk_product", "softmax"), use="exponent"),
+  "router logits": Quantity(("router",), use="rank"),
+  "experts output": Quantity(("weight_sum",)),
+  "index q": Quantity(),
+  "index q.k": Quantity(("indexer_product",)),
+  "index scores": Quantity(("indexer_sum",), use="rank"),
+  "embedding": Quantity(),
+  "branches": _RESIDUAL,
+  "residual": _RESIDUAL,
+  "per-layer row": Quantity(),
+  "per-layer input": Quantity(),
+  "per-layer gate": Quantity(always=_EVERY),
+  "per-layer product": Quantity(always=_FLOAT16),
+  "per-layer output": Quantity(always=_EVERY),
+  "pooled": _POOL,
+  "pooled * sqrt(D)": _POOL,
+  "standardised": _POOL,
+  "projector": Quantity(),
+  "logits": _LOGITS,
+  "capped logits": _LOGITS,
 }
 """Every quantity that ``risk_model`` and ``risk_vision`` note. "hidden" is that of the ungated MLP of Gemma 3's tower."""
 
@@ -182,10 +167,9 @@ def _key(quantity: Quantity, precision: Precision, held: str, verdict: Verdict, 
   if verdict == "safe":
     if unprotected == "safe":
       return ""
-    return ", ".join(key.partition("=")[0] for key in quantity.keys) or ALWAYS
-  if quantity.keys and held != "float32":
-    flags = {key: getattr(precision, key.partition("=")[0]) for key in quantity.keys}
-    return " ".join(key for key, value in flags.items() if value is not True)
+    return ", ".join(key.name for key in quantity.keys) or ALWAYS
+  if held != "float32" and (missing := [key for key in quantity.keys if not key.safe(vars(precision))]):
+    return " ".join(f"{key.name}={to_text(key.safer)}" for key in missing)
   return "dtype=bfloat16" if precision.dtype == "float16" else "dtype=float32"
 
 

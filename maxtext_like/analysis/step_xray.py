@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.config.rules import inactive_precision_keys
 from maxtext_like.config.schema import Config
-from maxtext_like.errors import DoesNotFitError
+from maxtext_like.errors import DoesNotFitError, NonFiniteError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.numerics import plan
@@ -31,6 +30,7 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import UNKNOWN, Batch, State
+from maxtext_like.training.what_to_try import Spot, what_to_try
 
 _LOOPS = ("scan", "while")
 _HELPERS = ("layers/precision.py",)  # where every product is computed; whoever asked for it is the line to name
@@ -311,54 +311,17 @@ def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
 # Remedies.
 
 
-def mending_keys(config: Config, cause: Cause) -> list[str]:
-  """Precision keys, each with its value, that keep this cause from happening; [] where none is known."""
-  p, inactive = config.precision, inactive_precision_keys(config.model)
+def remedies(config: Config, cause: Cause) -> list[str]:
+  """What keeps this cause from happening, by the named scopes around it; [] for an input that holds it already."""
   if cause.op == "input":
     return []
-  found: list[str] = []
-  scopes = f"{cause.path} {' '.join(cause.frames)}"
-  narrow = cause.dtype not in ("float32", "float64")
-
-  def suggest(key: str, value: str) -> None:
-    if key not in inactive and str(getattr(p, key)).lower() != value:
-      found.append(f"{key}={value}")
-
-  if narrow and "indexer" in scopes:
-    suggest("indexer_float32_logits", "true")
-  elif narrow and ("attention" in cause.path or "mla" in cause.path):
-    suggest("float32_qk_product", "true")
-    suggest("float32_logits", "true")
-  elif narrow and "moe.py" in scopes:
-    suggest("float32_gate_logits", "true")
-    suggest("float32_weight_sum", "true")
-  elif narrow and "vision" in scopes:
-    suggest("float32_vision_pool", "true")
-  elif narrow and ("logits" in cause.path or "loss.py" in scopes):
-    suggest("cast_logits_to_fp32", "true")
-  if narrow and ("mlp.py" in scopes or "moe.py" in scopes) and p.float32_gate_product is False:
-    found.append("float32_gate_product=" + ("auto" if p.dtype == "float16" else "true"))
-  if p.dtype == "float16" and ("mlp.py" in scopes or "moe.py" in scopes):
-    suggest("float16_rescue", "true")
-  residual = p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)
-  in_residual = "blocks.py" in cause.source or "embedding" in cause.path.split("/")
-  if narrow and residual != "float32" and (in_residual or cause.direction == "backward"):
-    found.append("residual_dtype=float32")
-  if narrow and cause.direction in ("backward", "recomputed", "update"):
-    suggest("grad_dtype", "float32")
-  if cause.dtype == "float16" and cause.direction in ("backward", "recomputed"):
-    found.append(f"a lower loss_scale_init (now {config.training.loss_scale_init:g})")
-  if narrow and not found and p.dtype == "float16":
-    found.append("dtype=bfloat16")
-  return found
+  spot = Spot(frozenset(cause.path.split("/")), cause.direction, cause.dtype)
+  return what_to_try(config, spot.failed, spot)
 
 
 def cause_lines(config: Config, report: Report) -> str:
-  """The first cause and what mends it, one line each."""
+  """The first cause and what to try, one line each."""
   cause = report.first_cause
   if cause is None:
     return "every number is finite"
-  lines = [f"first cause: {cause}"]
-  if keys := mending_keys(config, cause):
-    lines.append(f"what mends it: {'; '.join(keys)}")
-  return "\n".join(lines)
+  return str(NonFiniteError(f"first cause: {cause}", remedies(config, cause)))

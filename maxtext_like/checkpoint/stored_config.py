@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_like.config.load import Loaded, load_config, make_section
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
@@ -34,7 +34,7 @@ def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = (
     UserError: as ``load_config``.
   """
   model: ModelConfig = section("model", stored)
-  inactive = inactive_precision_keys(model)
+  inactive = foreign_keys(model)
   lines = []
   for name in _SECTIONS:
     # What this version does not know was said for another; what the model has no use for may not be said.

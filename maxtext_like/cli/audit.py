@@ -68,9 +68,7 @@ def run(argv: list[str]) -> int:
   weights = {f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves}
 
   def judged(reading: hlo.Reading, compiled: bool) -> list[audit_keys.KeyVerdict]:
-    return audit_keys.judge_keys(
-      reading, precision, c.model, images=c.vision.use_multimodal, weights=weights, compiled=compiled
-    )
+    return audit_keys.judge_keys(reading, precision, c.model, c.vision, weights=weights, compiled=compiled)
 
   reading = hlo.read_stablehlo(module)
   extra = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.config.model import ExpertsConfig, ModelConfig
-from maxtext_like.config.schema import PrecisionConfig
+from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 
 

@@ -1,6 +1,7 @@
 """What each key means, read from ``configs/base.yml``: for ``--help-keys`` and for docs/configuration.md.
 
-``python -m maxtext_like.config.document`` writes the page anew; a test compares it.
+``python -m maxtext_like.config.document`` writes the page anew, and before it the precision keys of ``configs/base.yml`` from
+``precision_keys.py``; a test compares both.
 """
 
 import functools
@@ -13,6 +14,7 @@ from maxtext_like.config import maxtext
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import base_values
+from maxtext_like.config.precision_keys import KEYS, section_text
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
@@ -82,7 +84,25 @@ def page() -> str:
       for k in keys()
       if k.section == section
     ]
-  return "\n".join([*lines, *_family_page(), *_maxtext_page()]) + "\n"
+  return "\n".join([*lines, *_precision_page(), *_family_page(), *_maxtext_page()]) + "\n"
+
+
+def _precision_page() -> list[str]:
+  lines = [
+    "",
+    "## What precision keys act on",
+    "",
+    "Safer is the value that is tried against numbers that are not finite, or not exact enough. Places are the named scopes of",
+    "the layers, as x-ray and audit show them; without any it acts on the whole step.",
+    "",
+    "| key | safer | places | in some models only | layer by layer |",
+    "|---|---|---|---|---|",
+  ]
+  for key in KEYS.values():
+    places = ", ".join(f"`{scope}`" for scope in dict.fromkeys((*key.scopes, *key.widens)))
+    part = "" if key.part is None else key.part.name
+    lines.append(f"| `{key.name}` | `{to_text(key.safer)}` | {places} | {part} | {'yes' if key.per_layer else ''} |")
+  return lines
 
 
 def _family_page() -> list[str]:
@@ -156,11 +176,20 @@ def _cell(text: str) -> str:
   return text.replace("|", "\\|")
 
 
+def base_text() -> str:
+  """``configs/base.yml`` with the lines of the precision keys as the registry has them."""
+  before, header, rest = (configs_folder() / "base.yml").read_text("utf-8").partition("\nprecision:\n")
+  kept = [line for line in rest.split("\n\n")[0].splitlines() if line.strip().partition(":")[0] not in KEYS]
+  _, gap, after = rest.partition("\n\n")
+  return before + header + "\n".join([*section_text(), *kept]) + gap + after
+
+
 def page_path() -> Path:
   """docs/configuration.md of the checkout that this package runs from."""
   return configs_folder().parent / "docs" / "configuration.md"
 
 
 if __name__ == "__main__":
+  (configs_folder() / "base.yml").write_text(base_text(), encoding="utf-8")
   page_path().write_text(page(), encoding="utf-8")
   print(f"wrote {page_path()}")

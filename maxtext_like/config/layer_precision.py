@@ -10,25 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxtext_like.config.coerce import CoercionError, coerce
-from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.precision_keys import LAYER_KEYS, PrecisionConfig, idle_reason
 from maxtext_like.config.problems import Problem, did_you_mean
-from maxtext_like.config.schema import Config, PrecisionConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.config.yaml_file import Scalar, to_text
 
-LAYER_KEYS = (
-  "dtype",
-  "float32_qk_product",
-  "float32_logits",
-  "indexer_float32_logits",
-  "float32_gate_product",
-  "float16_rescue",
-  "float32_gate_logits",
-  "float32_weight_sum",
-  "matmul_precision",
-)
-"""Precision keys that may differ between layers; ``layers.precision.LAYER_KEYS`` is the same."""
-
-EXPERT_KEYS = ("float32_gate_logits", "float32_weight_sum")
 KEY = "layer_precision"
 FORM = "write [3-5 dtype=float32, 7 float32_logits=true]: a layer or a range, then key=value"
 
@@ -64,33 +50,6 @@ def written(values: Sequence[Values]) -> tuple[str, ...]:
       out.append(" ".join([where, *(f"{key}={to_text(value)}" for key, value in values[first].items())]))
     first = i
   return tuple(out)
-
-
-def idle_reason(key: str, value: Any, layer: int, model: ModelConfig, precision: Values) -> str | None:
-  """Why a precision key would do nothing in one layer; None when it acts.
-
-  Args:
-    key: one of ``LAYER_KEYS``.
-    value: what it would be in this layer.
-    layer: its number.
-    model: of the whole model.
-    precision: the model's own values, with the layer's ``dtype``.
-  """
-  dtype = precision["dtype"]
-  if key == "indexer_float32_logits" and not model.has("indexer"):
-    return "the model has no sparse indexer"
-  if key in EXPERT_KEYS and not model.has("experts", layer):
-    return "it has no experts"
-  if key == "float16_rescue" and dtype != "float16":
-    return f"it acts with dtype float16, and there it is {dtype}"
-  if key == "float32_weight_sum" and dtype == "float16":
-    return "with dtype float16 the sum is always in float32"
-  if key in ("float32_qk_product", "float32_logits", "float32_gate_product") and dtype == "float32":
-    return "everything of it is in float32"
-  now = precision[key]
-  if key == "float32_gate_product":
-    value, now = (dtype == "float16" if v == "auto" else v for v in (value, now))
-  return "it has that value already" if key != "dtype" and value == now else None
 
 
 def layer_problems(config: Config) -> Iterator[Problem]:

@@ -14,8 +14,9 @@ from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
 from maxtext_like.config.paths import require_local
+from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.problems import Problem, did_you_mean, error_of
-from maxtext_like.config.rules import cross_problems, inactive_precision_keys
+from maxtext_like.config.rules import cross_problems
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
 from maxtext_like.errors import UserError
@@ -50,7 +51,7 @@ class Loaded:
 
     Precision keys that the model has no use for stand there as comments, since giving them is an error.
     """
-    inactive = inactive_precision_keys(self.config.model)
+    inactive = foreign_keys(self.config.model)
     lines = ["# Resolved configuration; the comment of a value is where it came from."]
     for section in SECTIONS:
       lines += ["", f"{section}:"]

@@ -114,6 +114,18 @@ class InvalidSectionError(ValueError):
     self.problems = problems
 
 
+class Checked:
+  """A section that refuses contradictions when it is built."""
+
+  def __post_init__(self):
+    if problems := list(self.problems()):
+      raise InvalidSectionError(problems)
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from ()
+
+
 def at_least(section: object, low: int, *names: str) -> Iterator[Problem]:
   """A problem for each named value that is below ``low``; null is not judged."""
   for name in names:

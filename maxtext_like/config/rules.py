@@ -7,28 +7,10 @@ accepted and then ignored is worse than an error.
 from collections.abc import Iterator, Mapping
 
 from maxtext_like.config.layer_precision import layer_problems
-from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.paths import url_problems
+from maxtext_like.config.precision_keys import EXPERTS, ROUTER, foreign_keys
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import FAMILIES_OF_KEY, Config, profiled
-
-_ROUTER, _EXPERTS = "a router", "experts"
-
-
-def inactive_precision_keys(model: ModelConfig) -> dict[str, str]:
-  """Precision keys that act nowhere in a model, each with what the model lacks.
-
-  ``indexer_float32_logits`` is part of every DeepSeek configuration, where it acts once ``use_indexer`` is on.
-  """
-  lacking = {}
-  if "indexer" not in model.parts:
-    lacking["indexer_float32_logits"] = "a sparse indexer"
-  if "vision pooler" not in model.parts:
-    lacking["float32_vision_pool"] = "the vision pooler of Gemma 4"
-  if not model.has("experts"):
-    lacking["float32_gate_logits"] = _ROUTER
-    lacking["float32_weight_sum"] = _EXPERTS
-  return lacking
 
 
 def cross_problems(
@@ -98,11 +80,11 @@ def _foreign_keys(
         (key, "decoder_block"),
         f"leave it out; it is a key of {' and '.join(FAMILIES_OF_KEY[key])}",
       )
-  for key, lacks in inactive_precision_keys(model).items():
+  for key, lacks in foreign_keys(model).items():
     if key in explicit:
       yield Problem(
         f"{key} = {_shown(getattr(precision, key))} does nothing: the model has not got {lacks}",
-        (key, "num_experts" if lacks in (_ROUTER, _EXPERTS) and "experts" in model.parts else "decoder_block"),
+        (key, "num_experts" if lacks in (ROUTER.name, EXPERTS.name) and "experts" in model.parts else "decoder_block"),
         "leave it out",
       )
 

@@ -12,55 +12,17 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
+from maxtext_like.config.precision_keys import PrecisionConfig
+from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.models.registry import FAMILIES
 
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class _Checked:
-  """A section that refuses contradictions when it is built."""
-
-  def __post_init__(self):
-    if problems := list(self.problems()):
-      raise InvalidSectionError(problems)
-
-  def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values."""
-    yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(_Checked):
-  """``precision:``, importable without JAX.
-
-  Field by field what ``maxtext_like.layers.precision.Precision`` holds, and ``layer_precision``, which gives some layers a
-  ``Precision`` of their own (``layer_precision.py``).
-  """
-
-  dtype: Dtype
-  weight_dtype: Dtype
-  grad_dtype: Dtype
-  residual_dtype: Dtype | None
-  float32_qk_product: bool
-  float32_logits: bool
-  indexer_float32_logits: bool
-  float32_gate_product: Literal["auto", True, False]
-  float16_rescue: bool
-  float32_vision_pool: bool
-  float32_gate_logits: bool
-  float32_weight_sum: bool
-  cast_logits_to_fp32: bool
-  logits_dot_in_fp32: bool
-  matmul_precision: Literal["default", "high", "highest"]
-  layer_precision: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig(_Checked):
+class TrainingConfig(Checked):
   """``training:``, the step, the optimizer and its schedule. Lengths and batches are tokens and rows."""
 
   steps: int
@@ -135,7 +97,7 @@ class TrainingConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Checked):
+class DataConfig(Checked):
   """``data:``, where the text comes from and how it becomes rows of tokens."""
 
   dataset: Literal["python-stdlib", "text", "jsonl", "parquet", "synthetic"]
@@ -201,7 +163,7 @@ class DataConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(_Checked):
+class CheckpointConfig(Checked):
   """``checkpoint:``, what is saved, how often, and what a run starts from."""
 
   enable_checkpointing: bool
@@ -235,7 +197,7 @@ class CheckpointConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchdogConfig(_Checked):
+class WatchdogConfig(Checked):
   """``watchdog:``, when a run that does not get on ends. Seconds; 0: no limit."""
 
   watchdog_compile_seconds: float
@@ -262,7 +224,7 @@ class WatchdogConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(_Checked):
+class MeshConfig(Checked):
   """``mesh:``, how many devices each axis of the mesh has. -1: all that the others leave."""
 
   ici_data_parallelism: int
@@ -307,7 +269,7 @@ def profiled(steps: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig(_Checked):
+class LoggingConfig(Checked):
   """``logging:``, where a run writes and what it shows."""
 
   output_dir: str

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.config.schema import PrecisionConfig
+from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder, RematPolicy
 from maxtext_like.layers.kernels.attention.registry import Choice

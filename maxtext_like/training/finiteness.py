@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.config.rules import inactive_precision_keys
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
+from maxtext_like.training.what_to_try import what_to_try
 
 _log = logging.getLogger(__name__)
 CHECKS = ("loss0", "gradients", "parameters", "loss1")
@@ -100,7 +100,7 @@ class FinitenessGuard:
     checked, skipped = self.checking, bool(result.scalars["skipped"])
     lines = self._fill_report(result) if self._steps and checked else []
     if not result.state_finite:
-      return lines + self._first_step_failed(), NonFiniteError(self._of_the_state(result, applied=not skipped))
+      return lines + self._first_step_failed(), self._of_the_state(result, applied=not skipped)
     if not skipped:
       self._applied += 1
       self._skipped_in_row = 0
@@ -109,12 +109,11 @@ class FinitenessGuard:
     failed = self._failed(result)
     overflow = self._scaled and failed == "gradients"
     if checked and not overflow:
-      return lines + self._first_step_failed(), NonFiniteError(self._message(result, failed))
+      return lines + self._first_step_failed(), self._error(result, failed)
     limit = self._limit
     if self._skipped_in_row >= limit:
-      return lines, NonFiniteError(
-        f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
-        + self._message(result, failed)
+      return lines, self._error(
+        result, failed, f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
       )
     what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else "the update is left out"
     where = self._where(result, failed)
@@ -123,7 +122,7 @@ class FinitenessGuard:
   def before_save(self, step: int, seen: dict[str, np.ndarray]) -> NonFiniteError | None:
     """The error of a state that must not be saved; ``seen``: ``TrainProgram.lower_look`` of it."""
     result = StepResult(step, {}, seen)
-    return None if result.state_finite else NonFiniteError(self._of_the_state(result, applied=True))
+    return None if result.state_finite else self._of_the_state(result, applied=True)
 
   def _first_step_failed(self) -> list[str]:
     if not self.report or self._applied:
@@ -145,20 +144,21 @@ class FinitenessGuard:
     names = self._names(result, failed)
     return f"{WORDS.get(failed, failed)} in {len(names)} of {len(self._labels[failed])} arrays, first {names[0]}"
 
-  def _of_the_state(self, result: StepResult, *, applied: bool) -> str:
-    """The message about a state that holds non-finite numbers, which no step writes."""
+  def _of_the_state(self, result: StepResult, *, applied: bool) -> NonFiniteError:
+    """The error of a state that holds non-finite numbers, which no step writes."""
     where = " and ".join(
       self._where(result, what) for what in ("state_parameters", "state_optimizer") if not result.finite[what].all()
     )
     if applied:
-      return (
+      return NonFiniteError(
         f"step {result.step}: non-finite {where} after an update that was finite by proof: they were not finite before it, "
-        "or the device's memory changed; nothing of it is saved\n"
-        "what to try: the same command again, which goes on from the newest checkpoint; another device if it comes again"
+        "or the device's memory changed; nothing of it is saved",
+        ("the same command again, which goes on from the newest checkpoint", "another device if it comes again"),
       )
-    return (
+    return NonFiniteError(
       f"step {result.step}: non-finite {where}, before the step already, so it was restored or given; nothing was applied "
-      f"and nothing saved\nwhat to try: {'; '.join(keys_to_try(self._config, 'state'))}"
+      "and nothing saved",
+      what_to_try(self._config, "state"),
     )
 
   def _fill_report(self, result: StepResult) -> list[str]:
@@ -208,11 +208,9 @@ class FinitenessGuard:
       detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}{more}"
     return f"finiteness  {name:<10}  {e['result']:<10}  {detail}"
 
-  def _message(self, result: StepResult, failed: str) -> str:
-    return (
-      f"step {result.step}: non-finite {self._where(result, failed)}; the update was not applied and nothing of it saved\n"
-      f"what to try: {'; '.join(keys_to_try(self._config, failed))}"
-    )
+  def _error(self, result: StepResult, failed: str, before: str = "") -> NonFiniteError:
+    what = f"step {result.step}: non-finite {self._where(result, failed)}; the update was not applied and nothing of it saved"
+    return NonFiniteError(before + what, what_to_try(self._config, failed))
 
 
 def _entry(finite: bool, **values: Any) -> dict[str, Any]:
@@ -226,57 +224,3 @@ def _number(x: float) -> float | str:
 
 def _text(x: float | str) -> str:
   return x if isinstance(x, str) else f"{x:.6g}"
-
-
-def keys_to_try(config: Config, failed: str) -> list[str]:
-  """Keys, each with its value, that make the failed part of a step safer; what is safe already is left out.
-
-  Args:
-    config: of the run.
-    failed: one of ``CHECKS``, or "loss", "optimizer" (state that the update makes), "state" (before the update).
-  """
-  p, t = config.precision, config.training
-  inactive = inactive_precision_keys(config.model)
-  found = []
-
-  def suggest(key: str, value: str, now: object) -> None:
-    if key not in inactive and str(now).lower() != value:
-      found.append(f"{key}={value}")
-
-  if failed == "state":
-    found.append("go on from an earlier checkpoint: move the newest away")
-    found.append("init_from= another checkpoint and a new run_name, which begins with a fresh optimizer")
-    return found
-  if failed == "optimizer":
-    if t.gradient_clipping_threshold == 0:
-      found.append("gradient_clipping_threshold=1")
-    if p.weight_dtype == "float16" and t.mu_dtype is None:
-      found.append("mu_dtype=float32")
-    found.append("a look at the data and the loss: its gradients are enormous")
-    return found
-  if failed == "parameters":
-    suggest("weight_dtype", "float32", p.weight_dtype)
-    found.append(f"a lower learning_rate (now {t.learning_rate:g})")
-    return found
-  if p.dtype != "float32":
-    for key in ("float32_qk_product", "float32_logits", "indexer_float32_logits", "float32_gate_logits", "float32_weight_sum"):
-      suggest(key, "true", getattr(p, key))
-    if p.float32_gate_product is False:
-      found.append("float32_gate_product=auto" if p.dtype == "float16" else "float32_gate_product=true")
-    if p.dtype == "float16":
-      suggest("float16_rescue", "true", p.float16_rescue)
-    suggest("cast_logits_to_fp32", "true", p.cast_logits_to_fp32)
-    if (p.residual_dtype or ("float32" if p.dtype == "float16" else p.dtype)) != "float32":
-      found.append("residual_dtype=float32")
-  if failed == "gradients":
-    suggest("grad_dtype", "float32", p.grad_dtype)
-    if p.dtype == "float16":
-      found.append(f"a lower loss_scale_init (now {t.loss_scale_init:g})")
-  if p.dtype == "float16":
-    found.append("dtype=bfloat16")
-  suggest("dtype", "float32", p.dtype)
-  if failed != "loss0":
-    found.append(f"a lower learning_rate (now {t.learning_rate:g})")
-  elif p.dtype == "float32":
-    found.append("a look at the weights: every product is in float32 already, so they are far too large or not finite")
-  return found

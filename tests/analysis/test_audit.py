@@ -40,7 +40,7 @@ def keys_of(words: list[str], platform: Any = "tpu") -> dict[str, audit_keys.Key
 def judged(program, reading, precision, compiled=False) -> list[audit_keys.KeyVerdict]:
   leaves = jax.tree_util.tree_leaves_with_path(program.spec)
   return audit_keys.judge_keys(
-    reading, precision, program.config.model, images=program.config.vision.use_multimodal, compiled=compiled,
+    reading, precision, program.config.model, program.config.vision, compiled=compiled,
     weights={f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves},
   )  # fmt: skip
 

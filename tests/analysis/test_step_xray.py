@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.analysis import step_xray
-from maxtext_like.analysis.step_xray import cause_lines, line_of, mending_keys, place_of, variable_at, xray_step
+from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, variable_at, xray_step
 from maxtext_like.layers.decoder import Stack
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
@@ -111,7 +111,7 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   )  # fmt: skip
   assert ", layer 1, forward: " in str(cause)
   assert str(cause).endswith("> 65504")
-  assert cause_lines(config, report).splitlines()[1] == "what mends it: dtype=bfloat16"
+  assert cause_lines(config, report).splitlines()[1] == "what to try: dtype=bfloat16"
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   state["params"]["stack_0"]["layer_0"] |= {"scale": scale, "kernel": kernel.at[1, 0, 0].set(jnp.nan)}
   report = xray_step(program, state, toy_batch())
   assert str(report.first_cause).startswith("parameter layers.1.kernel (an input) holds 1 NaN of ")
-  assert mending_keys(config, report.first_cause) == []  # type: ignore[arg-type]
+  assert remedies(config, report.first_cause) == []  # type: ignore[arg-type]
 
 
 def test_places_in_the_model_and_names_of_lines():
@@ -171,10 +171,10 @@ def test_keys_against_overflows_outside_the_layers():
   fault: Any = SimpleNamespace(op="mul", direction="forward", dtype="float16", frames=())
   place = "src/layers/embedding.py:43"
   fault.path, fault.source, fault.frames = "embedding", place, (place,)
-  assert mending_keys(config, fault) == ["residual_dtype=float32"]
+  assert remedies(config, fault) == ["residual_dtype=float32"]
   fault.path, fault.op, place = "head/logits", "dot_general", "src/layers/embedding.py:77"
   fault.source, fault.frames = place, (place,)
-  assert mending_keys(config, fault) == ["cast_logits_to_fp32=true"]
+  assert remedies(config, fault) == ["cast_logits_to_fp32=true"]
 
 
 def test_no_room_is_said_in_one_line(monkeypatch):
@@ -220,7 +220,7 @@ def test_a_float16_product_without_rescue(form):
   assert "layers/mlp.py:" in cause.source
   assert ", layer 3, forward: " in str(cause)
   assert str(cause).endswith("> 65504")
-  assert mending_keys(config, cause) == ["float32_gate_product=auto", "float16_rescue=true"]
+  assert remedies(config, cause) == ["float32_gate_product=auto", "float16_rescue=true"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_like.config.layer_precision import LAYER_KEYS, layer_values, written
+from maxtext_like.config.layer_precision import layer_values, written
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 
@@ -75,9 +75,3 @@ def test_auto_means_what_it_means_for_the_layer_s_dtype():
   words = ["dtype=float16", "layer_precision=[1 dtype=bfloat16 float32_gate_product=true]"]
   assert load_config("gemma4-tiny", words).config.precision.layer_precision
   assert "that value already" in error("gemma4-tiny", "dtype=float16", "layer_precision=[1 float32_gate_product=true]")
-
-
-def test_the_keys_are_those_of_the_layers():
-  from maxtext_like.layers import precision
-
-  assert precision.LAYER_KEYS == LAYER_KEYS

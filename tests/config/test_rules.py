@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES
 from maxtext_like.errors import UserError
 
@@ -98,9 +98,9 @@ def test_the_indexer_flag_belongs_to_every_deepseek(value):
   assert not config.model.has("indexer")
 
 
-def test_inactive_precision_keys_are_keys():
+def test_foreign_precision_keys_are_keys():
   config = load_config("gemma3-tiny").config
-  assert all(LEAVES[key][0] == "precision" for key in inactive_precision_keys(config.model))
+  assert all(LEAVES[key][0] == "precision" for key in foreign_keys(config.model))
 
 
 def test_keys_of_families_are_model_keys():

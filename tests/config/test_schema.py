@@ -1,4 +1,4 @@
-"""Sections: each refuses its own contradictions, and the mirror of the layers' Precision is exact."""
+"""Sections: each refuses its own contradictions."""
 
 import dataclasses
 
@@ -6,26 +6,10 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import InvalidSectionError
-from maxtext_like.config.schema import LEAVES, SECTIONS, MeshConfig, PrecisionConfig, section_type
+from maxtext_like.config.schema import LEAVES, SECTIONS, MeshConfig, section_type
 from maxtext_like.models.registry import FAMILIES
 
 CONFIG = load_config("gemma4-tiny").config
-
-
-def test_precision_mirrors_the_layers_field_by_field():
-  from maxtext_like.layers.precision import Precision
-
-  ours = [(f.name, f.type) for f in dataclasses.fields(PrecisionConfig) if f.name != "layer_precision"]
-  theirs = [(f.name, f.type) for f in dataclasses.fields(Precision)]
-  assert ours == theirs
-
-
-def test_precision_defaults_are_the_layers():
-  from maxtext_like.config.load import base_values
-  from maxtext_like.layers.precision import Precision
-
-  base = base_values()
-  assert {f.name: base[f.name] for f in dataclasses.fields(Precision)} == dataclasses.asdict(Precision())
 
 
 def test_leaf_names_are_unique_over_sections():

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import pytest
 
-from maxtext_like.config.rules import inactive_precision_keys
+from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.layers.precision import Precision
 
 MOE = ("gemma4-moe", "deepseek3", "deepseek3.2")
@@ -78,7 +78,7 @@ def test_a_key_of_something_else_leaves_the_text_decoder_alone(key, family, prog
 
 def test_the_configuration_tells_the_same_of_keys_that_do_nothing(family, tiny_model):
   """``indexer_float32_logits`` belongs to every DeepSeek configuration; the vision pool to every Gemma 4."""
-  silent = set(inactive_precision_keys(tiny_model(family)))
+  silent = set(foreign_keys(tiny_model(family)))
   nothing = {key for key, (_, _, families) in KEYS.items() if family not in families}
   if family == "deepseek3":
     nothing -= {"indexer_float32_logits"}

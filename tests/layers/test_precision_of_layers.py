@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.config.layer_precision import EXPERT_KEYS, LAYER_KEYS, idle_reason
+from maxtext_like.config.precision_keys import LAYER_KEYS, idle_reason
 from maxtext_like.layers.blocks import Context
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
@@ -204,7 +204,3 @@ def test_a_decoder_refuses_layers_of_another_stream(tiny_decoder):
     Decoder(decoder.cfg, decoder.precision, (other, *decoder.layers[1:]))
   with pytest.raises(ValueError, match="weight_dtype cannot differ between layers"):
     decoder.precision.in_layer(weight_dtype="bfloat16")
-
-
-def test_keys_of_experts_are_keys_of_layers():
-  assert set(EXPERT_KEYS) < set(LAYER_KEYS)
