@@ -34,7 +34,7 @@ from maxtext_like.training.what_to_try import Spot, what_to_try
 
 _LOOPS = ("scan", "while")
 _HELPERS = ("layers/precision.py",)  # where every product is computed; whoever asked for it is the line to name
-_RESIDUAL = r"layers/blocks\.py:\d+ (add|add_any|mul)$"  # the residual stream and its cotangent
+_RESIDUAL = r"(^|/)residual \S* (add|mul)$"  # what adds to the stream or scales it, by its named scope
 _INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")
 
 
