@@ -6,6 +6,7 @@ Names are MaxText's where MaxText has the same. Sizes of the tower are 0 in a mo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
@@ -26,6 +27,8 @@ _NEEDED = (
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
   """Sizes of the tower in elements, sides of images and patches in pixels; token ids; images in the data."""
+
+  placeholder_keys: ClassVar[tuple[str, ...]] = ()  # of placeholder_ids
 
   use_multimodal: bool
   patch_size_for_vit: int
@@ -59,7 +62,8 @@ class VisionConfig:
   @property
   def placeholder_ids(self) -> tuple[int, ...]:
     """Tokens that stand for images and the like, and are looked up as padding wherever they occur."""
-    return ()
+    ids = (getattr(self, key) for key in self.placeholder_keys)
+    return tuple(token for token in ids if token is not None)
 
   def image_shapes(self) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that a batch has of one image; "pixel_values" is float32, the others are int32."""

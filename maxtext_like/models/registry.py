@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from maxtext_like.checkpoint.huggingface.family import HuggingFace
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.config.vision import VisionConfig
 
@@ -19,7 +20,8 @@ class Family:
   """A family of models: the ``decoder_block`` of a configuration and the package that holds
 
   - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
-  - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images.
+  - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
+  - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors.
 
   Attributes:
     name: the value of ``decoder_block``.
@@ -41,6 +43,11 @@ class Family:
   def vision(self) -> "type[VisionConfig] | None":
     """What ``vision:`` is made into; None: the family has no tower."""
     return getattr(self._part("config"), "Vision", None)
+
+  @property
+  def huggingface(self) -> "HuggingFace":
+    """What it is called at Hugging Face."""
+    return self._part("huggingface").HUGGING_FACE
 
   @property
   def decoder(self) -> Any:

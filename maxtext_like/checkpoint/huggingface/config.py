@@ -10,25 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.config_deepseek import read_deepseek, write_deepseek
-from maxtext_like.checkpoint.huggingface.config_gemma import read_gemma3, read_gemma4, write_gemma
-from maxtext_like.checkpoint.huggingface.config_vision import PLACEHOLDERS, read_vision, with_tower
 from maxtext_like.checkpoint.huggingface.fields import Fields
-from maxtext_like.checkpoint.huggingface.names import NAMES
 from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import parse_file, printable
 
-_READERS = {
-  "gemma3": read_gemma3,
-  "gemma3_text": read_gemma3,
-  "gemma4": read_gemma4,
-  "gemma4_text": read_gemma4,
-  "deepseek_v3": read_deepseek,
-  "deepseek_v32": read_deepseek,
-}
 _LIMIT = 4 << 20  # bytes of a config.json
 _DEFAULT_BLOCK = (128, 128)
 
@@ -87,17 +76,19 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
     raise UserError(f"{where}: not a JSON object")
   top = Fields(values, where)
   model_type = top.text("model_type", "", null="")
-  if model_type not in _READERS:
+  family = next((f.huggingface for f in FAMILIES.values() if model_type in f.huggingface.model_types), None)
+  if family is None:
     found = f"'{printable(model_type)}'" if model_type else "missing"
-    raise UserError(f"{where}: model_type {found} is not supported; supported: {', '.join(_READERS)}")
-  multimodal = model_type in ("gemma3", "gemma4")
+    supported = ", ".join(name for f in FAMILIES.values() for name in f.huggingface.model_types)
+    raise UserError(f"{where}: model_type {found} is not supported; supported: {supported}")
+  multimodal = family.tower is not None and model_type == family.tower.model_type
   if multimodal and not isinstance(values.get("text_config"), dict):
     raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
-  model = _READERS[model_type](top)
+  model = family.read(top)
   return HuggingFaceConfig(
     model_type=model_type,
     model={"model_name": model_type} | model,
-    vision=read_vision(top),
+    vision=family.tower.read(top) if family.tower else {},
     multimodal=multimodal,
     float8_block=_float8_block(top),
     dtype=top.text("dtype", "", null="") or top.text("torch_dtype", "", null="") or None,
@@ -127,23 +118,22 @@ def require_same_model(
   """
   if config.model["decoder_block"] != model.decoder_block:
     raise UserError(f"{printable(directory)}: a {config.model['decoder_block']}; this run trains a {model.decoder_block}")
-  names = {key for key in config.model if key not in _NOT_THE_MODEL}
+  family = FAMILIES[model.decoder_block].huggingface
+  names = config.model.keys() - _NOT_THE_MODEL - set(family.unchecked(config.has_tower))
   theirs = dataclasses.replace(model, **config.model)
-  if not config.has_tower or theirs.decoder_block == "gemma4":
-    names.discard("use_bidirectional_image_attn")  # without a tower there are no images
   pairs = {key: (theirs.effective(key), model.effective(key)) for key in sorted(names)}
-  if vision is not None and config.model_type == "gemma4":
+  if vision is not None and config.vision:
     # What lies beyond the vocabulary never occurs where there is no placeholder.
     known = range(model.vocab_size)
-    for key in PLACEHOLDERS:
+    for key in vision.placeholder_keys:
       there, here = config.vision[key], getattr(vision, key)
       pairs[key] = (there if there in known else None, here if here in known else None)
   changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
   if changed:
-    names = NAMES[model.decoder_block]
     lines = []
     for key, (there, here) in changed.items():
-      theirs, source = names.get(key, key), "tensors" if key == "logits_via_embedding" and config.notes else "config.json"
+      source = "tensors" if key == "logits_via_embedding" and config.notes else "config.json"
+      theirs = family.names.get(key, key)
       lines.append(f"  {theirs}: {source} {there}, this run {here}" + (f" ({key})" if theirs != key else ""))
     lines += [f"  note: {note}" for note in config.notes]
     raise UserError(
@@ -169,10 +159,8 @@ def _float8_block(top: Fields) -> tuple[int, int]:
 
 def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = None) -> dict[str, Any]:
   """config.json, in the Hub's form, of a model whose weights are written in ``dtype``; with the tower of ``vision``, if any."""
-  if model.decoder_block == "deepseek":
-    config = write_deepseek(model)
-  else:
-    config = write_gemma(model)
-  if vision is not None and vision.use_multimodal:
-    config = with_tower(config, model, vision)
+  family = FAMILIES[model.decoder_block].huggingface
+  config = family.write(model)
+  if vision is not None and vision.use_multimodal and family.tower:
+    config = family.tower.write(config, model, vision)
   return config | {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -17,13 +17,13 @@ from maxtext_like.checkpoint import companions
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
 from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
-from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
 from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import parse_file, printable
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
@@ -38,7 +38,7 @@ class Origin:
   Attributes:
     files: a tokenizer's and the like, to copy.
     dtype: of the weights, if it is one that can be exported.
-    nested: a Gemma 4 whose text model is nested although it has no tower; its tensors are named accordingly.
+    nested: its text model is nested although it has no tower; where the family has such, its tensors are named accordingly.
     token_ids: the keys of config.json beside the text model that name tokens with a meaning.
     eos: the tokens that end an answer.
   """
@@ -57,7 +57,7 @@ def read_origin(directory: Path) -> Origin:
   return Origin(
     files=companions.beside(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
-    nested=config.model_type == "gemma4" and not config.has_tower,
+    nested=config.multimodal and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
     eos=config.model["eos_token_id"],
   )
@@ -65,13 +65,12 @@ def read_origin(directory: Path) -> Origin:
 
 def hub_names(table: Sequence[Tensor], model: ModelConfig, *, multimodal: bool) -> dict[str, str]:
   """How released files of the family spell each tensor of the table."""
-  gemma4 = model.decoder_block == "gemma4"
-  prefix = ("model.language_model." if gemma4 else "language_model.model.") if multimodal else "model."
-  head = "language_model." + HEAD if multimodal and not gemma4 else HEAD
+  tower = FAMILIES[model.decoder_block].huggingface.tower if multimodal else None
+  prefix, head = (tower.prefix, tower.head_prefix + HEAD) if tower else ("model.", HEAD)
   names = {}
   for tensor in table:
-    if is_vision(tensor.name):
-      names[tensor.name] = hub_name(tensor.name, gemma4=gemma4)
+    if tower and tensor.vision:
+      names[tensor.name] = tower.spellings(tensor.name)[0]
     else:
       names[tensor.name] = head if tensor.name == HEAD else prefix + tensor.name
   return names
@@ -96,7 +95,7 @@ def export_hugging_face(
     decoder: the model.
     model: its ``model:`` section.
     vision: its ``vision:`` section; the tower is written if the decoder has one.
-    dtype: of the weights. The correction bias of DeepSeek's router is float32 always.
+    dtype: of the weights, but those that are float32 always.
     shard_size: bytes of one file; more weights are written to several.
     origin: what the model inherits from the checkpoint that its weights began with.
 
@@ -111,9 +110,10 @@ def export_hugging_face(
   if isinstance(origin.eos, tuple) and set(model.eos_token_ids) <= set(origin.eos):
     # A model file names one; the checkpoint's own list has it among others, without which a chat would not end.
     model = dataclasses.replace(model, eos_token_id=origin.eos)
-  tower = decoder.cfg.vision is not None
-  multimodal = tower or (origin.nested and model.decoder_block == "gemma4")
-  table = tensor_table(decoder, deepseek=model.decoder_block == "deepseek")
+  family, tower = FAMILIES[model.decoder_block].huggingface, decoder.cfg.vision is not None
+  nested = family.tower.write_nested if family.tower and origin.nested and not tower else None
+  multimodal = tower or nested is not None
+  table = tensor_table(decoder, family)
   names = hub_names(table, model, multimodal=multimodal)
   sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
   with new_directory(out) as part:
@@ -121,7 +121,7 @@ def export_hugging_face(
     config = export_config(model, dtype, vision if tower else None)
     if multimodal:
       # The Hub's nested files name the tokens that end an answer at the top, too.
-      config = (config if tower else _nested(config)) | origin.token_ids | {"eos_token_id": model.eos_token_id}
+      config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}
     write_json(part / "config.json", config)
     for file in origin.files:
       shutil.copyfile(file, part / file.name)
@@ -131,21 +131,8 @@ def export_hugging_face(
   return len(sources)
 
 
-def _nested(text: dict[str, Any]) -> dict[str, Any]:
-  """config.json of a Gemma 4 without a tower, nested all the same. ``text``: of the text-only class."""
-  return {
-    "architectures": ["Gemma4ForConditionalGeneration"],
-    "model_type": "gemma4",
-    "dtype": text["dtype"],
-    "tie_word_embeddings": text["tie_word_embeddings"],
-    "text_config": {key: value for key, value in text.items() if key != "architectures"},
-    "vision_config": None,
-    "audio_config": None,
-  }
-
-
 def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Source:
-  stored = "F32" if tensor.name.endswith("e_score_correction_bias") else _STORED[dtype]
+  stored = "F32" if tensor.rule.float32 else _STORED[dtype]
 
   def values() -> np.ndarray:
     array = tensor.from_params(leaves)

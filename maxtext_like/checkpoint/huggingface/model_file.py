@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
-from maxtext_like.checkpoint.huggingface.names import NAMES, in_config_json
+from maxtext_like.checkpoint.huggingface.names import in_config_json
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
 _HERE = "\0"  # stands for the path, whose words are nobody's names
@@ -51,5 +52,5 @@ def load_checkpoint_config(
       text, count = re.subn(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: _HERE, str(error))
       if count:  # a word of the command line alone keeps the names that people type
         typed = {word.partition("=")[0].rpartition(".")[2] for word in overrides}
-        text = in_config_json(text, NAMES[config.model["decoder_block"]], typed)
+        text = in_config_json(text, FAMILIES[config.model["decoder_block"]].huggingface.names, typed)
       raise UserError(text.replace(_HERE, source)) from None

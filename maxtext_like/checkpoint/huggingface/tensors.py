@@ -7,85 +7,19 @@ E experts, D model. Hugging Face stores a linear map as [out, in]; ours has its 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface import tensors_vision as vision
-from maxtext_like.checkpoint.huggingface.rule import Kind, Rule
+from maxtext_like.checkpoint.huggingface.family import HuggingFace, Kind, Rule
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.vision_gemma3 import SiglipConfig
 
 Path = tuple[str, ...]
 
-
-def _gated(ours: str, theirs: str) -> dict[str, Rule]:
-  return {f"{ours}.{part}": Rule(f"{theirs}.{part}_proj.weight", "linear") for part in ("gate", "up", "down")}
-
-
-_GEMMA = {
-  "pre_attention_norm.scale": Rule("input_layernorm.weight"),
-  "attention.q": Rule("self_attn.q_proj.weight", "linear"),
-  "attention.k": Rule("self_attn.k_proj.weight", "linear"),
-  "attention.v": Rule("self_attn.v_proj.weight", "linear"),
-  "attention.o": Rule("self_attn.o_proj.weight", "linear2"),
-  "attention.q_norm.scale": Rule("self_attn.q_norm.weight"),
-  "attention.k_norm.scale": Rule("self_attn.k_norm.weight"),
-  "post_attention_norm.scale": Rule("post_attention_layernorm.weight"),
-  "pre_mlp_norm.scale": Rule("pre_feedforward_layernorm.weight"),
-  **_gated("mlp", "mlp"),
-  "post_mlp_norm.scale": Rule("post_feedforward_layernorm.weight"),
-  "post_dense_norm.scale": Rule("post_feedforward_layernorm_1.weight"),
-  "pre_moe_norm.scale": Rule("pre_feedforward_layernorm_2.weight"),
-  "post_moe_norm.scale": Rule("post_feedforward_layernorm_2.weight"),
-  "moe.router.kernel": Rule("router.proj.weight", "linear"),
-  "moe.router.scale": Rule("router.scale"),
-  "moe.router.per_expert_scale": Rule("router.per_expert_scale"),
-  "moe.experts.gate": Rule("experts.gate_up_proj", "experts", 0),
-  "moe.experts.up": Rule("experts.gate_up_proj", "experts", 1),
-  "moe.experts.down": Rule("experts.down_proj", "experts"),
-  "ple.gate": Rule("per_layer_input_gate.weight", "linear"),
-  "ple.projection": Rule("per_layer_projection.weight", "linear"),
-  "ple.norm.scale": Rule("post_per_layer_input_norm.weight"),
-  "layer_scalar": Rule("layer_scalar", "scalar", buffer=True),
-}
-
-_DEEPSEEK = {
-  "pre_attention_norm.scale": Rule("input_layernorm.weight"),
-  "attention.q": Rule("self_attn.q_proj.weight", "linear"),
-  "attention.q_a": Rule("self_attn.q_a_proj.weight", "linear"),
-  "attention.q_a_bias": Rule("self_attn.q_a_proj.bias"),
-  "attention.q_a_norm.scale": Rule("self_attn.q_a_layernorm.weight"),
-  "attention.q_b": Rule("self_attn.q_b_proj.weight", "linear"),
-  "attention.kv_a": Rule("self_attn.kv_a_proj_with_mqa.weight", "linear"),
-  "attention.kv_a_bias": Rule("self_attn.kv_a_proj_with_mqa.bias"),
-  "attention.kv_a_norm.scale": Rule("self_attn.kv_a_layernorm.weight"),
-  "attention.kv_b": Rule("self_attn.kv_b_proj.weight", "linear"),
-  "attention.o": Rule("self_attn.o_proj.weight", "linear2"),
-  "attention.o_bias": Rule("self_attn.o_proj.bias"),
-  "attention.indexer.q": Rule("self_attn.indexer.wq_b.weight", "linear"),
-  "attention.indexer.k": Rule("self_attn.indexer.wk.weight", "linear"),
-  "attention.indexer.k_norm.scale": Rule("self_attn.indexer.k_norm.weight"),
-  "attention.indexer.k_norm.bias": Rule("self_attn.indexer.k_norm.bias"),
-  "attention.indexer.weights": Rule("self_attn.indexer.weights_proj.weight", "linear"),
-  "pre_mlp_norm.scale": Rule("post_attention_layernorm.weight"),
-  **_gated("mlp", "mlp"),
-  "moe.router.kernel": Rule("mlp.gate.weight", "linear"),
-  "moe.router.bias": Rule("mlp.gate.e_score_correction_bias", buffer=True),
-  **_gated("moe.experts", "mlp.experts.{e}"),
-  **_gated("moe.shared", "mlp.shared_experts"),
-}
-
-# As transformers holds them in memory: one array for all experts, which it splits again when it saves.
-_DEEPSEEK_STACKED = _DEEPSEEK | {
-  "moe.experts.gate": Rule("mlp.experts.gate_up_proj", "experts", 0),
-  "moe.experts.up": Rule("mlp.experts.gate_up_proj", "experts", 1),
-  "moe.experts.down": Rule("mlp.experts.down_proj", "experts"),
-}
 
 _TOP = {
   "embedding.table": Rule(EMBEDDING),
@@ -158,12 +92,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tensor:
-  """One Hugging Face tensor. ``name`` is relative to the text model (``layers.0.mlp.up_proj.weight``), ``HEAD``, or of the
-  vision tower (``tensors_vision.is_vision``)."""
+  """One Hugging Face tensor. ``name`` is relative to the text model (``layers.0.mlp.up_proj.weight``), ``HEAD``, or, with
+  ``vision``, of the tower."""
 
   name: str
   pieces: tuple[Piece, ...]
-  buffer: bool
+  rule: Rule
+  vision: bool
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -185,35 +120,33 @@ def flatten(tree: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
       yield (*prefix, key), value
 
 
-def tensor_table(decoder: Decoder, *, deepseek: bool, stacked_experts: bool = False) -> list[Tensor]:
+def tensor_table(decoder: Decoder, family: HuggingFace, *, stacked: bool = False) -> list[Tensor]:
   """Every tensor of a decoder, in the order of the model.
 
   Args:
     decoder: the model; what it declares is what is expected.
-    deepseek: the family's names, else Gemma's.
-    stacked_experts: DeepSeek as transformers holds it in memory, with one array for all experts of a layer.
+    family: its names at Hugging Face.
+    stacked: as transformers holds it in memory, with one array for all experts of a layer.
 
   Raises:
     ValueError: the decoder declares a parameter that has no name at Hugging Face.
   """
   spec = decoder.params()
-  rules = (_DEEPSEEK_STACKED if stacked_experts else _DEEPSEEK) if deepseek else _GEMMA
+  rules = {**family.layer, **family.stacked} if stacked else family.layer
   found: dict[str, list[Piece]] = {}
-  buffers: set[str] = set()
+  rule_of: dict[str, Rule] = {}
 
-  def add(prefix: str, known: dict[str, Rule], relative: Path, path: Path, param: Param, row: tuple[int, ...]) -> None:
+  def add(prefix: str, known: Mapping[str, Rule], relative: Path, path: Path, param: Param, row: tuple[int, ...]) -> None:
     key = ".".join(relative)
     if key not in known:
       raise ValueError(f"parameter {'.'.join(path)} has no name in a Hugging Face checkpoint")
     rule, shape = known[key], param.shape[len(row) :]
-    if rule.buffer:
-      buffers.add(prefix + rule.name)
-    if "{e}" in rule.name:
-      for e in range(shape[0]):
-        piece = Piece(path, (*row, e), shape[1:], rule.kind, rule.half)
-        found.setdefault(prefix + rule.name.format(e=e), []).append(piece)
-    else:
-      found.setdefault(prefix + rule.name, []).append(Piece(path, row, shape, rule.kind, rule.half))
+    each = "{e}" in rule.name
+    for e in range(shape[0]) if each else [0]:
+      name = prefix + rule.name.format(e=e)
+      piece = Piece(path, (*row, e) if each else row, shape[each:], rule.kind, rule.half)
+      found.setdefault(name, []).append(piece)
+      rule_of[name] = rule
 
   tops = {name: value for name, value in spec.items() if name not in {s.name for s in decoder.stacks}}
   for path, param in flatten({name: value for name, value in tops.items() if name not in ("final_norm", "head", "vision")}):
@@ -224,13 +157,15 @@ def tensor_table(decoder: Decoder, *, deepseek: bool, stacked_experts: bool = Fa
       add(f"layers.{i}.", rules, path, (stack, layer, *path), param, (row,))
   for path, param in flatten({name: value for name, value in tops.items() if name in ("final_norm", "head")}):
     add("", _TOP, path, path, param, ())
-  siglip = isinstance(decoder.cfg.vision, SiglipConfig)
-  layer_rules, tower_rules = (vision.SIGLIP_LAYER, vision.SIGLIP) if siglip else (vision.GEMMA4_LAYER, vision.GEMMA4)
-  for path, param in flatten(tops.get("vision", {})):
-    if path[0] == "layers":
-      for row in range(param.shape[0]):
-        add(f"{vision.LAYERS}{row}.", layer_rules, path[1:], ("vision", *path), param, (row,))
-    else:
-      add("", tower_rules, path, ("vision", *path), param, ())
+  of_text = len(found)
+  if "vision" in tops:
+    if family.tower is None:
+      raise ValueError("the decoder has a vision tower, and its family has none at Hugging Face")
+    for path, param in flatten(tops["vision"]):
+      if path[0] == "layers":
+        for row in range(param.shape[0]):
+          add(f"{family.tower.layers}{row}.", family.tower.layer, path[1:], ("vision", *path), param, (row,))
+      else:
+        add("", family.tower.rules, path, ("vision", *path), param, ())
   ordered = {name: tuple(sorted(pieces, key=lambda piece: piece.half or 0)) for name, pieces in found.items()}
-  return [Tensor(name, pieces, name in buffers) for name, pieces in ordered.items()]
+  return [Tensor(name, pieces, rule_of[name], i >= of_text) for i, (name, pieces) in enumerate(ordered.items())]

@@ -14,17 +14,14 @@ from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_c
 from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
-from maxtext_like.checkpoint.huggingface.tensors_vision import found_as, is_vision
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD, PREFIXES, find_head, prefixes_with
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
-_TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
-_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
-_IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)")
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
 _FINAL_NORM = "norm.weight"
 _SHOWN = 20
@@ -56,16 +53,21 @@ class Weights:
     self._whole: tuple[str, np.ndarray] = ("", np.empty(0))
     self.decoder = decoder
     self._config = config
-    deepseek = config.model_type.startswith("deepseek")
+    self._family = FAMILIES[config.model["decoder_block"]].huggingface
     names = set(self.shards.weights())
     head = find_head(names)
     only_head = decoder.cfg.tied and head is not None and not prefixes_with(EMBEDDING, names)
     prefix = self._prefix(names, _FINAL_NORM if only_head else EMBEDDING)
-    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-    self.table = tensor_table(decoder, deepseek=deepseek, stacked_experts=stacked)
+    endings = tuple(f".{rule.name}" for rule in self._family.stacked.values())
+    self.table = tensor_table(decoder, self._family, stacked=any(name.endswith(endings) for name in names))
     head = head or HEAD
     self._file_name = {t.name: head if t.name == HEAD else prefix + t.name for t in self.table}
-    self._file_name |= {t.name: found_as(t.name, names) for t in self.table if is_vision(t.name)}
+    if tower := self._family.tower:
+      self._file_name |= {
+        t.name: next((spelling for spelling in tower.spellings(t.name) if spelling in names), f"model.{t.name}")
+        for t in self.table
+        if t.vision
+      }
     if only_head:
       self._file_name[EMBEDDING] = head
       self.notes.append(f"{printable(head)} is the embedding too (tie_word_embeddings)")
@@ -108,23 +110,18 @@ class Weights:
 
   def _unexpected(self, extra: list[str], prefix: str, head: str) -> list[str]:
     """Of the tensors that the model does not have, those that cannot be explained. The rest goes into the notes."""
-    count = len(self.decoder.layers)
-    shared = count - self._config.model.get("num_kv_shared_layers", 0)
+    count, tower = len(self.decoder.layers), self._family.tower if self._config.multimodal else None
     groups: dict[str, int] = {}
     left = []
     for name in extra:
       layer = re.fullmatch(re.escape(prefix) + r"layers\.(\d{1,6})\.(.+)", name)
       number, part = (int(layer[1]), layer[2]) if layer else (-1, "")
-      if self._config.multimodal and self.decoder.cfg.vision is not None and _IN_TOWER.search(name):
-        reason = "tensors of the vision tower that its features do not need are not used"
-      elif self._config.multimodal and (_SOUND if self.decoder.cfg.vision is not None else _TOWERS).match(name):
-        reason = "tensors of vision and sound are not used by the text model"
+      if tower and (of_tower := tower.unused(name, self.decoder.cfg.vision is not None)):
+        reason = of_tower
       elif name == head and self.decoder.cfg.tied:
         reason = "lm_head.weight is not used: the embedding table is the output head (tie_word_embeddings)"
-      elif self._config.model_type.startswith("deepseek") and number >= count and number in (61, count):
-        reason = f"tensors of layer {number}, the multi-token prediction module, are not used"
-      elif shared <= number < count and re.fullmatch(r"self_attn\.(k_proj|v_proj|k_norm)\.weight", part):
-        reason = "key and value tensors of layers that reuse those of an earlier layer are not used"
+      elif layer and (of_family := self._family.unused(self._config.model, count, number, part)):
+        reason = of_family
       elif part == "self_attn.rotary_emb.inv_freq":
         reason = "rotary tables are computed, not read"
       elif 0 in self.shards.entry(name).shape:
@@ -249,10 +246,9 @@ class Weights:
     """
     leaves = dict(flatten(tree))
     prefix = "model.language_model." if self._config.multimodal else "model."
-    table = tensor_table(self.decoder, deepseek=self._config.model_type.startswith("deepseek"), stacked_experts=True)
-    for tensor in table:
-      if not tensor.buffer:
-        before = "" if tensor.name == HEAD else "model." if is_vision(tensor.name) else prefix
+    for tensor in tensor_table(self.decoder, self._family, stacked=True):
+      if not tensor.rule.buffer:
+        before = "" if tensor.name == HEAD else "model." if tensor.vision else prefix
         yield before + tensor.name, tensor.from_params(leaves)
 
   def _place(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:

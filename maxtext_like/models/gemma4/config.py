@@ -101,6 +101,8 @@ class Config(ExpertsConfig, GemmaConfig):
 class Vision(PatchVision):
   """``vision:`` of Gemma 4."""
 
+  placeholder_keys = ("image_token_id", "video_token_id", "audio_token_id")
+
   head_dim_for_vit: int | None  # None: hidden_size_for_vit / num_attention_heads_for_vit
   rope_theta_for_vit: float
   standardize_for_vit: bool
@@ -112,12 +114,6 @@ class Vision(PatchVision):
   def head_dim(self) -> int:
     """Size of a head of the tower."""
     return self.head_dim_for_vit or super().head_dim
-
-  @property
-  def placeholder_ids(self) -> tuple[int, ...]:
-    """Tokens that stand for images, video and sound, and are looked up as padding wherever they occur."""
-    ids = (self.image_token_id, self.video_token_id, self.audio_token_id)
-    return tuple(token for token in ids if token is not None)
 
   def divides_heads(self) -> Iterator[Problem]:
     """A problem where the width of the tower has to be divided among its heads, and cannot be."""

@@ -10,9 +10,10 @@ import pytest
 
 from maxtext_like.checkpoint.huggingface.config import interpret
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.checkpoint.huggingface.names import NAMES, in_config_json
+from maxtext_like.checkpoint.huggingface.names import in_config_json
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = {
@@ -75,6 +76,7 @@ def decides(case: str, ours: str, theirs: str) -> bool:
   return False
 
 
+NAMES = {name: family.huggingface.names for name, family in FAMILIES.items()}
 PAIRS = [(family, ours, theirs) for family, names in NAMES.items() for ours, theirs in names.items() if ours not in FIXED]
 
 
@@ -85,7 +87,7 @@ def test_the_field_decides_the_key(family: str, ours: str, theirs: str):
 
 
 def test_whole_words_are_translated_and_what_someone_wrote_stays():
-  names = NAMES["deepseek"]
+  names = FAMILIES["deepseek"].huggingface.names
   assert in_config_json("num_experts = 6 (num_experts_per_tok)", names) == "n_routed_experts = 6 (num_experts_per_tok)"
   assert in_config_json("num_experts = 6, emb_dim = 3", names, {"num_experts"}) == "num_experts = 6, hidden_size = 3"
 

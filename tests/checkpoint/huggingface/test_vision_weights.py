@@ -1,6 +1,7 @@
 """Tensors of the towers: every spelling is read, every value comes back bit for bit, what does not fit is listed."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
-from maxtext_like.checkpoint.huggingface.tensors_vision import hub_name, is_vision
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.config.load import make_section
@@ -17,6 +17,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
+from maxtext_like.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = ["gemma3_vision", "gemma4_vision_large", "gemma4_vision_small"]
@@ -53,15 +54,16 @@ def test_every_tensor_reaches_a_parameter_and_comes_back_bit_for_bit(case: str):
   spec = dict(flatten(weights.decoder.params()))
   assert leaves.keys() == spec.keys()
   assert {path: (a.shape, str(a.dtype)) for path, a in leaves.items()} == {k: (p.shape, p.dtype) for k, p in spec.items()}
-  towers = [tensor for tensor in weights.table if is_vision(tensor.name)]
-  names = [hub_name(tensor.name, gemma4=case != "gemma3_vision") for tensor in towers]
+  towers = [tensor for tensor in weights.table if tensor.vision]
+  tower: Any = FAMILIES[case.partition("_")[0]].huggingface.tower
+  names = [tower.spellings(tensor.name)[0] for tensor in towers]
   assert set(names) == {name for name in file if "language_model" not in name}
   for name, tensor in zip(names, towers, strict=True):
     back = tensor.from_params(leaves)
     assert back.shape == file[name].shape
     # Bounds and statistics are float32 here and bfloat16 there: the same numbers, exactly.
     np.testing.assert_array_equal(back.astype(np.float32), file[name].astype(np.float32))
-    assert back.dtype == (np.float32 if tensor.buffer else file[name].dtype)
+    assert back.dtype == (np.float32 if tensor.rule.buffer else file[name].dtype)
 
 
 SPELLINGS = {
@@ -93,7 +95,7 @@ def test_float32_statistics_and_bounds_keep_every_bit(tmp_path: Path):
       exact[name] = array.astype(np.float32) * np.float32(1.0000001) if buffer else array
     weights = open_weights(rewritten(folder, case, exact))
     leaves = dict(flatten(weights.load()))
-    buffers = [tensor for tensor in weights.table if tensor.buffer and is_vision(tensor.name)]
+    buffers = [tensor for tensor in weights.table if tensor.rule.buffer and tensor.vision]
     assert len(buffers) in (2, 2 * 4 * 7, 3 * 4 * 7, 4 * 7)
     for tensor in buffers:
       np.testing.assert_array_equal(tensor.from_params(leaves), exact["model." + tensor.name])
@@ -125,4 +127,4 @@ def test_sound_is_noted_beside_the_tower(tmp_path: Path):
 def test_the_table_has_no_vision_without_a_tower():
   config = read_config(GOLDEN / "gemma3_vision" / "checkpoint")
   decoder = build_decoder(make_section("model", config.model), Precision())
-  assert not [tensor for tensor in tensor_table(decoder, deepseek=False) if is_vision(tensor.name)]
+  assert not [tensor for tensor in tensor_table(decoder, FAMILIES["gemma3"].huggingface) if tensor.vision]

@@ -25,6 +25,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, shardings
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
+from maxtext_like.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/checkpoint"))
@@ -85,7 +86,7 @@ def test_transforms_put_every_axis_where_it_belongs():
 def test_deepseek_experts_one_by_one_and_stacked_give_the_same(tmp_path: Path):
   decoder, weights, params = load(checkpoint("deepseek3"), weight_dtype="bfloat16")
   leaves = dict(flatten(params))
-  stacked = tensor_table(decoder, deepseek=True, stacked_experts=True)
+  stacked = tensor_table(decoder, FAMILIES["deepseek"].huggingface, stacked=True)
   shutil.copy(checkpoint("deepseek3") / "config.json", tmp_path)
   values = {t.name if t.name.startswith("lm_head") else f"model.{t.name}": t.from_params(leaves) for t in stacked}
   dtypes = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
@@ -96,7 +97,7 @@ def test_deepseek_experts_one_by_one_and_stacked_give_the_same(tmp_path: Path):
   assert_same(params, again)
   gate = SafetensorsFile(checkpoint("deepseek3") / "model.safetensors").tensor("model.layers.2.mlp.experts.7.up_proj.weight")
   np.testing.assert_array_equal(values["model.layers.2.mlp.experts.gate_up_proj"][7, 16:], gate)
-  assert {t.name for t in weights.table if t.buffer} == {f"layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
+  assert {t.name for t in weights.table if t.rule.buffer} == {f"layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("case", ["gemma3_text", "deepseek32"])

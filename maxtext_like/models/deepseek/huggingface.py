@@ -1,14 +1,18 @@
-"""DeepSeek V3 and V3.2: config.json to the ``model:`` section and back.
+"""DeepSeek V3 and V3.2 at Hugging Face: config.json to the ``model:`` section and back, names of tensors.
 
 Defaults are those of the transformers 5.23 classes, which Hub files rely on: they leave out what equals them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+from maxtext_like.checkpoint.huggingface.family import HuggingFace, Rule, gated
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
+from maxtext_like.checkpoint.huggingface.names import COMMON
+from maxtext_like.models.deepseek.config import Config
 
 
-def read_deepseek(top: Fields) -> dict[str, Any]:
+def _read(top: Fields) -> dict[str, Any]:
   """The model section of a ``deepseek_v3`` or ``deepseek_v32`` config.json."""
   sparse = top.values["model_type"] == "deepseek_v32"
   top.only("hidden_act", "silu", "no other activation is trained here")
@@ -106,7 +110,7 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
   }
 
 
-def write_deepseek(model: Any) -> dict[str, Any]:
+def _write(model: Config) -> dict[str, Any]:
   """config.json, in the Hub's form, of a DeepSeek V3 or V3.2."""
   config: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM" if model.use_indexer else "DeepseekV3ForCausalLM"],
@@ -166,3 +170,67 @@ def write_deepseek(model: Any) -> dict[str, Any]:
   elif not model.rope_interleave:
     config["rope_interleave"] = False
   return config
+
+
+def _unused(values: Mapping[str, Any], count: int, layer: int, rest: str) -> str | None:
+  if layer < count or layer not in (61, count):
+    return None
+  return f"tensors of layer {layer}, the multi-token prediction module, are not used"
+
+
+_NAMES = {
+  **COMMON,
+  "num_kv_heads": "num_attention_heads",
+  "mlp_activation": "hidden_act",
+  "rope_factor": "factor",
+  "num_experts": "n_routed_experts",
+  "moe_mlp_dim": "moe_intermediate_size",
+  "shared_experts": "n_shared_experts",
+  "first_num_dense_layers": "first_k_dense_replace",
+  "n_routing_groups": "n_group",
+  "topk_routing_group": "topk_group",
+  "indexer_n_heads": "index_n_heads",
+  "indexer_head_dim": "index_head_dim",
+  "indexer_topk": "index_topk",
+}
+
+_LAYER = {
+  "pre_attention_norm.scale": Rule("input_layernorm.weight"),
+  "attention.q": Rule("self_attn.q_proj.weight", "linear"),
+  "attention.q_a": Rule("self_attn.q_a_proj.weight", "linear"),
+  "attention.q_a_bias": Rule("self_attn.q_a_proj.bias"),
+  "attention.q_a_norm.scale": Rule("self_attn.q_a_layernorm.weight"),
+  "attention.q_b": Rule("self_attn.q_b_proj.weight", "linear"),
+  "attention.kv_a": Rule("self_attn.kv_a_proj_with_mqa.weight", "linear"),
+  "attention.kv_a_bias": Rule("self_attn.kv_a_proj_with_mqa.bias"),
+  "attention.kv_a_norm.scale": Rule("self_attn.kv_a_layernorm.weight"),
+  "attention.kv_b": Rule("self_attn.kv_b_proj.weight", "linear"),
+  "attention.o": Rule("self_attn.o_proj.weight", "linear2"),
+  "attention.o_bias": Rule("self_attn.o_proj.bias"),
+  "attention.indexer.q": Rule("self_attn.indexer.wq_b.weight", "linear"),
+  "attention.indexer.k": Rule("self_attn.indexer.wk.weight", "linear"),
+  "attention.indexer.k_norm.scale": Rule("self_attn.indexer.k_norm.weight"),
+  "attention.indexer.k_norm.bias": Rule("self_attn.indexer.k_norm.bias"),
+  "attention.indexer.weights": Rule("self_attn.indexer.weights_proj.weight", "linear"),
+  "pre_mlp_norm.scale": Rule("post_attention_layernorm.weight"),
+  **gated("mlp", "mlp"),
+  "moe.router.kernel": Rule("mlp.gate.weight", "linear"),
+  "moe.router.bias": Rule("mlp.gate.e_score_correction_bias", buffer=True, float32=True),
+  **gated("moe.experts", "mlp.experts.{e}"),
+  **gated("moe.shared", "mlp.shared_experts"),
+}
+
+
+HUGGING_FACE = HuggingFace(
+  model_types=("deepseek_v3", "deepseek_v32"),
+  read=_read,
+  write=_write,
+  names=_NAMES,
+  layer=_LAYER,
+  stacked={
+    "moe.experts.gate": Rule("mlp.experts.gate_up_proj", "experts", 0),
+    "moe.experts.up": Rule("mlp.experts.gate_up_proj", "experts", 1),
+    "moe.experts.down": Rule("mlp.experts.down_proj", "experts"),
+  },
+  unused=_unused,
+)
