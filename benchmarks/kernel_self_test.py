@@ -15,7 +15,7 @@ import time
 import jax
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Name
 from maxtext_like.models.attention_kernels import versions
 from maxtext_like.models.build import build_decoder, precision_of
@@ -31,8 +31,8 @@ def classes(models: list[str], kernel: Name, dtype: str, length: int) -> list[Sh
     config = load_config(model).config
     precision = precision_of(config.precision)
     for layer in build_decoder(config.model, precision).layers:
-      if isinstance(layer, GemmaLayer):
-        a = layer.cfg.attention
+      if isinstance(layer.cfg.mixer, AttentionConfig):
+        a = layer.cfg.mixer
         for segments in (True, False):
           shape = shape_class(
             kernel, dtype=dtype, head_dim=a.head_dim, query_heads=a.num_query_heads, kv_heads=a.num_kv_heads,

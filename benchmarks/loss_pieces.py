@@ -30,7 +30,7 @@ class Head:
 
   decoder: Any
 
-  def hidden(self, p, batch):
+  def hidden(self, p, batch, probes=None):
     return p["x"], {}
 
   def head(self, p, x):

@@ -14,9 +14,11 @@ from maxtext_like.analysis import risk_bounds as bounds
 from maxtext_like.analysis.risk_bounds import Signal
 from maxtext_like.analysis.risk_parameters import Parameters, Reader
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.blocks import GemmaLayer
+from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.dense_beside_moe import DenseBesideMoEConfig
 from maxtext_like.layers.mla import MLAConfig
+from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.moe import MoEConfig
 
 
@@ -45,7 +47,7 @@ class Sizes:
     u: unit roundoff of the dtype of activations.
     tokens: draws that an expected maximum is taken over.
     sites: what was found.
-    donors: scales of the key norm and the values of the layers that share theirs, by slot.
+    donors: scales of the key norm and the values of the layers that share theirs, by name.
   """
 
   u: float
@@ -88,12 +90,14 @@ class Sizes:
 
   def moe(self, place: str, p: Parameters, c: MoEConfig, x: Signal) -> Signal:
     """Router, experts and shared experts; of the experts the worst of each quantity is kept."""
-    if c.router == "softmax":
+    if c.router_norm:
       scale = p.vector("router", "scale") * c.emb_dim**-0.5
       router_in = bounds.normed(scale, self.u, roundings=3)
-      per_expert = np.abs(p.vector("router", "per_expert_scale"))
     else:
-      router_in, per_expert = x, np.full(c.num_experts, c.routed_scaling_factor)
+      router_in = x
+    per_expert = np.full(c.num_experts, c.routed_scaling_factor)
+    if c.per_expert_scale:
+      per_expert = np.abs(p.vector("router", "per_expert_scale"))
     self.put(place, "router logits", bounds.through(router_in, p.columns("router", "kernel"), self.u))
     outer, self.sites = self.sites, []
     outs = [self.mlp(f"{place}.experts.{e}", p.part("experts"), x, c.activation, (e,)) for e in range(c.num_experts)]
@@ -118,21 +122,21 @@ class Sizes:
       size, std = np.sort(sizes, axis=0)[-k:].sum(axis=0), stds * math.sqrt(k) / 2
     return Signal(size * (1 + self.u) ** 3, std)
 
-  def attention(self, place: str, p: Parameters, c: AttentionConfig, x: Signal, slot: str | None) -> Signal:
+  def attention(self, place: str, p: Parameters, c: AttentionConfig, x: Signal) -> Signal:
     """Grouped attention with normed queries and keys."""
     self.put(place, "q", bounds.through(x, p.columns("q"), self.u))
-    q_scale = p.scale("q_norm", plus_one=c.norm_plus_one)
-    if c.shared_kv:
-      assert slot is not None, "a layer that shares keys and values reads a slot"
-      k_scale, values = self.donors[slot]
+    assert c.norm is not None, "the bound of the scores is that of normed queries and keys"
+    q_scale = p.scale("q_norm", plus_one=c.norm.scale_plus_one)
+    if c.borrows:
+      k_scale, values = self.donors[c.borrows]
     else:
       k = self.put(place, "k", bounds.through(x, p.columns("k"), self.u))
-      k_scale = p.scale("k_norm", plus_one=c.norm_plus_one)
+      k_scale = p.scale("k_norm", plus_one=c.norm.scale_plus_one)
       values = k if c.value_is_key else self.put(place, "v", bounds.through(x, p.columns("v"), self.u))
       if c.value_norm:
         values = bounds.heads(bounds.normed(np.ones(c.head_dim), self.u), c.num_kv_heads)
-      if slot:
-        self.donors[slot] = (k_scale, values)
+      if c.lends:
+        self.donors[c.lends] = (k_scale, values)
     bound, std = bounds.normed_scores(q_scale, k_scale, self.u)
     self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads)
     group = c.num_query_heads // c.num_kv_heads
@@ -269,18 +273,18 @@ def measure(decoder: Decoder, read: Reader, tokens: int) -> list[Site]:
   per_layer = _per_layer_inputs(sizes, p.part("ple"), decoder) if c.per_layer_input else None
   for number, layer in enumerate(decoder.layers):
     place, at = f"layers.{number}", p.layer(number)
-    if isinstance(layer, GemmaLayer):
+    if isinstance(layer.cfg.mixer, AttentionConfig):
       own = None if per_layer is None else per_layer.channels(_columns_of(decoder, number))
       x = _gemma_layer(sizes, place, at, layer, x, own, u_residual)
     else:
       y = _norm(sizes, place, at, "pre_attention_norm", roundings=2)
-      x = x.added(sizes.latent_attention(place, at.part("attention"), layer.cfg.attention, y), u_residual)
+      assert isinstance(layer.cfg.mixer, MLAConfig)
+      x = x.added(sizes.latent_attention(place, at.part("attention"), layer.cfg.mixer, y), u_residual)
       y = _norm(sizes, place, at, "pre_mlp_norm", roundings=2)
-      if layer.cfg.mlp:
-        out = sizes.mlp(f"{place}.mlp", at.part("mlp"), y, layer.cfg.mlp.activation)
+      if isinstance(layer.cfg.ffn, MLPConfig):
+        out = sizes.mlp(f"{place}.mlp", at.part("mlp"), y, layer.cfg.ffn.activation)
       else:
-        assert layer.cfg.moe is not None
-        out = sizes.moe(f"{place}.moe", at.part("moe"), layer.cfg.moe, y)
+        out = sizes.moe(f"{place}.moe", at.part("moe"), layer.cfg.ffn.experts, y)
       x = sizes.put(place, "residual", x.added(out, u_residual))
   twice = 2 if c.norm.round_before_scale else 1
   last = bounds.normed(p.scale("final_norm", plus_one=c.norm.scale_plus_one), sizes.u, roundings=twice)
@@ -319,28 +323,31 @@ def _norm(sizes: Sizes, place: str, p: Parameters, name: str, *, plus_one: bool 
 
 
 def _gemma_layer(
-  sizes: Sizes, place: str, p: Parameters, layer: GemmaLayer, x: Signal, per_layer: Signal | None, u_residual: float
+  sizes: Sizes, place: str, p: Parameters, layer: Block, x: Signal, per_layer: Signal | None, u_residual: float
 ) -> Signal:
-  c, plus_one = layer.cfg, layer.cfg.norm_plus_one
+  c, plus_one = layer.cfg, layer.cfg.norm.scale_plus_one
+  assert isinstance(c.mixer, AttentionConfig)
+  assert isinstance(c.ffn, MLPConfig | DenseBesideMoEConfig)
+  mlp = c.ffn if isinstance(c.ffn, MLPConfig) else c.ffn.mlp
 
   def post(name: str, *keys: str) -> Signal:
     return bounds.normed(p.scale(*keys, name, plus_one=plus_one), u_residual)
 
   y = _norm(sizes, place, p, "pre_attention_norm", plus_one=plus_one)
-  sizes.attention(place, p.part("attention"), c.attention, y, c.kv_slot)
+  sizes.attention(place, p.part("attention"), c.mixer, y)
   x = x.added(post("post_attention_norm"), u_residual)
   y = _norm(sizes, place, p, "pre_mlp_norm", plus_one=plus_one)
-  sizes.mlp(f"{place}.mlp", p.part("mlp"), y, c.mlp.activation)
-  if c.moe:
+  sizes.mlp(f"{place}.mlp", p.part("mlp"), y, mlp.activation)
+  if c.ffn.experts:
     y = _norm(sizes, place, p, "pre_moe_norm", plus_one=plus_one)
-    sizes.moe(f"{place}.moe", p.part("moe"), c.moe, y)
+    sizes.moe(f"{place}.moe", p.part("moe"), c.ffn.experts, y)
     sizes.put(place, "branches", post("post_dense_norm").added(post("post_moe_norm"), u_residual))
   x = x.added(post("post_mlp_norm"), u_residual)
-  if c.per_layer_dim:
+  if c.per_layer:
     assert per_layer is not None
     u32 = bounds.UNIT_ROUNDOFF["float32"]
     gate = sizes.put(f"{place}.ple", "per-layer gate", bounds.through(x.grown(1 + sizes.u), p.columns("ple", "gate"), sizes.u))
-    hidden = bounds.gated(gate, per_layer, c.mlp.activation, u32).grown((1 + sizes.u) ** 2)
+    hidden = bounds.gated(gate, per_layer, c.per_layer.activation, u32).grown((1 + sizes.u) ** 2)
     sizes.put(f"{place}.ple", "per-layer product", hidden)
     sizes.put(f"{place}.ple", "per-layer output", bounds.through(hidden, p.columns("ple", "projection"), sizes.u))
     x = x.added(post("norm", "ple"), u_residual)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.blocks import CAPTURES
+from maxtext_like.layers.context import CAPTURES
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.training.objectives.language_modelling import IGNORED, token_losses
 

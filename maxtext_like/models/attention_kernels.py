@@ -24,7 +24,8 @@ import numpy as np
 from maxtext_like import atomic
 from maxtext_like.errors import UserError
 from maxtext_like.layers import masks
-from maxtext_like.layers.decoder import Decoder, Layer
+from maxtext_like.layers.block import Block
+from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
 from maxtext_like.numerics import kernel_test
@@ -106,11 +107,11 @@ def settle(
   Raises:
     UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to plain XLA.
   """
-  chosen: dict[Layer, KernelUse] = {}
+  chosen: dict[Block, KernelUse] = {}
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
   for layer in dict.fromkeys(decoder.layers):
     case = layer.mixer.case(length, images=images)
-    asked = layer.cfg.attention.kernel
+    asked = layer.cfg.mixer.kernel
     try:
       kernel = choose(asked, case)
     except ValueError as error:
@@ -136,9 +137,10 @@ def settle(
   return dataclasses.replace(decoder, layers=tuple(layers)), _grouped([chosen[layer] for layer in decoder.layers])
 
 
-def _written_out(layer: Layer) -> Layer:
-  attention = dataclasses.replace(layer.cfg.attention, kernel="dot_product")
-  return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, attention=attention))
+def _written_out(layer: Block) -> Block:
+  mixer: Any = layer.cfg.mixer
+  cfg = dataclasses.replace(layer.cfg, mixer=dataclasses.replace(mixer, kernel="dot_product"))
+  return dataclasses.replace(layer, cfg=cfg)
 
 
 def _shape(kernel: Name, case: Case, segments: bool) -> ShapeClass:

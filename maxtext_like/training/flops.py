@@ -59,10 +59,10 @@ def train_flops(decoder: Decoder, selection: Selection, rows: int, length: int) 
     for s in p.shape:
       size *= s
     if "experts" in keys:
-      moe = _layer_of(decoder, keys).cfg.moe
+      moe = _layer_of(decoder, keys).cfg.ffn.experts
       size *= moe.num_experts_per_tok / moe.num_experts
     products += size * (6 if trained else 2 if indexer_alone else 4)
-  pairs = sum(_attention(layer.cfg.attention, length, indexer_alone) for layer in decoder.layers)
+  pairs = sum(_attention(layer.cfg.mixer, length, indexer_alone) for layer in decoder.layers)
   return rows * (products * length + pairs)
 
 

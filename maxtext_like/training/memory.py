@@ -102,7 +102,7 @@ def estimate(program: TrainProgram) -> MemoryEstimate:
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _bytes(gradient)
   looped = t.scan_layers and t.gradient_accumulation_steps == 1
-  copies = gradients if looped and program.model.decoder.layers[0].cfg.attention.platform == "gpu" else 0
+  copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
   rows = t.per_device_batch_size

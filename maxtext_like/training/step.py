@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.blocks import PROBED
+from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import slots
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.numerics import probes

@@ -1,19 +1,20 @@
-"""Attention of Gemma 3 and 4: grouped queries, normed q and k (and v), rotary positions, sliding or global.
+"""Multi-head attention with grouped queries: normed q and k (and v), biases, rotary positions, sliding or global.
 
 B batch, T query, S key, D model, N query heads, K key-value heads, H head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.cache import Step, cached_mask, joined
+from maxtext_like.layers.cache import cached_mask, capacity
+from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.norms import NormConfig, RMSNorm
-from maxtext_like.layers.param import Param, fan_in
+from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
 
@@ -27,10 +28,12 @@ class AttentionConfig:
     scale: multiplies q.k: query_pre_attn_scalar ** -0.5 in Gemma 3, 1 in Gemma 4, whose q norm absorbs it.
     rope: the rotary table of this layer.
     window: keys a query sees, itself included; None: global.
-    epsilon, norm_plus_one: of the q and k norms.
-    value_norm: v is normalised, without a parameter (Gemma 4).
+    norm: of the heads of q and k, with a scale each; None: neither is normed.
+    value_norm: v is normed as they are, without a parameter (Gemma 4).
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
-    shared_kv: k and v come from an earlier layer; only q and the output are projected.
+    qkv_bias, o_bias: biases on q, k and v, and on the output.
+    lends: name under which later layers find this one's keys and values; None: nobody shares them.
+    borrows: name of the keys and values of an earlier layer; only q and the output are projected. None: it has its own.
     bidirectional_blocks: tokens of one image see each other in this layer.
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
@@ -43,11 +46,13 @@ class AttentionConfig:
   scale: float
   rope: RopeConfig
   window: int | None = None
-  epsilon: float = 1e-6
-  norm_plus_one: bool = False
+  norm: NormConfig | None = None
   value_norm: bool = False
   value_is_key: bool = False
-  shared_kv: bool = False
+  qkv_bias: bool = False
+  o_bias: bool = False
+  lends: str | None = None
+  borrows: str | None = None
   bidirectional_blocks: bool = False
   kernel: Choice = "auto"
   platform: str = "cpu"
@@ -59,6 +64,16 @@ class AttentionConfig:
       raise ValueError(f"a sliding window needs at least 1 key (the query itself), got {self.window}")
     if self.rope.dim != self.head_dim:
       raise ValueError(f"rotary dimension {self.rope.dim} differs from head_dim {self.head_dim}")
+    if self.norm is not None and self.norm.dim != self.head_dim:
+      raise ValueError(f"a norm of {self.norm.dim} numbers for heads of {self.head_dim}")
+    if self.value_norm and self.norm is None:
+      raise ValueError("value_norm norms v as q and k are normed, and they are not")
+    if self.lends and self.borrows:
+      raise ValueError(f"a layer that borrows {self.borrows!r} has no keys and values of its own to lend as {self.lends!r}")
+
+  def layer(self, precision: Precision) -> "Attention":
+    """The mixer of this configuration."""
+    return Attention(self, precision)
 
 
 @dataclass(frozen=True)
@@ -68,31 +83,35 @@ class Attention:
   cfg: AttentionConfig
   precision: Precision
 
-  def _norm(self, *, with_scale: bool = True) -> RMSNorm:
-    c = self.cfg
-    norm = NormConfig(dim=c.head_dim, epsilon=c.epsilon, with_scale=with_scale, scale_plus_one=c.norm_plus_one)
-    return RMSNorm(norm, self.precision)
-
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, K, H = c.emb_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
-    kv_axes = ("embed", "kv_heads", "head_dim")
-    spec = {
-      "q": Param((D, N, H), ("embed", "heads", "head_dim"), dtype),
-      "o": Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)),
-      "q_norm": self._norm().params(),
-    }
-    if not c.shared_kv:
-      spec["k"] = Param((D, K, H), kv_axes, dtype)
-      spec["k_norm"] = self._norm().params()
+    heads = {"q": (N, "heads")}
+    if not c.borrows:
+      heads["k"] = (K, "kv_heads")
       if not c.value_is_key:
-        spec["v"] = Param((D, K, H), kv_axes, dtype)
+        heads["v"] = (K, "kv_heads")
+    spec: dict = {name: Param((D, count, H), ("embed", axis, "head_dim"), dtype) for name, (count, axis) in heads.items()}
+    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1))
+    if c.norm:
+      spec |= {f"{name}_norm": RMSNorm(c.norm, self.precision).params() for name in heads if name != "v"}
+    if c.qkv_bias:
+      axes = {name: (axis, "head_dim") for name, (_, axis) in heads.items()}
+      spec |= {f"{name}_bias": Param((heads[name][0], H), a, dtype, constant(0.0)) for name, a in axes.items()}
+    if c.o_bias:
+      spec["o_bias"] = Param((D,), (None,), dtype, constant(0.0))
     return spec
 
-  def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-    """Shapes of a cache's arrays, without batch and slots; none for a layer that shares keys and values."""
+  def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots; no array where keys and
+    values are borrowed."""
     c = self.cfg
-    return {} if c.shared_kv else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+    shapes = {} if c.borrows else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+    return capacity(c.window, length), shapes
+
+  def lent(self) -> dict[str, tuple[int, ...]]:
+    """Shapes of the keys and values that later layers share, by name, without batch and positions."""
+    return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
 
   def case(self, length: int, *, images: bool) -> Case:
     """What a kernel has to do for rows of ``length`` positions, with images among them or not."""
@@ -111,71 +130,86 @@ class Attention:
       float32_logits=precision.float32_logits,
     )
 
-  def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> tuple[jax.Array, jax.Array]:
+  def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:
+    """Heads [B, T, N or K, H] of "q", "k" or "v", not yet normed."""
+    y_BTNH = self.precision.einsum("BTD,DNH->BTNH", x_BTD, p[name])
+    return y_BTNH + self.precision.cast(p[f"{name}_bias"]) if self.cfg.qkv_bias else y_BTNH
+
+  def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
+    """Heads of "q" or "k", normed and rotated."""
+    norm = self.cfg.norm
+    return rotate(RMSNorm(norm, self.precision)(p[f"{name}_norm"], y_BTNH) if norm else y_BTNH, table)
+
+  def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> KeysValues:
     """Normed and rotated keys, and values, both [B, T, K, H]."""
-    k_BTKH = self.precision.einsum("BTD,DKH->BTKH", x_BTD, p["k"])
-    v_BTKH = k_BTKH if self.cfg.value_is_key else self.precision.einsum("BTD,DKH->BTKH", x_BTD, p["v"])
-    if self.cfg.value_norm:
-      v_BTKH = self._norm(with_scale=False)({}, v_BTKH)
-    return rotate(self._norm()(p["k_norm"], k_BTKH), table), v_BTKH
+    c = self.cfg
+    k_BTKH = self._heads(p, "k", x_BTD)
+    v_BTKH = k_BTKH if c.value_is_key else self._heads(p, "v", x_BTD)
+    if c.value_norm and c.norm:
+      v_BTKH = RMSNorm(replace(c.norm, with_scale=False), self.precision)({}, v_BTKH)
+    return self._positioned(p, "k", k_BTKH, table), v_BTKH
 
-  def _output(self, p: dict, out_BTNH: jax.Array) -> jax.Array:
-    # A float16 sum could overflow; the norm or the residual stream that takes it is float32 then.
-    return self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.dtype == "float16")
+  def alone(
+    self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens(), kv: KeysValues | None = None
+  ) -> tuple[jax.Array, KeysValues]:
+    """The layer by itself, as a face calls it: the output, and the keys and values that were used, both [B, T, K, H].
 
-  @jax.named_scope("attention")
-  def __call__(
-    self,
-    p: dict,
-    x_BTD: jax.Array,
-    positions: jax.Array,
-    tokens: Tokens = Tokens(),
-    kv: tuple[jax.Array, jax.Array] | None = None,
-    cache: dict | None = None,
-    step: Step | None = None,
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    Args:
+      p, x_BTD, positions, tokens: as in the call and its context.
+      kv: keys and values of an earlier layer, for one that borrows them.
+    """
+    shared = {} if kv is None or not self.cfg.borrows else {self.cfg.borrows: kv}
+    return self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
+
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Attends.
 
     Args:
       p: parameters.
       x_BTD: normed input.
-      positions: int32 [B, T], in tokens; the rotary angle.
-      tokens: segments and image blocks.
-      kv: keys and values of an earlier layer, for a layer that shares them.
-      cache: {"k", "v"} [B, C, K, H] of earlier tokens, in generation.
-      step: where the tokens stand, in generation.
+      ctx: positions and tokens; in generation the cache {"k", "v"} [B, C, K, H] of earlier tokens; keys and values that it
+        borrows. What it lends goes there.
 
     Returns:
-      The output [B, T, D] in ``dtype`` (float32 with float16), and the keys and values that were used, both
-      [B, S, K, H]; S = T, and C + T in generation.
+      [B, T, D] in ``dtype`` (float32 with float16).
 
     Raises:
-      ValueError: a layer that shares keys and values got none.
+      ValueError: a layer that borrows keys and values finds none.
     """
-    c = self.cfg
-    table = rope_table(c.rope, positions)
-    q_BTNH = rotate(self._norm()(p["q_norm"], self.precision.einsum("BTD,DNH->BTNH", x_BTD, p["q"])), table)
-    if not c.shared_kv:
-      kv = self.keys_and_values(p, x_BTD, table)
-      if cache is not None:
-        kv = (joined(cache["k"], kv[0]), joined(cache["v"], kv[1]))
-    if kv is None:
-      raise ValueError("this layer shares the keys and values of an earlier layer, and was given none")
-    if step is not None:
+    out, kv = self._attend(p, x_BTD, ctx)
+    if self.cfg.lends:
+      ctx.lend(self.cfg.lends, kv)
+    return out
+
+  @jax.named_scope("attention")
+  def _attend(self, p: dict, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, KeysValues]:
+    c, table = self.cfg, rope_table(self.cfg.rope, ctx.positions)
+    q_BTNH = self._positioned(p, "q", self._heads(p, "q", x_BTD), table)
+    if c.borrows:
+      kv = ctx.shared.get(c.borrows)
+      if kv is None:
+        raise ValueError(f"this layer borrows the keys and values {c.borrows!r} of an earlier layer, and was given none")
+    else:
+      k, v = self.keys_and_values(p, x_BTD, table)
+      held = ctx.remember(k=k, v=v)
+      kv = held["k"], held["v"]
+    if ctx.step is not None:
       T, S = x_BTD.shape[1], kv[0].shape[1]
-      mask = cached_mask(step, T, S - T, window=c.window, blocks=tokens.blocks if c.bidirectional_blocks else None)
+      blocks = ctx.tokens.blocks if c.bidirectional_blocks else None
+      mask = cached_mask(ctx.step, T, S - T, window=c.window, blocks=blocks)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
-      return self._output(p, out_BTNH), kv
-    kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=tokens.blocks is not None))
-    out_BTNH = attend(
-      kernel.name,
-      q_BTNH,
-      *kv,
-      tokens,
-      window=c.window,
-      bidirectional_blocks=c.bidirectional_blocks,
-      scale=c.scale,
-      precision=self.precision,
-    )
-    out_BTNH = checkpoint_name(out_BTNH, "attention")
-    return self._output(p, out_BTNH), kv
+    else:
+      kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=ctx.tokens.blocks is not None))
+      out_BTNH = attend(
+        kernel.name,
+        q_BTNH,
+        *kv,
+        ctx.tokens,
+        window=c.window,
+        bidirectional_blocks=c.bidirectional_blocks,
+        scale=c.scale,
+        precision=self.precision,
+      )
+      out_BTNH = checkpoint_name(out_BTNH, "attention")
+    out_BTD = self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches)
+    return (out_BTD + self.precision.cast(p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -5,70 +5,24 @@ B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.blocks import CAPTURES, PROBED, Aux, Carry, Context, DeepSeekLayer, GemmaLayer
+from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.cache import Step
-from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, PerLayerInput, PerLayerInputConfig, soft_cap
+from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
+from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm
-from maxtext_like.layers.param import stack
 from maxtext_like.layers.partition import constrain_batch
+from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
-from maxtext_like.layers.vision_gemma3 import Siglip, SiglipConfig
-from maxtext_like.layers.vision_gemma4 import Gemma4Vision, Gemma4VisionConfig
+from maxtext_like.layers.stack import Stack, find_stacks
 
-Layer = GemmaLayer | DeepSeekLayer
 RematPolicy = Literal["none", "minimal", "full", "save_attention"]
-
-
-@dataclass(frozen=True)
-class Stack:
-  """``repeats`` copies of a block of layers, the first of which is the model's layer ``first``."""
-
-  name: str
-  first: int
-  block: tuple[Layer, ...]
-  repeats: int
-
-  def params(self) -> dict:
-    return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.block)}, self.repeats)
-
-  def split(self, layers: Sequence[Layer]) -> list[tuple[int, tuple[Layer, ...]]]:
-    """The stack cut where the precision of its layers changes: (rows, block) for each run of equal rows.
-
-    Args:
-      layers: all layers of the model, with their own precisions.
-    """
-    period = len(self.block)
-    rows = [tuple(layers[self.first + r * period : self.first + (r + 1) * period]) for r in range(self.repeats)]
-    return [(len(list(same)), block) for block, same in itertools.groupby(rows)]
-
-
-def find_stacks(layers: Sequence[Layer]) -> tuple[Stack, ...]:
-  """Cuts a list of layers into stacks of a repeating block.
-
-  From the left, each cut takes the block whose repetition covers most layers, and of those the shortest: Gemma's 5 local
-  and 1 global layer are one block of 6, DeepSeek's dense layers and its MoE layers are two stacks of single layers.
-  """
-  stacks, at = [], 0
-  while at < len(layers):
-    best, repeats = 1, 1
-    for period in range(1, (len(layers) - at) // 2 + 1):
-      block, n = layers[at : at + period], 1
-      while layers[at + n * period : at + (n + 1) * period] == block:
-        n += 1
-      if n > 1 and n * period > best * repeats:
-        best, repeats = period, n
-    stacks.append(Stack(f"stack_{len(stacks)}", at, tuple(layers[at : at + best]), repeats))
-    at += best * repeats
-  return tuple(stacks)
 
 
 def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
@@ -87,6 +41,15 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
   return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 
 
+class Tower(Protocol):
+  """What turns images into tokens: (p, pixels, positions, ctx) -> features [I, S, D] and which of them are tokens [I, S]."""
+
+  pixel_rank: ClassVar[int]  # of "pixel_values", all images in one list
+
+  def params(self) -> dict: ...
+  def __call__(self, p: dict, pixels: Any, positions: Any, ctx: Context, *, wrap: Any) -> tuple[jax.Array, jax.Array]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
   """What the decoder needs to know beyond its layers.
@@ -97,8 +60,7 @@ class DecoderConfig:
     final_soft_cap: of the logits; None: none.
     norm: the final norm.
     per_layer_input: the extra embedding of E2B and E4B; None: none.
-    kv_slots: (name, key-value heads, head dimension) of keys and values that travel between layers.
-    vision: the tower that turns images into tokens; None: text only.
+    vision: configuration of the tower that turns images into tokens: ``layer(precision)`` is a ``Tower``; None: text only.
     image_token_id: the token whose embedding an image's features take the place of.
     placeholder_ids: tokens that stand for images, video and sound, and have no row of their own (Gemma 4).
     pad_token_id: the token that is looked up in their place, in the per-layer table too.
@@ -111,8 +73,7 @@ class DecoderConfig:
   tied: bool = True
   final_soft_cap: float | None = None
   per_layer_input: PerLayerInputConfig | None = None
-  kv_slots: tuple[tuple[str, int, int], ...] = ()
-  vision: SiglipConfig | Gemma4VisionConfig | None = None
+  vision: Any = None
   image_token_id: int = -1
   placeholder_ids: tuple[int, ...] = ()
   pad_token_id: int = 0
@@ -141,7 +102,7 @@ class Decoder:
 
   cfg: DecoderConfig
   precision: Precision
-  layers: tuple[Layer, ...]
+  layers: tuple[Block, ...]
 
   def __post_init__(self):
     for i, layer in enumerate(self.layers):
@@ -175,22 +136,31 @@ class Decoder:
     return Head(self.cfg.embedding, self.precision)
 
   @property
-  def _vision(self) -> Any:
-    tower = self.cfg.vision
-    if tower is None:
-      return None
-    return Siglip(tower, self.precision) if isinstance(tower, SiglipConfig) else Gemma4Vision(tower, self.precision)
+  def _per_layer(self) -> PerLayerInput | None:
+    return PerLayerInput(self.cfg.per_layer_input, self.precision) if self.cfg.per_layer_input else None
+
+  @property
+  def _tower(self) -> Tower | None:
+    return self.cfg.vision.layer(self.precision) if self.cfg.vision else None
+
+  @property
+  def _final_norm(self) -> RMSNorm:
+    return RMSNorm(self.cfg.norm, self.precision)
+
+  @functools.cached_property
+  def lent(self) -> dict[str, tuple[int, ...]]:
+    """Shapes of the keys and values that travel between layers, by name, without batch and positions."""
+    return {name: shape for layer in self.layers for name, shape in layer.mixer.lent().items()}
 
   def params(self) -> dict:
-    c = self.cfg
     spec: dict[str, Any] = {"embedding": self._embedding.params()}
-    if c.per_layer_input:
-      spec["ple"] = PerLayerInput(c.per_layer_input, self.precision).params()
-    if self._vision:
-      spec["vision"] = self._vision.params()
+    if self._per_layer:
+      spec["ple"] = self._per_layer.params()
+    if self._tower:
+      spec["vision"] = self._tower.params()
     spec |= {s.name: s.params() for s in self.stacks}
-    spec["final_norm"] = RMSNorm(c.norm, self.precision).params()
-    if not c.tied:
+    spec["final_norm"] = self._final_norm.params()
+    if not self.cfg.tied:
       spec["head"] = self._head.params()
     return spec
 
@@ -203,9 +173,8 @@ class Decoder:
         row is one document); "token_types" (1 image, 2 video, 0 text: which tokens see each other both ways; default:
         none do). With images: "pixel_values" and, for Gemma 4, "image_position_ids" (see the towers), either [I, ...],
         those of all rows in the order in which the rows name them, or [B, M, ...], those of each row; what follows the
-        last named image is left unused. "probe_slots": float32 [L, 2] for each of ``blocks.PROBED``: the layers are
-        probed, see ``layers.probe``.
-      capture: names of ``blocks.CAPTURES`` to hand out.
+        last named image is left unused.
+      capture: names of ``context.CAPTURES`` to hand out.
 
     Returns:
       Logits [B, T, V] and aux (see ``hidden``).
@@ -232,7 +201,7 @@ class Decoder:
     for s in self.stacks:
       caches[s.name] = {}
       for j, layer in enumerate(s.block):
-        slots, shapes = layer.cache_slots(length)
+        slots, shapes = layer.mixer.cache_shapes(length)
         dtype = functools.reduce(jnp.promote_types, {block[j].precision.dtype for _, block in s.split(self.layers)})
         arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), dtype) for name, shape in shapes.items()}
         caches[s.name][f"layer_{j}"] = arrays
@@ -253,76 +222,158 @@ class Decoder:
     return x, aux["cache"], aux["rescued"]
 
   def hidden(
-    self, p: dict, batch: dict, capture: frozenset[str] = frozenset(), cache: dict | None = None, step: Step | None = None
+    self,
+    p: dict,
+    batch: dict,
+    capture: frozenset[str] = frozenset(),
+    cache: dict | None = None,
+    step: Step | None = None,
+    probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, dict]:
     """Normed hidden states [B, T, D] in ``dtype``, and aux.
 
+    Args:
+      p, batch, capture: as in the call.
+      cache, step: see ``extend``.
+      probes: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
+
     aux always: "rescued" int32, the tower's too; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an
-    indexer "indexer_loss", the mean over layers; with slots "probes" {name: [L, 2]}. By capture: "hidden.embed",
+    indexer "indexer_loss", the mean over layers; with probes "probes" {name: [L, 2]}. By capture: "hidden.embed",
     "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx",
     "ple.layerNN", "vision.*".
     With caches and a step (see ``extend``): "cache".
     """
-    if unknown := set(capture) - set(CAPTURES):
-      raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
-    tokens = batch["tokens"]
-    B, T = tokens.shape
-    positions = batch.get("positions")
-    if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    types = batch.get("token_types")
-    blocks = None if types is None else image_blocks(types)
-    ctx = Context(positions, Tokens(batch.get("segments"), blocks), step, frozenset(capture))
-    x, tokens, held, vision_aux = self._embed(p, batch)
-    x = constrain_batch(x)
-    embedded = x
-    per_layer = None
-    if self.cfg.per_layer_input:
-      inputs = PerLayerInput(self.cfg.per_layer_input, self.precision)(p["ple"], tokens, x, held)
-      per_layer = inputs.transpose(2, 0, 1, 3)  # [L, B, T, P]
-    carry: Carry = {"x": x}
-    if self.cfg.kv_slots:
-      keys = {name: T + self._slots_of(name, cache) for name, _, _ in self.cfg.kv_slots}
-      empty = {name: jnp.zeros((B, keys[name], K, H), self.precision.dtype) for name, K, H in self.cfg.kv_slots}
-      carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
+    ctx = self.context(batch, capture, step)
+    carry, per_layer, first = self.enter(p, batch, ctx, cache)
     collected = []
     for s in self.stacks:
-      carry, aux = self._run(s, p[s.name], carry, ctx, per_layer, cache and cache[s.name], batch.get("probe_slots"))
+      carry, aux = self._run(s, carry, self.rows(s, p, per_layer, cache, probes), ctx)
       collected.append((s, aux))
-    x = RMSNorm(self.cfg.norm, self.precision)(p["final_norm"], carry["x"])
+    x, last = self.leave(p, carry, ctx)
     aux = _totals(collected) | _captured(collected)
-    aux["rescued"] = aux["rescued"] + vision_aux.pop("rescued", 0)
-    if "hidden" in capture:
-      aux |= {"hidden.embed": embedded, "hidden.final_norm": x}
-    if "vision" in capture:
-      aux |= vision_aux
+    aux["rescued"] = aux["rescued"] + first.pop("rescued", 0)
     if cache is not None:
       aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
-    return x, aux
+    return x, aux | first | last
 
-  def _slots_of(self, kv_slot: str, cache: dict | None) -> int:
-    """Slots in the cache of the layers that write this entry of the carry."""
-    if cache is None:
-      return 0
+  # A pass in its parts: enter, every row of every stack, leave. ``hidden`` is made of them, and so is whatever runs the rows
+  # differently (a backward pass that updates each row as its gradient appears).
+
+  def context(self, batch: dict, capture: frozenset[str] = frozenset(), step: Step | None = None) -> Context:
+    """What all layers see of a batch; it depends on no parameter."""
+    if unknown := set(capture) - set(CAPTURES):
+      raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
+    types = batch.get("token_types")
+    tokens = Tokens(batch.get("segments"), None if types is None else image_blocks(types))
+    return Context.of(batch["tokens"], batch.get("positions"), tokens, step=step, capture=frozenset(capture))
+
+  def enter(self, p: dict, batch: dict, ctx: Context, cache: dict | None = None) -> tuple[Carry, jax.Array | None, Aux]:
+    """From a batch to what the first row of layers reads.
+
+    Args:
+      p: parameters, of which it reads the embedding, the per-layer inputs and the tower.
+      batch: as in the call.
+      ctx: ``context`` of the batch.
+      cache: in generation.
+
+    Returns:
+      The carry; the layers' own inputs [L, B, T, P] or None; and aux: "rescued" with a tower, captures.
+    """
+    ctx = ctx.collecting()
+    x, tokens, held = self._embed(p, batch, ctx)
+    x = constrain_batch(x)
+    if "hidden" in ctx.capture:
+      ctx.tap("hidden.embed", x)
+    per_layer = None
+    if self._per_layer:
+      per_layer = self._per_layer(p["ple"], tokens, x, held).transpose(2, 0, 1, 3)
+    carry: Carry = {"x": x}
+    if self.lent:
+      B, T = batch["tokens"].shape
+      lengths = {name: T + self._cached(name, cache) for name in self.lent}
+      empty = {name: jnp.zeros((B, lengths[name], *shape), self.precision.dtype) for name, shape in self.lent.items()}
+      carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
+    return carry, per_layer, ctx.aux
+
+  def rows(
+    self, s: Stack, p: dict, per_layer: jax.Array | None = None, cache: dict | None = None, probes: dict | None = None
+  ) -> dict[str, Any]:
+    """What each row of a stack reads beside the carry: every leaf has a leading axis of ``repeats``.
+
+    Args:
+      s: the stack.
+      p: the decoder's parameters.
+      per_layer: of ``enter``.
+      cache, probes: as in ``hidden``.
+    """
+    period = len(s.block)
+
+    def cut(x):  # [L, ...] of all layers to [repeats, period, ...] of this stack's
+      return x[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *x.shape[1:])
+
+    per_layer, probes = jax.tree.map(cut, (per_layer, probes))
+    return {"params": p[s.name], "cache": cache and cache[s.name], "per_layer": per_layer, "probes": probes}
+
+  def run_row(
+    self, s: Stack, layers: tuple[Block, ...], carry: Carry, row: dict[str, Any], ctx: Context, *, alone_in_scan: bool = False
+  ) -> tuple[Carry, dict[str, Aux]]:
+    """Runs the layers of one row of a stack.
+
+    Args:
+      s: the stack.
+      layers: the row's, with their own precisions (``Stack.split``).
+      carry: of ``enter`` or of the row before.
+      row: one entry of ``rows``.
+      ctx: ``context`` of the batch.
+      alone_in_scan: see ``remat``.
+
+    Returns:
+      The carry, and what each layer handed out, {"layer_j": aux}.
+    """
+    aux = {}
+    for j, layer in enumerate(layers):
+      own = replace(
+        ctx,
+        cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
+        per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
+        probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
+      )
+      call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
+      with jax.named_scope(f"{s.name}/layer_{j}"):
+        carry, aux[f"layer_{j}"] = call(row["params"][f"layer_{j}"], carry, own)
+      carry = carry | {"x": constrain_batch(carry["x"])}
+      if "kv" in carry:
+        # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
+        carry["kv"] = jax.tree.map(self.precision.cast, carry["kv"])
+    return carry, aux
+
+  def leave(self, p: dict, carry: Carry, ctx: Context) -> tuple[jax.Array, Aux]:
+    """Normed hidden states [B, T, D] in ``dtype`` behind the last row, and captures."""
+    x = self._final_norm(p["final_norm"], carry["x"])
+    return x, {"hidden.final_norm": x} if "hidden" in ctx.capture else {}
+
+  def _cached(self, name: str, cache: dict | None) -> int:
+    """Slots in the cache of the layers that lend keys and values under this name."""
     for s in self.stacks:
       for j, layer in enumerate(s.block):
-        if isinstance(layer, GemmaLayer) and layer.cfg.kv_slot == kv_slot and not layer.cfg.attention.shared_kv:
-          return cache[s.name][f"layer_{j}"]["k"].shape[2]
-    raise ValueError(f"no layer writes keys and values to {kv_slot!r}")
+        if cache is not None and name in layer.mixer.lent():
+          return next(iter(cache[s.name][f"layer_{j}"].values())).shape[2]
+    return 0
 
-  def _embed(self, p: dict, batch: dict) -> tuple[jax.Array, jax.Array, jax.Array | None, dict]:
-    """Embedded input [B, T, D], the rows that were looked up and where they stand for placeholders, the tower's aux."""
-    vision = self._vision
+  def _embed(self, p: dict, batch: dict, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Embedded input [B, T, D], the rows that were looked up and where they stand for placeholders."""
+    tower = self._tower
     tokens, held = self.cfg.lookup(batch["tokens"])
-    if vision is None or "pixel_values" not in batch:
-      return self._embedding(p["embedding"], tokens, held), tokens, held, {}
+    if tower is None or "pixel_values" not in batch:
+      return self._embedding(p["embedding"], tokens, held), tokens, held
     # Images by row [B, M, ...] lie on the devices as the rows do; images alone [I, ...] are those of all rows together.
     images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
-    by_row = images["pixel_values"].ndim > vision.pixel_rank
+    by_row = images["pixel_values"].ndim > tower.pixel_rank
     if by_row:
       images = {name: x.reshape(-1, *x.shape[2:]) for name, x in images.items()}
     wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone_in_scan=True)
-    features, valid, aux = vision(p["vision"], images["pixel_values"], images.get("image_position_ids"), wrap=wrap)
+    features, valid = tower(p["vision"], images["pixel_values"], images.get("image_position_ids"), ctx, wrap=wrap)
+    ctx.tap("vision.valid", valid)
     is_image = batch["tokens"] == self.cfg.image_token_id
     tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)  # Gemma 3's has a row, or lies beyond the table
     x = self._embedding(p["embedding"], tokens, held)
@@ -333,59 +384,31 @@ class Decoder:
     nth = jnp.cumsum(is_image.reshape(groups, -1), axis=1) - 1
     place = jnp.take_along_axis(order, jnp.clip(nth, 0, flat.shape[1] - 1), axis=1)
     chosen = jnp.take_along_axis(flat, place[..., None], axis=1).reshape(x.shape)
-    return jnp.where(is_image[..., None], chosen, x), tokens, held, aux | {"vision.valid": valid}
+    return jnp.where(is_image[..., None], chosen, x), tokens, held
 
-  def _run(
-    self,
-    s: Stack,
-    p: dict,
-    carry: Carry,
-    ctx: Context,
-    per_layer: jax.Array | None,
-    cache: dict | None,
-    slots: dict[str, jax.Array] | None,
-  ) -> tuple[Carry, dict[str, Aux]]:
-    """Runs one stack. Every leaf of aux has a leading axis of ``repeats``."""
-    period, in_scan = len(s.block), self.cfg.scan_layers and s.repeats > 1
-
-    def cut(x):  # [L, ...] of all layers to [repeats, period, ...] of this stack's
-      return x[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *x.shape[1:])
-
-    per_layer, slots = jax.tree.map(cut, (per_layer, slots))
-
-    def block(layers, alone, carry, row):
-      p_row, inputs, cache_row, slots_row = row
-      aux = {}
-      for j, layer in enumerate(layers):
-        call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone)
-        x_in = None if inputs is None else inputs[j]
-        held = None if cache_row is None else cache_row[f"layer_{j}"]
-        own_slots = None if slots_row is None else {name: slot[j] for name, slot in slots_row.items()}
-        with jax.named_scope(f"{s.name}/layer_{j}"):
-          carry, aux[f"layer_{j}"] = call(p_row[f"layer_{j}"], carry, ctx, x_in, held, own_slots)
-        carry = carry | {"x": constrain_batch(carry["x"])}
-        if "kv" in carry:
-          # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
-          carry["kv"] = jax.tree.map(self.precision.cast, carry["kv"])
-      return carry, aux
-
+  def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux]]:
+    """Runs one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""
     parts, outs = s.split(self.layers), []
-    leaves, tree = jax.tree.flatten((p, per_layer, cache, slots))
-    if in_scan:
-      sizes = [rows for rows, _ in parts]
+    leaves, tree = jax.tree.flatten(rows)
+    if self.cfg.scan_layers and s.repeats > 1:
+      sizes = [count for count, _ in parts]
       # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
       for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
         # A scan of one row is no loop once it is compiled.
-        body = functools.partial(block, layers, period == 1 and len(part[0]) > 1)
+        alone = len(s.block) == 1 and len(part[0]) > 1
+
+        def body(carry, row, layers=layers, alone=alone):
+          return self.run_row(s, layers, carry, row, ctx, alone_in_scan=alone)
+
         with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
           carry, aux = jax.lax.scan(body, carry, jax.tree.unflatten(tree, part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
-    blocks = [layers for rows, layers in parts for _ in range(rows)]
-    for i, (layers, row) in enumerate(zip(blocks, zip(*map(jnp.unstack, leaves), strict=True), strict=True)):
+    every = [layers for count, layers in parts for _ in range(count)]
+    for i, (layers, row) in enumerate(zip(every, zip(*map(jnp.unstack, leaves), strict=True), strict=True)):
       with jax.named_scope(f"row_{i}"):
-        carry, aux = block(layers, False, carry, jax.tree.unflatten(tree, row))
+        carry, aux = self.run_row(s, layers, carry, jax.tree.unflatten(tree, row), ctx)
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 

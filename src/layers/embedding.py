@@ -1,6 +1,6 @@
-"""Token embedding, per-layer embeddings (Gemma 4 E2B/E4B) and the output head.
+"""Token embedding and the output head.
 
-B batch, T position, D model, V vocabulary, L layers, P per-layer width.
+B batch, T position, D model, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
 
@@ -126,44 +125,3 @@ def output_product(precision: Precision, spec: str, x: jax.Array, w: jax.Array) 
 def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
   """cap * tanh(logits / cap) (Gemma 2), in the dtype of the logits."""
   return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerLayerInputConfig:
-  """Sizes: rows of the table V, layers L, width P, model D; epsilon of the norm."""
-
-  vocab_size: int
-  num_layers: int
-  width: int
-  emb_dim: int
-  epsilon: float = 1e-6
-
-
-@dataclass(frozen=True)
-class PerLayerInput:
-  """A small input for every layer, from the token and from the first hidden state (Gemma 3n, Gemma 4 E2B/E4B)."""
-
-  cfg: PerLayerInputConfig
-  precision: Precision
-
-  @property
-  def _norm(self) -> RMSNorm:
-    return RMSNorm(NormConfig(dim=self.cfg.width, epsilon=self.cfg.epsilon), self.precision)
-
-  def params(self) -> dict:
-    c, dtype = self.cfg, self.precision.weight_dtype
-    V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
-    return {
-      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5)),
-      "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
-      "norm": self._norm.params(),
-    }
-
-  @jax.named_scope("per_layer_input")
-  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
-    """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
-    c, precision = self.cfg, self.precision
-    identity = constant(precision.cast(p["table"][tokens_BT]), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
-    context = precision.einsum("BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
-    context = self._norm(p["norm"], context, "float32")
-    return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)

@@ -10,7 +10,7 @@ import jax
 from flax import linen as nn
 from flax.core import unfreeze
 
-from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
+from maxtext_like.layers import attention, block, decoder, embedding, indexer, mla, mlp, moe, norms, per_layer
 from maxtext_like.layers.param import Param, checked, init
 
 PARTITION_NAME = "layers"  # the logical axis of nn.scan's metadata_params for stacked layers
@@ -20,14 +20,15 @@ class Linen(nn.Module):
   """A layer as a ``flax.linen.Module``.
 
   Attributes:
-    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``.
+    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``; mixers and feed-forwards, whose call reads a
+      context, have ``alone`` for it.
   """
 
   layer: Any
 
   @nn.compact
   def __call__(self, *args, **kwargs):
-    """The layer's own call, without its parameters."""
+    """The layer's own call (``alone`` where it has one), without its parameters."""
     spec = self.layer.params()
     given: Any = self.variables.get("params")
     if given:
@@ -35,7 +36,7 @@ class Linen(nn.Module):
       params = checked(spec, nn.meta.unbox(unfreeze(given)))
     else:
       params = {name: self.param(name, lambda key, s=s: init(s, key, _box)) for name, s in spec.items()}
-    return self.layer(params, *args, **kwargs)
+    return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
 
 
 def _box(p: Param, x: jax.Array):
@@ -54,7 +55,7 @@ def _face(layer_class):
 RMSNorm = _face(norms.RMSNorm)
 LayerNorm = _face(norms.LayerNorm)
 Embedding = _face(embedding.Embedding)
-PerLayerInput = _face(embedding.PerLayerInput)
+PerLayerInput = _face(per_layer.PerLayerInput)
 Head = _face(embedding.Head)
 Attention = _face(attention.Attention)
 MLA = _face(mla.MLA)
@@ -63,6 +64,5 @@ MLP = _face(mlp.MLP)
 Router = _face(moe.Router)
 Experts = _face(moe.Experts)
 MoE = _face(moe.MoE)
-GemmaLayer = _face(blocks.GemmaLayer)
-DeepSeekLayer = _face(blocks.DeepSeekLayer)
+Block = _face(block.Block)
 Decoder = _face(decoder.Decoder)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.cache import Step, cached_mask, joined, stored
+from maxtext_like.layers.cache import cached_mask
+from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
@@ -61,6 +62,10 @@ class MLAConfig:
   def __post_init__(self):
     if self.rope.dim != self.rope_dim:
       raise ValueError(f"rotary table of {self.rope.dim} dimensions for a rotary part of {self.rope_dim}")
+
+  def layer(self, precision: Precision) -> "MLA":
+    """The mixer of this configuration."""
+    return MLA(self, precision)
 
   @property
   def scale(self) -> float:
@@ -125,10 +130,15 @@ class MLA:
     latent, k_rope = jnp.split(self._project(p, "kv_a", x_BTD), [c.kv_lora_rank], axis=-1)
     return self._latent_norm(c.kv_lora_rank)(p["kv_a_norm"], latent), rotate(k_rope, table, interleave=c.rope.interleave)
 
-  def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-    """Shapes of a cache's arrays, without batch and slots."""
+  def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
     c = self.cfg
-    return {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)} | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
+    shapes = {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)}
+    return length, shapes | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
+
+  def lent(self) -> dict[str, tuple[int, ...]]:
+    """No layer shares what this one has."""
+    return {}
 
   def expand(self, p: dict, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
@@ -154,54 +164,47 @@ class MLA:
       float32_logits=precision.float32_logits,
     )
 
+  def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
+    """The layer by itself, as a face calls it: the output and all that it notes and taps."""
+    ctx = Context(positions, tokens, capture=frozenset(CAPTURES)).collecting()
+    return self(p, x_BTD, ctx), ctx.aux
+
   @jax.named_scope("mla")
-  def __call__(
-    self,
-    p: dict,
-    x_BTD: jax.Array,
-    positions: jax.Array,
-    tokens: Tokens = Tokens(),
-    cache: dict | None = None,
-    step: Step | None = None,
-  ) -> tuple[jax.Array, dict]:
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Attends.
 
     Args:
       p: parameters.
       x_BTD: normed input.
-      positions: int32 [B, T], in tokens; the rotary angle.
-      tokens: segments.
-      cache: {"latent" [B, S', C], "k_rope" [B, S', P], "index_k"} of earlier tokens, in generation.
-      step: where the tokens stand, in generation.
+      ctx: positions and segments; in generation the cache {"latent" [B, S', C], "k_rope" [B, S', P], "index_k"} of earlier
+        tokens. With an indexer it notes "indexer_loss" and taps "indexer.topk_idx" [B, T, min(topk, S)].
 
     Returns:
-      [B, T, D] in ``dtype`` (float32 with float16) and aux: with an indexer "topk_idx" [B, T, min(topk, S)] and
-      "indexer_loss"; in generation "cache"; else empty.
+      [B, T, D] in ``dtype`` (float32 with float16).
     """
-    c = self.cfg
+    c, tokens = self.cfg, ctx.tokens
     B, T, _ = x_BTD.shape
-    table = rope_table(c.rope, positions)
+    table = rope_table(c.rope, ctx.positions)
     q, q_latent = self._queries(p, x_BTD, table)
     indexer = Indexer(c.indexer, self.precision) if c.indexer else None
     latent, k_rope = self.latents(p, x_BTD, table)
     keys = {"latent": latent, "k_rope": k_rope}
     if indexer:
-      keys["index_k"] = indexer.keys(p["indexer"], x_BTD, positions)
-    aux: dict = {}
-    if cache is not None and step is not None:
-      aux["cache"] = {name: stored(cache[name], new, step) for name, new in keys.items()}
-      keys = {name: joined(cache[name], new) for name, new in keys.items()}
-      visible = cached_mask(step, T, keys["latent"].shape[1] - T, window=None)
+      keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
+    keys = ctx.remember(**keys)
+    if ctx.step is not None:
+      visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
     else:
       visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
     k, v = self.expand(p, keys["latent"], keys["k_rope"])
     mask, scores = visible, None
     if indexer:
       assert q_latent is not None, "IndexerConfig asks for q_lora_rank"
-      scores = indexer(p["indexer"], x_BTD, q_latent, positions, keys["index_k"])
-      selected, aux["topk_idx"] = indexer.select(scores, visible)
+      scores = indexer(p["indexer"], x_BTD, q_latent, ctx.positions, keys["index_k"])
+      selected, indices = indexer.select(scores, visible)
+      ctx.tap("indexer.topk_idx", indices)
       mask = selected if c.indexer_sparse else visible
-    kernel = choose(c.kernel, self.case(T, images=False)) if step is None else None
+    kernel = choose(c.kernel, self.case(T, images=False)) if ctx.step is None else None
     if kernel is not None and indexer is None:
       probs = None
       out_BTNV = attend(
@@ -210,14 +213,13 @@ class MLA:
       )  # fmt: skip
     else:
       out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
-    if scores is not None and step is None:
-      aux["indexer_loss"] = jnp.zeros((), jnp.float32)
+    if scores is not None and ctx.step is None:
+      loss = jnp.zeros((), jnp.float32)
       if c.indexer_loss_weight:
-        live = None if tokens.segments is None else tokens.segments > 0
         assert probs is not None, "an indexer's loss reads the probabilities"
         heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
-        aux["indexer_loss"] = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, live)
+        loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, ctx.live)
+      ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
-    # A float16 sum could overflow; the residual stream that takes it is float32 then.
-    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.dtype == "float16")
-    return (out + self.precision.cast(p["o_bias"]) if c.bias else out), aux
+    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
+    return out + self.precision.cast(p["o_bias"]) if c.bias else out

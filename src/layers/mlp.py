@@ -5,12 +5,14 @@ B batch, T position, D model, F hidden.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 
@@ -70,10 +72,20 @@ class MLPConfig:
   mlp_dim: int
   activation: Activation = "gelu"
 
+  def layer(self, precision: Precision) -> "MLP":
+    """The feed-forward of this configuration."""
+    return MLP(self, precision)
+
+  @property
+  def experts(self) -> None:
+    """Of every feed-forward: the configuration of its experts; this one has none."""
+
 
 @dataclass(frozen=True)
 class MLP:
   """Gated MLP: down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+  name: ClassVar[str | None] = "mlp"
 
   cfg: MLPConfig
   precision: Precision
@@ -86,29 +98,54 @@ class MLP:
       "down": Param((F, D), ("mlp", "embed"), dtype),
     }
 
-  def __call__(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """x: [B, T, D]. Returns [B, T, D] in ``dtype``; float32 when ``dtype`` is float16 (see ``forward``)."""
-    return self.forward(p, x_BTD)[0]
+  def alone(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """The layer by itself, as a face calls it."""
+    return self(p, x_BTD, Context.of(x_BTD))
 
   @jax.named_scope("mlp")
-  def forward(self, p: dict, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The output and the number of values that had to be rescued.
-
-    With float16 operands the sum of the last product is handed on in float32: the norm or residual that takes it is
-    float32 there too, and a float16 output would overflow at 65504.
-    """
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
     float32 = keep_float32(self.precision)
     gate = self.precision.einsum("BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
     up = self.precision.einsum("BTD,DF->BTF", x_BTD, p["up"], float32=float32)
-    if self.precision.dtype != "float16":
-      with jax.named_scope("gate_product"):
-        hidden_BTF = activate(gate, self.cfg.activation) * up
-      with jax.named_scope("down_product"):
-        return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"]), jnp.zeros((), jnp.int32)
-    hidden_BTF, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
+
+    def down(hidden_BTF):
+      return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
+
+    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down)
+    ctx.note("rescued", rescued)
+    return out_BTD
+
+
+def gated(
+  precision: Precision,
+  activation: Activation,
+  gate: jax.Array,
+  up: jax.Array,
+  down: Callable[[jax.Array], jax.Array],
+  *,
+  bounded: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """down(act(gate) * up), in a form that float16 survives (see ``float16_gated_product``).
+
+  Args:
+    precision: flags.
+    activation: of the gate.
+    gate, up: [..., F], float32 where ``keep_float32`` says so.
+    down: the product that follows, linear; with float16 it hands on its sum in float32.
+    bounded: ``down`` keeps its input inside float16 by itself, with bounds that are those of the unscaled product.
+
+  Returns:
+    What ``down`` returns, and the number of values that had to be rescued, int32.
+  """
+  if precision.dtype != "float16" or bounded:
+    with jax.named_scope("gate_product"):
+      hidden = activate(gate, activation) * up
     with jax.named_scope("down_product"):
-      out_BTD = self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=True) * unit
-      return rescue_output(out_BTD, rescued, self.precision)
+      return down(hidden), jnp.zeros((), jnp.int32)
+  hidden, unit, rescued = float16_gated_product(gate, up, activation, precision)
+  with jax.named_scope("down_product"):
+    return rescue_output(down(hidden) * unit, rescued, precision)
 
 
 def keep_float32(precision: Precision) -> bool:

@@ -1,17 +1,19 @@
-"""Mixture of experts: the two routers (Gemma 4's softmax, DeepSeek's grouped sigmoid), the experts, nothing dropped.
+"""Mixture of experts: the two routers (softmax, and DeepSeek's grouped sigmoid), the experts, nothing dropped.
 
 B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, activate, float16_gated_product, keep_float32, rescue_output
+from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import batch_axes
@@ -26,8 +28,9 @@ class MoEConfig:
     emb_dim, mlp_dim: D and F.
     num_experts, num_experts_per_tok: E and k.
     activation: of every expert.
-    router: "softmax" (Gemma 4) or "sigmoid" (DeepSeek "noaux_tc").
-    epsilon: of the softmax router's own norm.
+    router: "softmax" (Qwen3, Gemma 4) or "sigmoid" (DeepSeek "noaux_tc").
+    router_norm: of what the router reads, times a learned scale and D ** -0.5 (Gemma 4); None: the router reads it as it is.
+    per_expert_scale: the weights are multiplied by a learned number for each expert (Gemma 4).
     norm_topk_prob: the chosen weights are divided by their sum.
     routed_scaling_factor: multiplies the sigmoid router's weights.
     n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
@@ -42,7 +45,8 @@ class MoEConfig:
   num_experts_per_tok: int
   activation: Activation = "gelu"
   router: Literal["softmax", "sigmoid"] = "softmax"
-  epsilon: float = 1e-6
+  router_norm: NormConfig | None = None
+  per_expert_scale: bool = False
   norm_topk_prob: bool = True
   routed_scaling_factor: float = 1.0
   n_groups: int = 1
@@ -58,15 +62,28 @@ class MoEConfig:
       raise ValueError(f"{self.num_experts} experts in {self.n_groups} groups, best {self.topk_groups}: not possible")
     if self.num_experts_per_tok > self.topk_groups * self.num_experts // self.n_groups:
       raise ValueError(f"{self.topk_groups} groups hold fewer than {self.num_experts_per_tok} experts")
+    if self.router == "sigmoid" and (self.router_norm or self.per_expert_scale):
+      raise ValueError("router_norm and per_expert_scale belong to the softmax router")
+    if self.router_norm and (self.router_norm.dim != self.emb_dim or self.router_norm.with_scale):
+      raise ValueError("router_norm norms emb_dim numbers, and its scale is the router's own")
+
+  def layer(self, precision: Precision) -> "MoE":
+    """The feed-forward of this configuration."""
+    return MoE(self, precision)
+
+  @property
+  def experts(self) -> "MoEConfig":
+    """Of every feed-forward: the configuration of its experts."""
+    return self
 
 
 @dataclass(frozen=True)
 class Router:
   """Which experts a token goes to, and with which weights.
 
-  "softmax": probabilities over all experts of a norm of the input, the k largest, renormalised, times a learned scale of
-  each expert. "sigmoid": scores in (0, 1); a bias that no gradient changes takes part in the choice and not in the weight
-  (Wang et al. 2024), and experts come from the groups whose two best biased scores sum highest (DeepSeek-V3, 2.1.2).
+  "softmax": probabilities over all experts, the k largest, renormalised with ``norm_topk_prob``. "sigmoid": scores in
+  (0, 1); a bias that no gradient changes takes part in the choice and not in the weight (Wang et al. 2024), and experts come
+  from the groups whose two best biased scores sum highest (DeepSeek-V3, 2.1.2).
   """
 
   cfg: MoEConfig
@@ -75,10 +92,11 @@ class Router:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     spec = {"kernel": Param((c.emb_dim, c.num_experts), ("embed", "expert"), dtype)}
-    if c.router == "softmax":
+    if c.router_norm:
       spec["scale"] = Param((c.emb_dim,), (None,), dtype, constant(1.0))
+    if c.per_expert_scale:
       spec["per_expert_scale"] = Param((c.num_experts,), (None,), dtype, constant(1.0))
-    elif c.selection_bias:
+    if c.router == "sigmoid" and c.selection_bias:
       # float32 always: the update of 0.001 a step is below bfloat16's spacing.
       spec["bias"] = Param((c.num_experts,), (None,), "float32", constant(0.0), trainable=False)
     return spec
@@ -94,7 +112,7 @@ class Router:
 
     Args:
       p: parameters.
-      x: [B, T, D]; the residual for "softmax" (it has its own norm), the normed input for "sigmoid".
+      x: [B, T, D], normed; the residual stream where the router has its own norm.
 
     Returns:
       weights [B, T, k] float32, experts [B, T, k] int32, and aux: "scores" [B, T, E] (softmax probabilities, or raw
@@ -102,15 +120,15 @@ class Router:
     """
     c = self.cfg
     if c.router == "softmax":
-      dtype = "float32" if self.precision.float32_gate_logits else None
-      norm = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), self.precision)
-      u = norm({}, x, dtype)
-      u = u * p["scale"].astype(u.dtype) * jnp.asarray(c.emb_dim**-0.5, u.dtype)
-      probs = jax.nn.softmax(self._logits(p, u).astype(jnp.float32), axis=-1)
+      if c.router_norm:
+        x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
+        x = x * p["scale"].astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
+      probs = jax.nn.softmax(self._logits(p, x).astype(jnp.float32), axis=-1)
       weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
       if c.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-      weights = weights * p["per_expert_scale"].astype(jnp.float32)[experts]
+      if c.per_expert_scale:
+        weights = weights * p["per_expert_scale"].astype(jnp.float32)[experts]
       return weights, experts, {"scores": probs, "probs": probs}
     logits = self._logits(p, x)
     scores = jax.nn.sigmoid(logits)
@@ -208,14 +226,8 @@ class Experts:
     gate, up = product(rows, p["gate"]), product(rows, p["up"])
     if not keep_float32(self.precision):
       gate, up = self.precision.cast(gate), self.precision.cast(up)
-    if self.precision.dtype != "float16":
-      with jax.named_scope("gate_product"):
-        hidden = activate(gate, self.cfg.activation) * up
-      with jax.named_scope("down_product"):
-        return product(self.precision.cast(hidden), p["down"]), jnp.zeros((), jnp.int32)
-    hidden, unit, rescued = float16_gated_product(gate, up, self.cfg.activation, self.precision)
-    with jax.named_scope("down_product"):
-      return rescue_output(product(hidden, p["down"]) * unit, rescued, self.precision)
+    down = lambda hidden: product(self.precision.cast(hidden), p["down"])
+    return gated(self.precision, self.cfg.activation, gate, up, down)
 
   def _product_operands(self, x, w):
     # No grouped float16 product on TPU (Mosaic refuses it); float32 operands hold float16 numbers exactly.
@@ -243,6 +255,8 @@ class Experts:
 class MoE:
   """Router, experts and, in DeepSeek, the shared experts that every token passes."""
 
+  name: ClassVar[str | None] = "moe"
+
   cfg: MoEConfig
   precision: Precision
 
@@ -261,32 +275,49 @@ class MoE:
       spec["shared"] = self._shared.params()
     return spec
 
+  def alone(
+    self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, live: jax.Array | None = None
+  ) -> tuple[jax.Array, Aux]:
+    """The layer by itself, as a face calls it: the output and all that it notes and taps.
+
+    Args:
+      p, x_BTD, router_input: as in the call.
+      live: bool [B, T], real tokens; None: all of them.
+    """
+    tokens = Tokens(None if live is None else live.astype(jnp.int32))
+    ctx = Context.of(x_BTD, tokens=tokens, capture=frozenset(CAPTURES)).collecting()
+    return self(p, x_BTD, ctx, router_input), ctx.aux
+
   @jax.named_scope("moe")
-  def __call__(self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, live: jax.Array | None = None):
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context, router_input: jax.Array | None = None) -> jax.Array:
     """Routes and sums.
 
     Args:
       p: parameters.
       x_BTD: normed input of the experts.
+      ctx: its padding is computed and does not count in loads and losses. Noted: "moe_load" [E] share of choices,
+        "load_balance_loss" scalar, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
       router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
-      live: bool [B, T], real tokens: padding is computed and does not count in loads and losses.
 
     Returns:
-      [B, T, D] and aux: "load" [E] share of choices, "load_balance_loss" scalar, "rescued" int32, and the router's
-      "scores", "weights", "experts".
+      [B, T, D].
     """
     c = self.cfg
     weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts)
+    ctx.note("rescued", rescued)
     if c.shared_experts:
       with jax.named_scope("shared_experts"):
-        shared, shared_rescued = self._shared.forward(p["shared"], x_BTD)
-      out, rescued = out + shared.astype(out.dtype), rescued + shared_rescued
-    counts = jnp.ones(experts.shape[:2], jnp.float32) if live is None else live.astype(jnp.float32)
+        shared = self._shared(p["shared"], x_BTD, ctx)
+      out = out + shared.astype(out.dtype)
+    counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.live is None else ctx.live.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
     load = jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok)
     mean_probs = jnp.einsum("BTE,BT->E", routing["probs"].astype(jnp.float32), counts) / total
-    balance = c.load_balance_loss_weight * c.num_experts * jnp.sum(load * mean_probs)
-    aux = {"load": load, "load_balance_loss": balance, "rescued": rescued}
-    return out, aux | {"scores": routing["scores"], "weights": weights, "experts": experts}
+    ctx.note("moe_load", load)
+    ctx.note("load_balance_loss", c.load_balance_loss_weight * c.num_experts * jnp.sum(load * mean_probs))
+    ctx.tap("router.scores", routing["scores"])
+    ctx.tap("router.topk_weights", weights)
+    ctx.tap("router.topk_idx", experts)
+    return out

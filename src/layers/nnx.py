@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxtext_like.layers import attention, blocks, decoder, embedding, indexer, mla, mlp, moe, norms
+from maxtext_like.layers import attention, block, decoder, embedding, indexer, mla, mlp, moe, norms, per_layer
 from maxtext_like.layers.param import Param, checked, init
 
 
@@ -29,7 +29,8 @@ class NNX(nnx.Module):
   """A layer as a ``flax.nnx.Module``.
 
   Args:
-    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``.
+    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``; mixers and feed-forwards, whose call reads a
+      context, have ``alone`` for it.
     rngs: the stream "params" seeds the arrays.
   """
 
@@ -39,8 +40,9 @@ class NNX(nnx.Module):
       setattr(self, name, Branch(value) if isinstance(value, dict) else value)
 
   def __call__(self, *args, **kwargs):
-    """The layer's own call, without its parameters."""
-    return self.layer(checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self))), *args, **kwargs)
+    """The layer's own call (``alone`` where it has one), without its parameters."""
+    params = checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self)))
+    return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
 
 
 def _box(p: Param, x: jax.Array):
@@ -61,7 +63,7 @@ def _face(layer_class):
 RMSNorm = _face(norms.RMSNorm)
 LayerNorm = _face(norms.LayerNorm)
 Embedding = _face(embedding.Embedding)
-PerLayerInput = _face(embedding.PerLayerInput)
+PerLayerInput = _face(per_layer.PerLayerInput)
 Head = _face(embedding.Head)
 Attention = _face(attention.Attention)
 MLA = _face(mla.MLA)
@@ -70,6 +72,5 @@ MLP = _face(mlp.MLP)
 Router = _face(moe.Router)
 Experts = _face(moe.Experts)
 MoE = _face(moe.MoE)
-GemmaLayer = _face(blocks.GemmaLayer)
-DeepSeekLayer = _face(blocks.DeepSeekLayer)
+Block = _face(block.Block)
 Decoder = _face(decoder.Decoder)

@@ -77,6 +77,12 @@ class Precision:
     """The dtype of the residual stream."""
     return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
 
+  @property
+  def float32_branches(self) -> bool:
+    """Whether a mixer or a feed-forward hands on its last sum in float32: with float16 it could overflow, and the norm or the
+    residual stream that takes it is float32 then."""
+    return self.dtype == "float16"
+
   def in_layer(self, **values: Any) -> "Precision":
     """The precision of a layer in which some of ``LAYER_KEYS`` differ; the residual stream stays as it is.
 

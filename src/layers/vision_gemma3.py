@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.mlp import activate
 from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
@@ -46,6 +47,10 @@ class SiglipConfig:
       raise ValueError(f"image of {self.image_size} in patches of {self.patch_size}, {self.emb_dim} in {self.num_heads} heads")
     if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
       raise ValueError(f"a grid of {self.side} x {self.side} patches cannot be pooled to {self.tokens_per_image} tokens")
+
+  def layer(self, precision: Precision) -> "Siglip":
+    """The tower of this configuration."""
+    return Siglip(self, precision)
 
   @property
   def side(self) -> int:
@@ -92,8 +97,7 @@ class SiglipLayer:
     """x: [I, P, D] in the residual dtype; returns the same."""
     c, einsum, cast, residual = self.cfg, self.precision.einsum, self.precision.cast, self.precision.residual
     a, y = p["attention"], self._norm(p["pre_attention_norm"], x_IPD)
-    # A float16 branch could overflow where the float32 residual stream that takes it does not.
-    float32 = self.precision.dtype == "float16"
+    float32 = self.precision.float32_branches
     with jax.named_scope("attention"):
       q, k, v = (einsum("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
       everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
@@ -143,20 +147,22 @@ class Siglip:
     self,
     p: dict,
     pixels: jax.Array,
-    positions: jax.Array | None = None,
+    positions: jax.Array | None,
+    ctx: Context,
     *,
     wrap: Callable[[Any], Any] = lambda layer: layer,
-  ) -> tuple[jax.Array, jax.Array, dict]:
+  ) -> tuple[jax.Array, jax.Array]:
     """Image tokens.
 
     Args:
       p: parameters.
       pixels: [I, C, image_size, image_size] in [-1, 1].
       positions: unused; every image has the same grid.
+      ctx: it taps "vision.tower_out" [I, P, D] and "vision.projected".
       wrap: of a layer's call, as ``jax.checkpoint``.
 
     Returns:
-      [I, S, O] in ``dtype``; bool [I, S], all true; aux: "vision.tower_out" [I, P, D], "vision.projected".
+      [I, S, O] in ``dtype``; bool [I, S], all true.
     """
     c, precision = self.cfg, self.precision
     I, g, s = pixels.shape[0], c.side, c.patch_size
@@ -165,10 +171,9 @@ class Siglip:
     x = (x + precision.cast(p["positions"])).astype(precision.residual)
     layer = wrap(SiglipLayer(c, precision))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
-    tower = self._final_norm(p["final_norm"], x)
+    tower = ctx.tap("vision.tower_out", self._final_norm(p["final_norm"], x))
     pool = g // c.side_out
     grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
     pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)
     out = precision.einsum("ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
-    valid = jnp.ones((I, c.tokens_per_image), bool)
-    return out, valid, {"vision.tower_out": tower, "vision.projected": out}
+    return ctx.tap("vision.projected", out), jnp.ones((I, c.tokens_per_image), bool)

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, activate, float16_gated_product, keep_float32, rescue_output
+from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
@@ -54,6 +55,10 @@ class Gemma4VisionConfig:
   def __post_init__(self):
     if self.head_dim % 4:
       raise ValueError(f"two-dimensional rope needs a head dimension that 4 divides, got {self.head_dim}")
+
+  def layer(self, precision: Precision) -> "Gemma4Vision":
+    """The tower of this configuration."""
+    return Gemma4Vision(self, precision)
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,7 @@ class Gemma4VisionLayer:
       k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
       v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
       out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
-      # A float16 sum could overflow; the norm that takes it is float32 inside.
-      out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.dtype == "float16")
+      out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.float32_branches)
     with jax.named_scope("residual"):
       x_IPD = x_IPD + norm(p["post_attention_norm"], out, residual)
     out, rescued = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))
@@ -134,13 +138,8 @@ class Gemma4VisionLayer:
     float32 = keep_float32(self.precision)
     gate = self._linear(p, "gate", "IPD,DF->IPF", y, float32=float32)
     up = self._linear(p, "up", "IPD,DF->IPF", y, float32=float32)
-    if self.precision.dtype != "float16":
-      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up), jnp.zeros((), jnp.int32)
-    if self.cfg.clipped:
-      # The bounds are those of the unscaled product, so no row may be rescaled; they keep it inside float16.
-      return self._linear(p, "down", "IPF,FD->IPD", activate(gate, "gelu") * up, float32=True), jnp.zeros((), jnp.int32)
-    hidden, unit, rescued = float16_gated_product(gate, up, "gelu", self.precision)
-    return rescue_output(self._linear(p, "down", "IPF,FD->IPD", hidden, float32=True) * unit, rescued, self.precision)
+    down = lambda hidden: self._linear(p, "down", "IPF,FD->IPD", hidden, float32=self.precision.float32_branches)
+    return gated(self.precision, "gelu", gate, up, down, bounded=self.cfg.clipped)
 
 
 @dataclass(frozen=True)
@@ -169,19 +168,20 @@ class Gemma4Vision:
 
   @jax.named_scope("vision")
   def __call__(
-    self, p: dict, pixels: jax.Array, positions: jax.Array, *, wrap: Callable[[Any], Any] = lambda layer: layer
-  ) -> tuple[jax.Array, jax.Array, dict]:
+    self, p: dict, pixels: jax.Array, positions: jax.Array, ctx: Context, *, wrap: Callable[[Any], Any] = lambda layer: layer
+  ) -> tuple[jax.Array, jax.Array]:
     """Image tokens.
 
     Args:
       p: parameters.
       pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
       positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
+      ctx: it taps "vision.pooled" (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...], and
+        notes "rescued".
       wrap: of a layer's call, as ``jax.checkpoint``.
 
     Returns:
-      [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into; aux: "vision.pooled"
-      (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...]; "rescued", int32.
+      [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into.
     """
     c, precision = self.cfg, self.precision
     live = positions[..., 0] >= 0
@@ -198,8 +198,10 @@ class Gemma4Vision:
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
     out = precision.einsum("ISD,DO->ISO", normed, p["projector"])
-    aux = {"vision.pooled": pooled.astype(jnp.float32) * c.emb_dim**0.5, "vision.tower_out": features, "vision.projected": out}
-    return out, valid, aux | {"rescued": jnp.sum(rescued) + clipped}
+    ctx.tap("vision.pooled", pooled.astype(jnp.float32) * c.emb_dim**0.5)
+    ctx.tap("vision.tower_out", features)
+    ctx.note("rescued", jnp.sum(rescued) + clipped)
+    return ctx.tap("vision.projected", out), valid
 
   @jax.named_scope("vision_pool")
   def _pool(self, x, positions, live):

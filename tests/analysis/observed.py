@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers import blocks, decoder, embedding, indexer, moe, norms, precision, vision_gemma3, vision_gemma4
+from maxtext_like.layers import (
+  block,
+  decoder,
+  embedding,
+  indexer,
+  moe,
+  norms,
+  per_layer,
+  precision,
+  vision_gemma3,
+  vision_gemma4,
+)
 
 Key = tuple[str, str]
 
@@ -61,7 +72,7 @@ class Recorder:
     elif clipped is None and isinstance(self.layer, vision_gemma4.Gemma4VisionLayer):
       return  # noted behind its clip, see ``recording``
     elif name == "attention.kv_b":
-      nope = self.layer.cfg.attention.nope_dim
+      nope = self.layer.cfg.mixer.nope_dim
       self.note(place, "k", out[..., :nope])
       self.note(place, "v", out[..., nope:])
     elif name in _OF_WEIGHT:
@@ -81,7 +92,7 @@ class Recorder:
     cfg = self.layer.cfg
     if isinstance(self.layer, vision_gemma3.SiglipLayer):
       return (cfg.emb_dim // cfg.num_heads) ** -0.5
-    return 1.0 if isinstance(self.layer, vision_gemma4.Gemma4VisionLayer) else cfg.attention.scale
+    return 1.0 if isinstance(self.layer, vision_gemma4.Gemma4VisionLayer) else cfg.mixer.scale
 
   def norm(self, p: Any, x: Any, out: Any) -> None:
     name = self.names.get(id(p.get("scale")), "")
@@ -89,7 +100,7 @@ class Recorder:
       self.note(f"{self.place}.{name.removesuffix('.scale')}", "norm", out)
     elif name in _OF_TOP:
       self.note("vision" if name.startswith("vision") else "model", "norm", out)
-    elif name == "post_mlp_norm.scale" and getattr(self.layer.cfg, "moe", None):
+    elif name == "post_mlp_norm.scale" and isinstance(self.layer, block.Block) and self.layer.cfg.ffn.experts:
       self.note(self.place, "branches", x)
 
 
@@ -174,8 +185,7 @@ def recording(recorder: Recorder):
     stack.enter_context(mock.patch.object(jax.lax, "scan", _unrolled))
     stack.enter_context(_experts(recorder))
     for cls, vision in (
-      (blocks.GemmaLayer, False),
-      (blocks.DeepSeekLayer, False),
+      (block.Block, False),
       (vision_gemma3.SiglipLayer, True),
       (vision_gemma4.Gemma4VisionLayer, True),
     ):
@@ -194,10 +204,10 @@ def recording(recorder: Recorder):
       (norms.RMSNorm, "__call__", lambda self, args, out: recorder.norm(args[0], args[1], out)),
       (norms.LayerNorm, "__call__", lambda self, args, out: recorder.norm(args[0], args[1], out)),
       (moe.Router, "_logits", lambda self, args, out: note(place() + ".moe", "router logits", out)),
-      (moe.MoE, "__call__", lambda self, args, out: note(place() + ".moe", "experts output", out[0])),
+      (moe.MoE, "__call__", lambda self, args, out: note(place() + ".moe", "experts output", out)),
       (indexer.Indexer, "__call__", lambda self, args, out: note(place(), "index scores", out)),
       (embedding.Embedding, "__call__", lambda self, args, out: note("model", "embedding", out)),
-      (embedding.PerLayerInput, "__call__", lambda self, args, out: note("model", "per-layer input", out)),
+      (per_layer.PerLayerInput, "__call__", lambda self, args, out: note("model", "per-layer input", out)),
       (vision_gemma4.Gemma4VisionLayer, "_linear", linear),
       (vision_gemma4.Gemma4Vision, "_pool", pool),
       (vision_gemma4.Gemma4Vision, "_standardize", standardised),

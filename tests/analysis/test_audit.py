@@ -10,7 +10,7 @@ import pytest
 from maxtext_like.analysis import audit, audit_keys, lowered
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
-from maxtext_like.layers import blocks, indexer, mlp, moe
+from maxtext_like.layers import block, indexer, mlp, moe
 from maxtext_like.layers.kernels.attention import dot_product
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
@@ -148,7 +148,7 @@ PLANTED = {
     "gemma", [], {"float32_logits"},
   ),
   "residual in bfloat16": (
-    lambda m: m.setattr(blocks, "_add", jax.named_scope("residual")(lambda x, b: x.astype("bfloat16") + b.astype("bfloat16"))),
+    lambda m: m.setattr(block, "_add", jax.named_scope("residual")(lambda x, b: x.astype("bfloat16") + b.astype("bfloat16"))),
     "gemma", ["residual_dtype=float32"], {"residual_dtype"},
   ),
   "router in bfloat16": (
@@ -187,7 +187,7 @@ def test_work_that_nobody_asked_for_is_listed(monkeypatch):
     y = x + b
     return y + jnp.einsum("BTD,DE->BTE", y.astype(jnp.float32), jnp.zeros((y.shape[-1],) * 2)).astype(y.dtype)
 
-  monkeypatch.setattr(blocks, "_add", jax.named_scope("residual")(wide))
+  monkeypatch.setattr(block, "_add", jax.named_scope("residual")(wide))
   _, reading, precision = read(MODELS["gemma"])
   found = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
   assert {u.operation for u in found} == {"dot"}

@@ -21,7 +21,7 @@ import pytest
 
 from maxtext_like.analysis import step_xray
 from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, variable_at, xray_step
-from maxtext_like.layers.decoder import Stack
+from maxtext_like.layers.stack import Stack
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
 from tests.training.small import batches, small_config
@@ -48,7 +48,7 @@ class Scanned(ToyDecoder):
   def stacks(self) -> Any:
     return (Stack("stack_0", 0, (True,), LAYERS),)  # type: ignore[arg-type]
 
-  def hidden(self, p, batch):
+  def hidden(self, p, batch, probes=None):
     x = p["embedding"]["table"][batch["tokens"]].astype(self.dtype)
 
     def block(x, row):

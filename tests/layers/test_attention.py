@@ -11,12 +11,14 @@ from written_out import attention, causal, rms, rope, tree64
 
 from maxtext_like.layers.attention import Attention, AttentionConfig
 from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, inverse_frequencies
 
 B, T, D, N, K, H = 2, 7, 11, 6, 2, 4
+NORM = NormConfig(dim=H)
 BASE = AttentionConfig(
-  emb_dim=D, num_query_heads=N, num_kv_heads=K, head_dim=H, scale=0.37, rope=RopeConfig(dim=H, theta=100.0)
+  emb_dim=D, num_query_heads=N, num_kv_heads=K, head_dim=H, scale=0.37, rope=RopeConfig(dim=H, theta=100.0), norm=NORM
 )
 FLOAT32 = Precision(dtype="float32")
 X = np.random.default_rng(0).normal(size=(B, T, D))
@@ -24,36 +26,51 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 0], [5, 6, 7, 8, 9, 0, 0]])
 
 VARIANTS = {
-  "gemma3 sliding": {"norm_plus_one": True, "window": 3},
-  "gemma3 global": {"norm_plus_one": True, "rope": RopeConfig(dim=H, theta=100.0, kind="linear", factor=8.0)},
-  "gemma4 sliding": {"value_norm": True, "scale": 1.0, "window": 2, "epsilon": 1e-3},
+  "gemma3 sliding": {"norm": NormConfig(dim=H, scale_plus_one=True), "window": 3},
+  "gemma3 global": {
+    "norm": NormConfig(dim=H, scale_plus_one=True),
+    "rope": RopeConfig(dim=H, theta=100.0, kind="linear", factor=8.0),
+  },
+  "gemma4 sliding": {"value_norm": True, "scale": 1.0, "window": 2, "norm": NormConfig(dim=H, epsilon=1e-3)},
   "gemma4 global": {
     "value_norm": True,
     "value_is_key": True,
     "scale": 1.0,
     "rope": RopeConfig(dim=H, theta=100.0, kind="proportional", proportion=0.5),
   },
+  "qwen3": {"norm": NormConfig(dim=H, round_before_scale=True)},
+  "llama": {"norm": None},
+  "qwen2": {"norm": None, "qkv_bias": True},
+  "every bias": {"qkv_bias": True, "o_bias": True},
 }
 
 
 def written(cfg: AttentionConfig, p, x, kv=None) -> Any:
   inv_freq = inverse_frequencies(cfg.rope).astype(np.float64)
-  plus = 1.0 if cfg.norm_plus_one else 0.0
-  q = rope(rms(np.einsum("btd,dnh->btnh", x, p["q"]), p["q_norm"]["scale"] + plus, cfg.epsilon), POSITIONS, inv_freq)
+
+  def heads(name):
+    return np.einsum("btd,dnh->btnh", x, p[name]) + p.get(f"{name}_bias", 0)
+
+  def positioned(name, y):
+    if cfg.norm:
+      y = rms(y, p[f"{name}_norm"]["scale"] + (1.0 if cfg.norm.scale_plus_one else 0.0), cfg.norm.epsilon)
+    return rope(y, POSITIONS, inv_freq)
+
+  q = positioned("q", heads("q"))
   if kv is None:
-    raw = np.einsum("btd,dkh->btkh", x, p["k"])
-    v = raw if cfg.value_is_key else np.einsum("btd,dkh->btkh", x, p["v"])
-    v = rms(v, 1.0, cfg.epsilon) if cfg.value_norm else v
-    kv = rope(rms(raw, p["k_norm"]["scale"] + plus, cfg.epsilon), POSITIONS, inv_freq), v
+    raw = heads("k")
+    v = raw if cfg.value_is_key else heads("v")
+    v = rms(v, 1.0, cfg.norm.epsilon) if cfg.value_norm and cfg.norm else v
+    kv = positioned("k", raw), v
   k, v = kv
   out, _ = attention(q, k, v, causal(T, SEGMENTS, cfg.window), cfg.scale)
-  return np.einsum("btnh,nhd->btd", out, p["o"]), kv
+  return np.einsum("btnh,nhd->btd", out, p["o"]) + p.get("o_bias", 0), kv
 
 
 def run(cfg, p, kv=None, precision=FLOAT32, x=X):
   layer = Attention(cfg, precision)
   tokens = Tokens(jnp.asarray(SEGMENTS))
-  call = jax.jit(lambda p, x, kv: layer(p, x, jnp.asarray(POSITIONS), tokens, kv))
+  call = jax.jit(lambda p, x, kv: layer.alone(p, x, jnp.asarray(POSITIONS), tokens, kv))
   return call(p, jnp.asarray(x, jnp.float32), kv)
 
 
@@ -67,11 +84,13 @@ def test_against_float64(variant, random_params):
   np.testing.assert_allclose(k, expected_k, atol=3e-5)
   np.testing.assert_allclose(v, expected_v, atol=1e-5)
   np.testing.assert_allclose(out, expected, atol=2e-5)
-  assert (np.asarray(out)[SEGMENTS == 0] == 0).all()
+  assert ("q_norm" in p) == ("k_norm" in p) == (cfg.norm is not None)
+  assert (("q_bias" in p), ("o_bias" in p)) == (cfg.qkv_bias, cfg.o_bias)
+  np.testing.assert_allclose(np.asarray(out)[SEGMENTS == 0], p.get("o_bias", jnp.zeros(D))[None].repeat(3, 0), atol=1e-6)
 
 
-def test_a_layer_that_shares_uses_what_it_is_given_and_hands_it_on(random_params):
-  cfg = dataclasses.replace(BASE, shared_kv=True, value_norm=True)
+def test_a_layer_that_borrows_uses_what_it_is_given_and_hands_it_on(random_params):
+  cfg = dataclasses.replace(BASE, borrows="global", value_norm=True)
   p = random_params(Attention(cfg, FLOAT32).params())
   assert set(p) == {"q", "o", "q_norm"}
   rng = np.random.default_rng(1)
@@ -103,6 +122,9 @@ def test_low_precision_stays_near_and_in_its_dtype(dtype, random_params):
     ({"num_kv_heads": 4}, "6 query heads do not divide among 4"),
     ({"window": 0}, "at least 1 key"),
     ({"rope": RopeConfig(dim=6, theta=1e4)}, "rotary dimension 6 differs from head_dim 4"),
+    ({"norm": NormConfig(dim=6)}, "a norm of 6 numbers for heads of 4"),
+    ({"norm": None, "value_norm": True}, "value_norm norms v as q and k are normed"),
+    ({"lends": "a", "borrows": "b"}, "borrows 'b' has no keys and values of its own to lend as 'a'"),
   ],
 )
 def test_impossible_sizes_are_refused(change, message):

@@ -3,6 +3,7 @@
 Compiled programs are shared by the tests of a family and compiled without optimisation: what is compared is the program.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.blocks import CAPTURES, Context
-from maxtext_like.layers.embedding import PerLayerInput
+from maxtext_like.layers.context import CAPTURES, Context
 from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.per_layer import PerLayerInput
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
 UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
@@ -270,12 +271,13 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
     """The decoder's layers one after the other; consumer i's gradient to its keys and values is multiplied by live[i]."""
     x = decoder._embedding(p["embedding"], batch["tokens"])
     inputs = PerLayerInput(decoder.cfg.per_layer_input, decoder.precision)(p["ple"], batch["tokens"], x)
+    own = lambda i: dataclasses.replace(ctx, per_layer_input=inputs[:, :, i])
     first = rows[0] | {"attention": rows[0]["attention"] | donor}
-    carry, _ = decoder.layers[0](first, {"x": x, "kv": {"global": None}}, ctx, inputs[:, :, 0])
+    carry, _ = decoder.layers[0](first, {"x": x, "kv": {"global": None}}, own(0))
     kv = carry["kv"]["global"]
     for i in (1, 2):
       cut = jax.tree.map(lambda a, w=live[i - 1]: w * a + (1 - w) * jax.lax.stop_gradient(a), kv)
-      carry, _ = decoder.layers[i](rows[i], carry | {"kv": {"global": cut}}, ctx, inputs[:, :, i])
+      carry, _ = decoder.layers[i](rows[i], carry | {"kv": {"global": cut}}, own(i))
     return jnp.sum(jnp.sin(carry["x"]) * weights)
 
   def whole(p):

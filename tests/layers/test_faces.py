@@ -12,14 +12,15 @@ from flax import nnx as fnnx
 
 from maxtext_like.layers import linen, nnx
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.blocks import Context
-from maxtext_like.layers.embedding import EmbeddingConfig, PerLayerInputConfig
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.indexer import IndexerConfig
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.per_layer import PerLayerInputConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
 
@@ -67,7 +68,7 @@ def case(tiny_decoder):
     if name in LAYERS:
       cfg, args = LAYERS[name]
       return (cfg, FLOAT32), args
-    decoder = tiny_decoder("gemma4-moe" if name == "GemmaLayer" else "deepseek3.2")
+    decoder = tiny_decoder("gemma4-moe" if name == "Block" else "deepseek3.2")
     if name == "Decoder":
       return (decoder.cfg, decoder.precision, decoder.layers), ({"tokens": TOKENS},)
     layer = decoder.layers[-1]
@@ -77,7 +78,7 @@ def case(tiny_decoder):
   return make
 
 
-NAMES = [*LAYERS, "GemmaLayer", "DeepSeekLayer", "Decoder"]
+NAMES = [*LAYERS, "Block", "Decoder"]
 
 
 def public(module):
@@ -125,7 +126,7 @@ def test_both_faces_hold_the_same_tree_and_are_the_same_program(name, case, rand
     fnnx.replace_by_pure_dict(filled, p)
     return fnnx.merge(graph, filled)(*args)
 
-  plain = program(module.layer, p, *args)
+  plain = program(getattr(module.layer, "alone", module.layer), p, *args)
   assert program(lambda p, *args: module.apply({"params": p}, *args), p, *args) == plain
   assert program(by_nnx, p, *args) == plain
 
@@ -146,7 +147,7 @@ def test_bitwise_the_same_output_from_the_same_parameters(random_params):
   state = fnnx.state(face)
   fnnx.replace_by_pure_dict(state, p)
   fnnx.update(face, state)
-  plain, _ = jax.jit(layer.layer)(p, X)
+  plain, _ = jax.jit(layer.layer.alone)(p, X)
   np.testing.assert_array_equal(jax.jit(layer.apply)({"params": p}, X)[0], plain)
   np.testing.assert_array_equal(fnnx.jit(lambda m, x: m(x))(face, X)[0], plain)
 
@@ -190,7 +191,7 @@ def test_linen_scan_stacks_arrays_and_their_names(random_params):
   p = jax.tree.map(lambda *rows: jnp.stack(rows), *(random_params(one.params(), seed) for seed in range(3)))
   expected = X
   for i in range(3):
-    expected = expected + one(jax.tree.map(lambda a, i=i: a[i], p), expected)
+    expected = expected + one.alone(jax.tree.map(lambda a, i=i: a[i], p), expected)
   got, _ = jax.jit(scanned.apply)({"params": {"mlp": p}}, X, None)
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
@@ -234,7 +235,7 @@ def test_nnx_vmap_and_scan_stack_arrays_and_their_names(random_params):
   p = fnnx.to_pure_dict(fnnx.state(stacked))
   expected = X
   for i in range(3):
-    expected = expected + stacked.layer(jax.tree.map(lambda a, i=i: a[i], p), expected)
+    expected = expected + stacked.layer.alone(jax.tree.map(lambda a, i=i: a[i], p), expected)
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 

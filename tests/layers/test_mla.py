@@ -116,7 +116,7 @@ def written(c: MLAConfig, p, x):
 
 def run(cfg, p, precision=FLOAT32):
   layer = MLA(cfg, precision)
-  return jax.jit(lambda p, x: layer(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS))))(
+  return jax.jit(lambda p, x: layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS))))(
     p, jnp.asarray(X, jnp.float32)
   )
 
@@ -142,10 +142,10 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, random_params):
   np.testing.assert_allclose(out, expected, atol=5e-6)
   np.testing.assert_allclose(aux["indexer_loss"], expected_aux["loss"], rtol=2e-5)
   assert expected_aux["loss"] > 0.01
-  assert aux["topk_idx"].shape == (B, T, TOPK)
+  assert aux["indexer.topk_idx"].shape == (B, T, TOPK)
   visible = np.broadcast_to(causal(T, SEGMENTS), (B, T, T))
   for b, t in np.ndindex(B, T):
-    chosen = {s for s in aux["topk_idx"][b, t].tolist() if visible[b, t, s]}
+    chosen = {s for s in aux["indexer.topk_idx"][b, t].tolist() if visible[b, t, s]}
     assert chosen == set(np.flatnonzero(expected_aux["selected"][b, t]))
   dense = written(dataclasses.replace(cfg, indexer=None), tree64(p), X)[0]
   assert np.allclose(expected, dense) != sparse  # the selection acts, and in the warm-up it does not
@@ -156,7 +156,7 @@ def test_as_many_keys_as_there_are_is_dense(random_params):
   everything = dataclasses.replace(SPARSE, indexer=dataclasses.replace(INDEXER, topk=T))
   out, aux = run(everything, p)
   np.testing.assert_allclose(out, run(BASE, p)[0], atol=1e-6)
-  assert aux["topk_idx"].shape == (B, T, T)
+  assert aux["indexer.topk_idx"].shape == (B, T, T)
 
 
 def test_the_two_losses_train_disjoint_parameters(random_params):
@@ -164,7 +164,7 @@ def test_the_two_losses_train_disjoint_parameters(random_params):
   layer = MLA(SPARSE, FLOAT32)
 
   def losses(p, x, which):
-    out, aux = layer(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
+    out, aux = layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
     return jnp.sum(out**2) if which == "language" else aux["indexer_loss"]
 
   @jax.jit

@@ -9,6 +9,7 @@ import pytest
 from equations import equations
 from written_out import gelu, silu, tree64
 
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, MLP, MLPConfig, activate, float16_gated_product
 from maxtext_like.layers.precision import Precision
 
@@ -26,9 +27,15 @@ def written(p, x, activation=gelu):
   return (activation(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
+def counted(layer, p, x):
+  """The output, and the number of values that were rescued."""
+  ctx = Context.of(x).collecting()
+  return layer(p, x, ctx), ctx.aux["rescued"]
+
+
 def forward(precision, p, x=X, activation: Any = "gelu"):
   layer = MLP(MLPConfig(emb_dim=D, mlp_dim=F, activation=activation), precision)
-  return jax.jit(layer.forward)(p, jnp.asarray(x, jnp.float32))
+  return jax.jit(lambda p, x: counted(layer, p, x))(p, jnp.asarray(x, jnp.float32))
 
 
 @pytest.mark.parametrize(("activation", "formula"), [("gelu", gelu), ("silu", silu)])
@@ -45,7 +52,7 @@ def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_par
 
   def text(rescue):
     layer = MLP(CFG, Precision(dtype=dtype, float16_rescue=rescue))
-    return jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer(p, x)))).lower(p, jnp.asarray(X, jnp.float32)).as_text()
+    return jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer.alone(p, x)))).lower(p, jnp.asarray(X, jnp.float32)).as_text()
 
   assert text(True) == text(False)
 
@@ -65,7 +72,7 @@ def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_par
 )
 def test_dtype_of_the_product_and_the_activation(dtype, flag, expected, random_params):
   layer = MLP(CFG, Precision(dtype=dtype, float32_gate_product=flag))
-  found = list(equations(lambda p, x: layer(p, x), params(random_params), jnp.asarray(X, jnp.float32)))
+  found = list(equations(layer.alone, params(random_params), jnp.asarray(X, jnp.float32)))
   # Inside, the activation is float32 always: in bfloat16 its sigmoid would keep 8 bits.
   assert {str(e.outvars[0].aval.dtype) for e in found if e.primitive.name == "logistic"} == {"float32"}
   activations = [e for e in found if "custom_vjp" in e.primitive.name and "logistic" in str(e.params)]
@@ -93,7 +100,7 @@ def gradients(precision, p, x):
   layer = MLP(CFG, precision)
 
   def loss(p, x):
-    out, rescued = layer.forward(p, x)
+    out, rescued = counted(layer, p, x)
     return jnp.sum(jnp.tanh(out / 1e6)), rescued
 
   run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))

@@ -14,14 +14,14 @@ from equations import dtypes, equations
 from written_out import gelu, rms, sigmoid, silu, tree64
 
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
+from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 
 B, T, D, F, E, K = 2, 5, 7, 3, 6, 2
 FLOAT32 = Precision(dtype="float32")
-SOFTMAX = MoEConfig(emb_dim=D, mlp_dim=F, num_experts=E, num_experts_per_tok=K)
-SIGMOID = dataclasses.replace(
-  SOFTMAX, activation="silu", router="sigmoid", n_groups=3, topk_groups=2, routed_scaling_factor=2.5, shared_experts=2
-)
+QWEN3 = MoEConfig(emb_dim=D, mlp_dim=F, num_experts=E, num_experts_per_tok=K, activation="silu")
+SOFTMAX = dataclasses.replace(QWEN3, activation="gelu", router_norm=NormConfig(dim=D, with_scale=False), per_expert_scale=True)
+SIGMOID = dataclasses.replace(QWEN3, router="sigmoid", n_groups=3, topk_groups=2, routed_scaling_factor=2.5, shared_experts=2)
 X = np.random.default_rng(0).normal(size=(B, T, D))
 RESIDUAL = np.random.default_rng(1).normal(size=(B, T, D)) * 3
 
@@ -31,14 +31,14 @@ def f32(a):
 
 
 def softmax_route(cfg, p, x):
-  u = rms(x, p["scale"], cfg.epsilon) * cfg.emb_dim**-0.5
+  u = rms(x, p["scale"], cfg.router_norm.epsilon) * cfg.emb_dim**-0.5 if cfg.router_norm else x
   z = np.exp(u @ p["kernel"])
   probs = z / z.sum(-1, keepdims=True)
   experts = np.argsort(-probs, axis=-1, kind="stable")[..., : cfg.num_experts_per_tok]
   weights = np.take_along_axis(probs, experts, -1)
   if cfg.norm_topk_prob:
     weights = weights / weights.sum(-1, keepdims=True)
-  return weights * p["per_expert_scale"][experts], experts, probs
+  return weights * (p["per_expert_scale"][experts] if cfg.per_expert_scale else 1), experts, probs
 
 
 def sigmoid_route(cfg, p, x):
@@ -58,7 +58,7 @@ def sigmoid_route(cfg, p, x):
   return weights * cfg.routed_scaling_factor, chosen, scores / scores.sum(-1, keepdims=True)
 
 
-ROUTES = {"softmax": (SOFTMAX, softmax_route), "sigmoid": (SIGMOID, sigmoid_route)}
+ROUTES = {"gemma4": (SOFTMAX, softmax_route), "qwen3": (QWEN3, softmax_route), "sigmoid": (SIGMOID, sigmoid_route)}
 
 
 @pytest.mark.parametrize("router", ROUTES)
@@ -72,7 +72,8 @@ def test_router_against_numpy(router, norm_topk_prob, random_params):
   np.testing.assert_array_equal(experts, expected_experts)
   np.testing.assert_allclose(weights, expected_weights, atol=2e-6)
   np.testing.assert_allclose(aux["probs"], probs, atol=2e-6)
-  scores = probs if router == "softmax" else X @ tree64(p)["kernel"]
+  scores = X @ tree64(p)["kernel"] if router == "sigmoid" else probs
+  assert set(p) == {"kernel"} | {"gemma4": {"scale", "per_expert_scale"}, "qwen3": set(), "sigmoid": {"bias"}}[router]
   np.testing.assert_allclose(aux["scores"], scores, atol=2e-6)
 
 
@@ -225,11 +226,11 @@ def test_layer_statistics_and_losses(router, random_params):
   layer = MoE(cfg, FLOAT32)
   p = random_params(layer.params())
   live = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], bool)
-  given = f32(RESIDUAL) if router == "softmax" else None
-  out, aux = jax.jit(layer)(p, f32(X), given, jnp.asarray(live))
+  given = f32(RESIDUAL) if router == "gemma4" else None
+  out, aux = jax.jit(layer.alone)(p, f32(X), given, jnp.asarray(live))
   q = tree64(p)
-  weights, experts, probs = route(cfg, q["router"], RESIDUAL if router == "softmax" else X)
-  act = gelu if router == "softmax" else silu
+  weights, experts, probs = route(cfg, q["router"], RESIDUAL if router == "gemma4" else X)
+  act = gelu if router == "gemma4" else silu
   expected = written_experts(q["experts"], X, weights, experts, act)
   if cfg.shared_experts:
     shared = q["shared"]
@@ -241,27 +242,25 @@ def test_layer_statistics_and_losses(router, random_params):
     if live[b, t]:
       chosen[experts[b, t]] += 1
   load = chosen / (live.sum() * K)
-  np.testing.assert_allclose(aux["load"], load, atol=1e-6)
-  np.testing.assert_allclose(np.sum(aux["load"]), 1, atol=1e-6)
+  np.testing.assert_allclose(aux["moe_load"], load, atol=1e-6)
+  np.testing.assert_allclose(np.sum(aux["moe_load"]), 1, atol=1e-6)
   np.testing.assert_allclose(aux["load_balance_loss"], 0.3 * E * np.sum(load * probs[live].mean(0)), rtol=1e-5)
   assert aux["rescued"] == 0
 
 
 def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
   layer = MoE(dataclasses.replace(SOFTMAX, load_balance_loss_weight=1.0), FLOAT32)
-  _, aux = jax.jit(layer)(random_params(layer.params()), f32(X), live=jnp.zeros((B, T), bool))
-  assert (aux["load"] == 0).all()
+  _, aux = jax.jit(layer.alone)(random_params(layer.params()), f32(X), live=jnp.zeros((B, T), bool))
+  assert (aux["moe_load"] == 0).all()
   assert aux["load_balance_loss"] == 0
 
 
 def test_even_routing_costs_one_times_the_weight():
   """The loss is smallest, and 1, where loads and probabilities are even."""
   layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, load_balance_loss_weight=1.0), FLOAT32)
-  p = jax.tree.map(lambda q: jnp.zeros(q.shape), layer.params()) | {
-    "router": {"kernel": 1e-4 * jnp.eye(4), "scale": jnp.ones(4), "per_expert_scale": jnp.ones(4)}
-  }
-  _, aux = layer(p, jnp.eye(4)[None])
-  np.testing.assert_allclose(aux["load"], [0.25] * 4)
+  p = jax.tree.map(lambda q: jnp.zeros(q.shape), layer.params()) | {"router": {"kernel": 1e-4 * jnp.eye(4)}}
+  _, aux = layer.alone(p, jnp.eye(4)[None])
+  np.testing.assert_allclose(aux["moe_load"], [0.25] * 4)
   np.testing.assert_allclose(aux["load_balance_loss"], 1.0, rtol=1e-5)
 
 
@@ -273,6 +272,8 @@ def test_even_routing_costs_one_times_the_weight():
     ({"n_groups": 4}, "6 experts in 4 groups"),
     ({"n_groups": 3, "topk_groups": 4}, "best 4"),
     ({"n_groups": 6, "topk_groups": 1}, "fewer than 2 experts"),
+    ({"router": "sigmoid"}, "belong to the softmax router"),
+    ({"router_norm": NormConfig(dim=D)}, "its scale is the router's own"),
   ],
 )
 def test_impossible_choices_are_refused(change, message):
@@ -295,15 +296,15 @@ for cfg in (test_moe.SOFTMAX, test_moe.SIGMOID):
   layer = MoE(cfg, test_moe.FLOAT32)
   p = conftest._random_params(layer.params())
   def loss(p, x):
-    out, aux = layer(p, x)
-    return jnp.sum(out * cotangent), (out, aux["load"], aux["rescued"])
+    out, aux = layer.alone(p, x)
+    return jnp.sum(out * cotangent), (out, aux["moe_load"], aux["rescued"])
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
   alone = step(p, x)
   with jax.set_mesh(mesh):
     batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
     text = step.lower(p, batch).as_text()
     together = step(p, batch)
-    odd = jax.jit(layer)(p, x[:5])[0]  # 5 rows do not divide among 8 devices
+    odd = jax.jit(layer.alone)(p, x[:5])[0]  # 5 rows do not divide among 8 devices
   assert "manual_computation" in text or "shard_map" in text
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), alone, together)
   np.testing.assert_allclose(odd, alone[1][0][:5], atol=1e-5)

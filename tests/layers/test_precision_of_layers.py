@@ -1,5 +1,6 @@
 """Layers with a precision of their own: parameters stay, scan equals loop equals the layers by hand, caches, faces, remat."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.precision_keys import LAYER_KEYS, idle_reason
-from maxtext_like.layers.blocks import Context
 from maxtext_like.layers.cache import Step
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
@@ -98,18 +99,19 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
 
   aux = jax.jit(hidden, compiler_options=EXACT)(p)
   carry: dict[str, Any] = {"x": aux["hidden.embed"]}
-  if decoder.cfg.kv_slots:
-    carry["kv"] = {name: None for name, _, _ in decoder.cfg.kv_slots}
+  if decoder.lent:
+    carry["kv"] = dict.fromkeys(decoder.lent)
   differs = 0
   for i, layer in enumerate(decoder.layers):
     stack, row, name = decoder.locate(i)
     own = jax.tree.map(lambda a, r=row: a[r], p[stack][name])
     number = f"layer{i:02d}"
+    its = dataclasses.replace(ctx, per_layer_input=aux.get(f"ple.{number}"))
     call = jax.jit(lambda layer, *args: layer(*args), static_argnums=0, compiler_options=EXACT)
-    out, _ = call(layer, own, carry, ctx, aux.get(f"ple.{number}"))
+    out, _ = call(layer, own, carry, its)
     np.testing.assert_array_equal(out["x"], aux[f"hidden.{number}"])
     if layer.precision != decoder.precision:
-      other, _ = call(type(layer)(layer.cfg, decoder.precision), own, carry, ctx, aux.get(f"ple.{number}"))
+      other, _ = call(type(layer)(layer.cfg, decoder.precision), own, carry, its)
       differs += bool((other["x"] != out["x"]).any())
     if "kv" in out:
       carry["kv"] = jax.tree.map(decoder.precision.cast, out["kv"])
@@ -181,11 +183,11 @@ def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(fam
       p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), layer.params())
       x = jax.ShapeDtypeStruct((2, 9, 20), layer.precision.residual)
       carry: dict[str, Any] = {"x": x}
-      if decoder.cfg.kv_slots:
-        kv = {n: jax.ShapeDtypeStruct((2, 9, K, H), dtype) for n, K, H in decoder.cfg.kv_slots}
+      if decoder.lent:
+        kv = {n: jax.ShapeDtypeStruct((2, 9, *shape), dtype) for n, shape in decoder.lent.items()}
         carry["kv"] = {name: (a, a) for name, a in kv.items()}
       inputs = jax.ShapeDtypeStruct((2, 9, 7), dtype) if decoder.cfg.per_layer_input else None
-      return str(jax.make_jaxpr(lambda p, c, t: layer(p, c, ctx, t))(p, carry, inputs))
+      return str(jax.make_jaxpr(lambda p, c, t: layer(p, c, dataclasses.replace(ctx, per_layer_input=t)))(p, carry, inputs))
 
     # Every kind of layer in bfloat16, the last one in the others.
     for i in list(kinds.values())[0 if dtype == "bfloat16" else -1 :]:

@@ -48,7 +48,7 @@ def decide(
   settled, uses = settle(
     decoder(attention, model, layer_precision), length=length, images=images, device=device, cache=cache, test=test
   )
-  return [layer.cfg.attention.kernel for layer in settled.layers], uses, ran
+  return [layer.cfg.mixer.kernel for layer in settled.layers], uses, ran
 
 
 @pytest.fixture(autouse=True)

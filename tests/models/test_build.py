@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.blocks import DeepSeekLayer, GemmaLayer
+from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 
@@ -40,14 +40,14 @@ def test_pattern_and_stacks(name):
   stacks, special = RELEASED[name]
   assert [(len(s.block), s.repeats) for s in decoder.stacks] == stacks
   for i, layer in enumerate(decoder.layers):
-    if isinstance(layer, DeepSeekLayer):
-      assert (layer.cfg.moe is not None) == (i in special)
+    if isinstance(layer.cfg.mixer, MLAConfig):
+      assert (layer.cfg.ffn.experts is not None) == (i in special)
     else:
-      assert (layer.cfg.attention.window is None) == (i in special)
+      assert (layer.cfg.mixer.window is None) == (i in special)
 
 
 def attention(name, layer):
-  c = decoder_of(name).layers[layer].cfg.attention
+  c = decoder_of(name).layers[layer].cfg.mixer
   return {"N": c.num_query_heads, "K": c.num_kv_heads, "H": c.head_dim, "window": c.window, "scale": c.scale}
 
 
@@ -56,16 +56,16 @@ def test_gemma3_attention():
   assert attention("gemma3-12b", 5) == {"N": 16, "K": 8, "H": 256, "window": None, "scale": 1 / 16}
   assert attention("gemma3-27b", 0) == {"N": 32, "K": 16, "H": 128, "window": 1024, "scale": 168**-0.5}
   local, wide = (decoder_of("gemma3-27b").layers[i].cfg for i in (0, 5))
-  assert (local.attention.rope.kind, local.attention.rope.theta) == ("default", 1e4)
-  assert (wide.attention.rope.kind, wide.attention.rope.theta, wide.attention.rope.factor) == ("linear", 1e6, 8)
+  assert (local.mixer.rope.kind, local.mixer.rope.theta) == ("default", 1e4)
+  assert (wide.mixer.rope.kind, wide.mixer.rope.theta, wide.mixer.rope.factor) == ("linear", 1e6, 8)
   for c in (local, wide):
-    assert c.norm_plus_one
-    assert c.attention.norm_plus_one
-    assert c.attention.bidirectional_blocks
-    assert not (c.attention.value_norm)
+    assert c.norm.scale_plus_one
+    assert c.mixer.norm.scale_plus_one
+    assert c.mixer.bidirectional_blocks
+    assert not (c.mixer.value_norm)
     assert not (c.layer_scalar)
-    assert not (c.moe)
-    assert not c.per_layer_dim
+    assert not c.ffn.experts
+    assert not c.per_layer
 
 
 def test_gemma4_attention():
@@ -75,19 +75,19 @@ def test_gemma4_attention():
   assert attention("gemma4-e2b", 0) == {"N": 8, "K": 1, "H": 256, "window": 512, "scale": 1.0}
   assert attention("gemma4-e4b", 41) == {"N": 8, "K": 2, "H": 512, "window": None, "scale": 1.0}
   local, wide = (decoder_of("gemma4-31b").layers[i].cfg for i in (0, 5))
-  assert (wide.attention.value_is_key, local.attention.value_is_key) == (True, False)
-  rope = wide.attention.rope
+  assert (wide.mixer.value_is_key, local.mixer.value_is_key) == (True, False)
+  rope = wide.mixer.rope
   assert (rope.kind, rope.theta, rope.proportion, rope.dim) == ("proportional", 1e6, 0.25, 512)
-  assert (local.attention.rope.kind, local.attention.rope.theta) == ("default", 1e4)
+  assert (local.mixer.rope.kind, local.mixer.rope.theta) == ("default", 1e4)
   # Images see themselves both ways in sliding layers of the large models, and nowhere in the small ones.
-  assert (local.attention.bidirectional_blocks, wide.attention.bidirectional_blocks) == (True, False)
-  assert not any(layer.cfg.attention.bidirectional_blocks for layer in decoder_of("gemma4-e2b").layers)
+  assert (local.mixer.bidirectional_blocks, wide.mixer.bidirectional_blocks) == (True, False)
+  assert not any(layer.cfg.mixer.bidirectional_blocks for layer in decoder_of("gemma4-e2b").layers)
   for c in (local, wide):
-    assert c.attention.value_norm
+    assert c.mixer.value_norm
     assert c.layer_scalar
-    assert not (c.norm_plus_one)
-    assert not (c.attention.norm_plus_one)
-    assert c.kv_slot is None
+    assert not c.norm.scale_plus_one
+    assert not c.mixer.norm.scale_plus_one
+    assert (c.mixer.lends, c.mixer.borrows) == (None, None)
 
 
 @pytest.mark.parametrize(("name", "first", "width"), [("gemma4-e2b", 15, 12288), ("gemma4-e4b", 24, 10240)])
@@ -95,19 +95,19 @@ def test_gemma4_shares_keys_and_values(name, first, width):
   decoder = decoder_of(name)
   for i, layer in enumerate(decoder.layers):
     c = layer.cfg
-    assert c.attention.shared_kv == (i >= first)
+    assert (c.mixer.borrows is not None) == (i >= first)
     assert ("k" in layer.params()["attention"]) == (i < first)
-    assert c.kv_slot == ("sliding" if c.attention.window else "global")
-    assert c.per_layer_dim == 256
-    assert c.mlp.mlp_dim == (width if i >= first else {"gemma4-e2b": 6144, "gemma4-e4b": 10240}[name])
-  kv_heads = decoder.layers[0].cfg.attention.num_kv_heads
-  assert {n: (k, h) for n, k, h in decoder.cfg.kv_slots} == {"sliding": (kv_heads, 256), "global": (kv_heads, 512)}
+    assert (c.mixer.borrows or c.mixer.lends) == ("sliding" if c.mixer.window else "global")
+    assert c.per_layer.width == 256
+    assert c.ffn.mlp_dim == (width if i >= first else {"gemma4-e2b": 6144, "gemma4-e4b": 10240}[name])
+  kv_heads = decoder.layers[0].cfg.mixer.num_kv_heads
+  assert decoder.lent == {"sliding": (kv_heads, 256), "global": (kv_heads, 512)}
   table = decoder.params()["ple"]["table"]
   assert table.shape == (262144, len(decoder.layers), 256)
 
 
 def test_gemma4_experts():
-  c = decoder_of("gemma4-26b").layers[3].cfg
+  c = decoder_of("gemma4-26b").layers[3].cfg.ffn
   assert (c.mlp.mlp_dim, c.moe.mlp_dim, c.moe.num_experts, c.moe.num_experts_per_tok) == (2112, 704, 128, 8)
   assert (c.moe.router, c.moe.shared_experts, c.moe.activation, c.moe.norm_topk_prob) == ("softmax", 0, "gelu", True)
 
@@ -115,13 +115,13 @@ def test_gemma4_experts():
 def test_deepseek():
   decoder = decoder_of("deepseek3-671b")
   dense, sparse = decoder.layers[2].cfg, decoder.layers[3].cfg
-  a = dense.attention
+  a = dense.mixer
   assert (a.num_heads, a.q_lora_rank, a.kv_lora_rank, a.nope_dim, a.rope_dim, a.value_dim) == (128, 1536, 512, 128, 64, 128)
   assert a.scale == pytest.approx(0.135234, abs=1e-6)
   assert a.rope.interleave
   assert a.rope.attention_factor == 1
-  assert (dense.mlp.mlp_dim, dense.mlp.activation) == (18432, "silu")
-  m = sparse.moe
+  assert (dense.ffn.mlp_dim, dense.ffn.activation) == (18432, "silu")
+  m = sparse.ffn
   assert (m.num_experts, m.num_experts_per_tok, m.mlp_dim, m.shared_experts, m.n_groups, m.topk_groups) == (
     256,
     8,
@@ -132,14 +132,14 @@ def test_deepseek():
   )
   assert (m.router, m.routed_scaling_factor, m.norm_topk_prob) == ("sigmoid", 2.5, True)
   assert a.indexer is None
-  index = decoder_of("deepseek3.2-671b").layers[0].cfg.attention.indexer
+  index = decoder_of("deepseek3.2-671b").layers[0].cfg.mixer.indexer
   assert (index.num_heads, index.head_dim, index.topk) == (64, 128, 2048)
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_embedding_head_and_final_norm(name):
   decoder = decoder_of(name)
-  c, gemma = decoder.cfg, isinstance(decoder.layers[0], GemmaLayer)
+  c, gemma = decoder.cfg, decoder.layers[0].cfg.sandwich
   assert c.embedding.scale_by_sqrt_dim == gemma
   assert c.tied == gemma
   assert c.final_soft_cap == (30.0 if name.startswith("gemma4") else None)
@@ -167,23 +167,23 @@ def test_scan_and_remat_are_passed_on_and_change_no_parameter():
 
 def test_the_kernel_reaches_every_layer():
   decoder = decoder_of("gemma4-31b", attention="dot_product", platform="gpu")
-  assert {(x.cfg.attention.kernel, x.cfg.attention.platform) for x in decoder.layers} == {("dot_product", "gpu")}
+  assert {(x.cfg.mixer.kernel, x.cfg.mixer.platform) for x in decoder.layers} == {("dot_product", "gpu")}
   decoder = decoder_of("deepseek3-tiny", attention="dot_product", platform="tpu")
-  assert {(x.cfg.attention.kernel, x.cfg.attention.platform) for x in decoder.layers} == {("dot_product", "tpu")}
+  assert {(x.cfg.mixer.kernel, x.cfg.mixer.platform) for x in decoder.layers} == {("dot_product", "tpu")}
 
 
 def test_the_last_layer_of_gemma4_is_global_whatever_the_cycle():
   model = dataclasses.replace(load_config("gemma4-tiny").config.model, num_decoder_layers=5)
-  windows = [layer.cfg.attention.window for layer in built(model).layers]
+  windows = [layer.cfg.mixer.window for layer in built(model).layers]
   assert windows == [32, 32, None, 32, None]
   gemma3 = dataclasses.replace(load_config("gemma3-tiny").config.model, num_decoder_layers=5)
-  assert [layer.cfg.attention.window for layer in built(gemma3).layers] == [32, 32, None, 32, 32]
+  assert [layer.cfg.mixer.window for layer in built(gemma3).layers] == [32, 32, None, 32, 32]
 
 
 def test_layer_types_may_be_spelt_out():
   types = ("global", "sliding", "global", "sliding", "global", "global")
   model = dataclasses.replace(load_config("gemma4-tiny").config.model, layer_types=types)
-  kinds = tuple("sliding" if x.cfg.attention.window else "global" for x in built(model).layers)
+  kinds = tuple("sliding" if x.cfg.mixer.window else "global" for x in built(model).layers)
   assert kinds == types
 
 

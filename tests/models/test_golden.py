@@ -203,6 +203,7 @@ def test_rotary_tables(name: str):
   decoder = open_weights(GOLDEN / name / "checkpoint", *load_checkpoint_config(GOLDEN / name / "checkpoint")).decoder
   of_all: Any = case.expected.get("fp32.base.rope.inv_freq")
   for layer in decoder.layers:
-    kind = "sliding" if getattr(layer.cfg.attention, "window", None) else "full"
+    mixer: Any = layer.cfg.mixer
+    kind = "sliding" if getattr(mixer, "window", None) else "full"
     want = case.expected[f"fp32.base.rope.{kind}_attention_inv_freq"] if of_all is None else of_all
-    np.testing.assert_array_max_ulp(inverse_frequencies(layer.cfg.attention.rope), want, maxulp=1)
+    np.testing.assert_array_max_ulp(inverse_frequencies(mixer.rope), want, maxulp=1)

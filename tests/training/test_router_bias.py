@@ -34,7 +34,7 @@ def test_it_is_found_where_a_model_has_it_and_nowhere_else():
   assert rule is not None
   assert rule.rate == 0.5
   program = make_program(load_config("deepseek3-tiny").config)
-  experts = [i for i, layer in enumerate(program.model.decoder.layers) if layer.cfg.moe]
+  experts = [i for i, layer in enumerate(program.model.decoder.layers) if layer.cfg.ffn.experts]
   assert rule.layers == tuple(program.model.decoder.locate(i) for i in experts)
   assert make_program(load_config("deepseek3-tiny", ["routed_bias_update_rate=0"]).config).step.router_bias is None
   assert make_program(load_config("gemma4-moe-tiny").config).step.router_bias is None

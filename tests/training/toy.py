@@ -46,7 +46,7 @@ class ToyDecoder:
       "head": {"kernel": Param((D, V), ("embed", "vocab"))},
     }
 
-  def hidden(self, p, batch):
+  def hidden(self, p, batch, probes=None):
     x = p["embedding"]["table"][batch["tokens"]].astype(self.dtype)
     for i in range(LAYERS):
       layer = {k: v[i].astype(self.dtype) for k, v in p["stack_0"]["layer_0"].items()}

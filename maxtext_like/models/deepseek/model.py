@@ -1,6 +1,6 @@
 """DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
 
-from maxtext_like.layers.blocks import DeepSeekLayer, DeepSeekLayerConfig
+from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.indexer import IndexerConfig
@@ -58,7 +58,7 @@ def _attention(m: Config, kernel: Choice, platform: str) -> MLAConfig:
   )
 
 
-def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[DeepSeekLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
   """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
   mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
   moe = None
@@ -78,15 +78,15 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
       shared_experts=m.shared_experts,
       load_balance_loss_weight=m.load_balance_loss_weight,
     )
-  attention, epsilon = _attention(m, kernel, platform), m.normalization_layer_epsilon
+  attention = _attention(m, kernel, platform)
+  norm = NormConfig(dim=m.emb_dim, epsilon=m.normalization_layer_epsilon, round_before_scale=True)
   layers = []
   for i in range(m.num_decoder_layers):
-    dense = moe is None or i < m.first_num_dense_layers
-    cfg = DeepSeekLayerConfig(attention=attention, mlp=mlp if dense else None, moe=None if dense else moe, epsilon=epsilon)
-    layers.append(DeepSeekLayer(cfg, precision))
+    ffn = mlp if moe is None or i < m.first_num_dense_layers else moe
+    layers.append(Block(BlockConfig(mixer=attention, ffn=ffn, norm=norm), precision))
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim),
-    norm=NormConfig(dim=m.emb_dim, epsilon=epsilon, round_before_scale=True),
+    norm=norm,
     tied=m.logits_via_embedding,
     final_soft_cap=m.final_logits_soft_cap,
     pad_token_id=m.pad_token_id or 0,

@@ -1,7 +1,7 @@
 """Gemma 3: the configuration of every layer, of what stands around them, and of the vision tower."""
 
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
+from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
@@ -13,6 +13,10 @@ from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.models.gemma3.config import Config, LayerType, Vision
 
 
+def _norm(m: Config, dim: int) -> NormConfig:
+  return NormConfig(dim=dim, epsilon=m.normalization_layer_epsilon, scale_plus_one=True)
+
+
 def _rope(m: Config, kind: LayerType) -> RopeConfig:
   if kind == "sliding":
     return RopeConfig(dim=m.head_dim, theta=m.local_rope_max_timescale)
@@ -20,7 +24,7 @@ def _rope(m: Config, kind: LayerType) -> RopeConfig:
   return RopeConfig(dim=m.head_dim, theta=m.rope_max_timescale, kind="linear", factor=factor)
 
 
-def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> GemmaLayerConfig:
+def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> BlockConfig:
   attention = AttentionConfig(
     emb_dim=m.emb_dim,
     num_query_heads=m.num_query_heads,
@@ -29,30 +33,25 @@ def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> GemmaLa
     scale=(m.query_pre_attn_scalar or m.head_dim) ** -0.5,
     rope=_rope(m, kind),
     window=m.sliding_window_size if kind == "sliding" else None,
-    epsilon=m.normalization_layer_epsilon,
-    norm_plus_one=True,
+    norm=_norm(m, m.head_dim),
     bidirectional_blocks=m.use_bidirectional_image_attn,
     kernel=kernel,
     platform=platform,
   )
-  return GemmaLayerConfig(
-    attention=attention,
-    mlp=MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation),
-    epsilon=m.normalization_layer_epsilon,
-    norm_plus_one=True,
-  )
+  mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
+  return BlockConfig(mixer=attention, ffn=mlp, norm=_norm(m, m.emb_dim), sandwich=True)
 
 
-def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
   """What surrounds the layers, and the layers."""
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim, scale_by_sqrt_dim=True),
-    norm=NormConfig(dim=m.emb_dim, epsilon=m.normalization_layer_epsilon, scale_plus_one=True),
+    norm=_norm(m, m.emb_dim),
     tied=m.logits_via_embedding,
     final_soft_cap=m.final_logits_soft_cap,
     pad_token_id=m.pad_token_id or 0,
   )
-  return cfg, tuple(GemmaLayer(_layer(m, kind, kernel, platform), precision) for kind in m.attention_types())
+  return cfg, tuple(Block(_layer(m, kind, kernel, platform), precision) for kind in m.attention_types())
 
 
 def tower(m: Config, v: Vision) -> SiglipConfig:

@@ -1,13 +1,17 @@
 """Gemma 4: the configuration of every layer, of what stands around them, and of the vision tower."""
 
+import dataclasses
+
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.blocks import GemmaLayer, GemmaLayerConfig
+from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
-from maxtext_like.layers.embedding import EmbeddingConfig, PerLayerInputConfig
+from maxtext_like.layers.dense_beside_moe import DenseBesideMoEConfig
+from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.per_layer import PerLayerGateConfig, PerLayerInputConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
@@ -18,6 +22,10 @@ from maxtext_like.models.gemma4.config import Config, Vision
 def layer_types(m: Config) -> tuple[LayerType, ...]:
   """Sliding or global, for every layer; the last one is always global."""
   return (*m.attention_types()[:-1], "global")
+
+
+def _norm(m: Config, dim: int) -> NormConfig:
+  return NormConfig(dim=dim, epsilon=m.normalization_layer_epsilon)
 
 
 def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platform: str) -> AttentionConfig:
@@ -37,10 +45,12 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     scale=1.0,
     rope=rope,
     window=m.sliding_window_size if kind == "sliding" else None,
-    epsilon=m.normalization_layer_epsilon,
+    norm=_norm(m, head_dim),
     value_norm=True,
     value_is_key=m.share_kv_projections and kind == "global",
-    shared_kv=shared,
+    # Every layer that owns keys and values lends them, so the last one before the layers that borrow is the donor.
+    lends=kind if m.num_kv_shared_layers and not shared else None,
+    borrows=kind if shared else None,
     bidirectional_blocks=m.use_bidirectional_image_attn and kind == "sliding",
     kernel=kernel,
     platform=platform,
@@ -56,35 +66,18 @@ def _experts(m: Config) -> MoEConfig | None:
     num_experts=m.num_experts,
     num_experts_per_tok=m.num_experts_per_tok,
     activation=m.mlp_activation,
-    epsilon=m.normalization_layer_epsilon,
+    router_norm=dataclasses.replace(_norm(m, m.emb_dim), with_scale=False),
+    per_expert_scale=True,
     norm_topk_prob=m.norm_topk_prob,
     load_balance_loss_weight=m.load_balance_loss_weight,
   )
 
 
-def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[GemmaLayer, ...]]:
+def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
   """What surrounds the layers, and the layers."""
-  types, moe = layer_types(m), _experts(m)
+  types, moe, norm = layer_types(m), _experts(m), _norm(m, m.emb_dim)
   first_shared = m.num_decoder_layers - m.num_kv_shared_layers
-  layers = []
-  for i, kind in enumerate(types):
-    shared = i >= first_shared
-    width = m.mlp_dim * (2 if shared and m.use_double_wide_mlp else 1)
-    cfg = GemmaLayerConfig(
-      attention=_attention(m, kind, shared, kernel, platform),
-      mlp=MLPConfig(emb_dim=m.emb_dim, mlp_dim=width, activation=m.mlp_activation),
-      moe=moe,
-      per_layer_dim=m.hidden_size_per_layer_input,
-      layer_scalar=True,
-      # Every layer that owns keys and values writes them, so the last one before the shared layers is the donor.
-      kv_slot=kind if m.num_kv_shared_layers else None,
-      epsilon=m.normalization_layer_epsilon,
-    )
-    layers.append(GemmaLayer(cfg, precision))
-  owners = {types[i]: layers[i].cfg.attention for i in range(first_shared)} if m.num_kv_shared_layers else {}
-  if missing := set(types[first_shared:]) - set(owners) if m.num_kv_shared_layers else set():
-    raise ValueError(f"num_kv_shared_layers={m.num_kv_shared_layers}: no layer before them owns {sorted(missing)} keys")
-  per_layer = None
+  per_layer = per_layer_gate = None
   if m.hidden_size_per_layer_input:
     per_layer = PerLayerInputConfig(
       vocab_size=m.vocab_size_per_layer_input or m.vocab_size,
@@ -93,13 +86,29 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
       emb_dim=m.emb_dim,
       epsilon=m.normalization_layer_epsilon,
     )
+    per_layer_gate = PerLayerGateConfig(emb_dim=m.emb_dim, width=per_layer.width, activation=m.mlp_activation, norm=norm)
+  layers = []
+  for i, kind in enumerate(types):
+    shared = i >= first_shared
+    if shared and kind not in types[:first_shared]:
+      raise ValueError(f"num_kv_shared_layers={m.num_kv_shared_layers}: no layer before them owns {kind} keys")
+    width = m.mlp_dim * (2 if shared and m.use_double_wide_mlp else 1)
+    mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=width, activation=m.mlp_activation)
+    cfg = BlockConfig(
+      mixer=_attention(m, kind, shared, kernel, platform),
+      ffn=DenseBesideMoEConfig(mlp=mlp, moe=moe, norm=norm) if moe else mlp,
+      norm=norm,
+      sandwich=True,
+      per_layer=per_layer_gate,
+      layer_scalar=True,
+    )
+    layers.append(Block(cfg, precision))
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim, scale_by_sqrt_dim=True),
-    norm=NormConfig(dim=m.emb_dim, epsilon=m.normalization_layer_epsilon),
+    norm=norm,
     tied=m.logits_via_embedding,
     final_soft_cap=m.final_logits_soft_cap,
     per_layer_input=per_layer,
-    kv_slots=tuple((name, a.num_kv_heads, a.head_dim) for name, a in owners.items()),
     pad_token_id=m.pad_token_id or 0,
   )
   return cfg, tuple(layers)

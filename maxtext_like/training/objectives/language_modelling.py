@@ -99,8 +99,7 @@ class LanguageModelling:
     The terms are "cross_entropy" and, with a weight, "z_loss", without a gradient of their own. The means are the model's:
     "load_balance_loss" with experts, "indexer_loss" with an indexer.
     """
-    data = batch | {"probe_slots": probe_slots} if probe_slots else batch
-    x_BTD, aux = self.decoder.hidden(p, data)
+    x_BTD, aux = self.decoder.hidden(p, batch, probes=probe_slots or None)
 
     def piece(head, x, targets):
       losses = token_losses(self.decoder.head(head, x), targets, self.z_loss)

@@ -1,50 +1,12 @@
-"""How layers become stacks, and what a single layer promises: carry, aux, refusals."""
-
-import dataclasses
-from typing import Any
+"""What a single layer promises: its place, carry, aux, refusals."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.blocks import Context, DeepSeekLayerConfig
-from maxtext_like.layers.decoder import find_stacks
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.masks import Tokens
-
-
-def shape(pattern):
-  """[(layers in the block, repeats)] of a pattern with one letter for each kind of layer."""
-  letters: Any = tuple(pattern)
-  stacks: Any = find_stacks(letters)
-  assert [s.name for s in stacks] == [f"stack_{i}" for i in range(len(stacks))]
-  # Unrolled, the stacks are the pattern again.
-  assert "".join("".join(s.block) * s.repeats for s in stacks) == pattern
-  assert [s.first for s in stacks] == np.cumsum([0] + [len(s.block) * s.repeats for s in stacks])[:-1].tolist()
-  return [(len(s.block), s.repeats) for s in stacks]
-
-
-@pytest.mark.parametrize(
-  ("pattern", "expected"),
-  [
-    (("lllllg" * 6)[:34], [(6, 5), (1, 4)]),  # Gemma 3 4B
-    ("lllllg" * 8, [(6, 8)]),  # Gemma 3 12B
-    (("lllllg" * 11)[:62], [(6, 10), (1, 2)]),  # Gemma 3 27B
-    ("lllllg" * 10, [(6, 10)]),  # Gemma 4 31B
-    ("llllg" * 3 + "LLLLG" * 4, [(5, 3), (5, 4)]),  # E2B: the last 20 layers share keys and are twice as wide
-    ("lllllg" * 4 + "LLLLLG" * 3, [(6, 4), (6, 3)]),  # E4B
-    ("d" * 3 + "m" * 58, [(1, 3), (1, 58)]),  # DeepSeek
-    ("d", [(1, 1)]),
-    ("ab", [(1, 1), (1, 1)]),
-    ("aab", [(1, 2), (1, 1)]),
-    ("abab", [(2, 2)]),
-    ("aabaab", [(3, 2)]),  # not aa, b, aa, b: the longer cover wins
-    ("aaaa", [(1, 4)]),  # of equal covers the shortest block
-    ("abcabcab", [(3, 2), (1, 1), (1, 1)]),
-  ],
-)
-def test_stacks(pattern, expected):
-  assert shape(pattern) == expected
 
 
 def test_every_layer_is_found_where_its_parameters_are(family, tiny_decoder):
@@ -65,25 +27,26 @@ def test_every_layer_is_found_where_its_parameters_are(family, tiny_decoder):
       decoder.locate(outside)
 
 
-def context(capture=()):
-  return Context(jnp.broadcast_to(jnp.arange(4), (1, 4)), Tokens(jnp.ones((1, 4), jnp.int32)), capture=frozenset(capture))
+def context(capture=(), **own):
+  tokens = Tokens(jnp.ones((1, 4), jnp.int32))
+  return Context(jnp.broadcast_to(jnp.arange(4), (1, 4)), tokens, capture=frozenset(capture), **own)
 
 
-def test_an_owner_writes_its_slot_and_a_sharer_reads_it(tiny_decoder, random_params):
+def test_an_owner_lends_its_keys_and_a_borrower_reads_them(tiny_decoder, random_params):
   layers = tiny_decoder("gemma4-e2b").layers
-  owner, sharer = layers[2], layers[4]
+  owner, borrower = layers[2], layers[4]
   x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 20)), jnp.float32)
-  inputs = jnp.ones((1, 4, 7))
+  ctx = context(per_layer_input=jnp.ones((1, 4, 7)))
   other = jnp.full((1, 4, 1, 8), 7.0)
   carry = {"x": x, "kv": {"sliding": (jnp.zeros((1, 4, 1, 6)),) * 2, "global": (other, other)}}
-  after, _ = jax.jit(owner)(random_params(owner.params()), carry, context(), inputs)
+  after, _ = jax.jit(owner)(random_params(owner.params()), carry, ctx)
   assert (after["kv"]["sliding"][0] != 0).all()
   assert (after["kv"]["global"][0] == other).all()
-  p = random_params(sharer.params())
-  run = jax.jit(sharer)
-  handed, _ = run(p, after, context(), inputs)
+  p = random_params(borrower.params())
+  run = jax.jit(borrower)
+  handed, _ = run(p, after, ctx)
   assert (handed["kv"]["sliding"][0] == after["kv"]["sliding"][0]).all()
-  different, _ = run(p, after | {"kv": after["kv"] | {"sliding": (other[..., :6], other[..., :6])}}, context(), inputs)
+  different, _ = run(p, after | {"kv": after["kv"] | {"sliding": (other[..., :6], other[..., :6])}}, ctx)
   assert not jnp.allclose(handed["x"], different["x"])
 
 
@@ -114,13 +77,12 @@ def test_a_layer_s_statistics_and_captures(tiny_decoder):
   assert names("deepseek3", everything) == moe | router | {"hidden"}
 
 
-def test_a_deepseek_layer_has_either_an_mlp_or_experts(tiny_decoder):
-  dense, sparse = tiny_decoder("deepseek3").layers[0].cfg, tiny_decoder("deepseek3").layers[1].cfg
-  assert (dense.moe, sparse.mlp) == (None, None)
-  with pytest.raises(ValueError, match="either an MLP or experts"):
-    DeepSeekLayerConfig(attention=dense.attention)
-  with pytest.raises(ValueError, match="either an MLP or experts"):
-    dataclasses.replace(dense, moe=sparse.moe)
+def test_a_context_that_collects_stays_in_its_trace(tiny_decoder, random_params):
+  """What it held would be tracers of another trace."""
+  layer = tiny_decoder("gemma3").layers[0]
+  ctx = context().collecting()
+  with pytest.raises(TypeError, match="Taps"):
+    jax.jit(layer)(random_params(layer.params()), {"x": jnp.zeros((1, 4, 20))}, ctx)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""One layer of a decoder: norms around a mixer and a feed-forward, between two points of the residual stream.
+
+B batch, T position, D model.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+
+from maxtext_like.layers.context import Aux, Context
+from maxtext_like.layers.kernels.attention.registry import Case, Choice
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant
+from maxtext_like.layers.per_layer import PerLayerGate, PerLayerGateConfig
+from maxtext_like.layers.precision import Precision
+
+Carry = dict[str, Any]  # {"x": [B, T, D]}, and {"kv": {name: (k, v)}} where layers share keys and values
+
+
+class Mixer(Protocol):
+  """What mixes the positions of a row: ``Attention``, ``MLA``."""
+
+  def params(self) -> dict: ...
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array: ...
+  def case(self, length: int, *, images: bool) -> Case: ...
+  def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]: ...
+  def lent(self) -> dict[str, tuple[int, ...]]: ...
+
+
+class FeedForward(Protocol):
+  """What works on each position: ``MLP``, ``MoE``, ``DenseBesideMoE``. name: its place in the block's tree of parameters;
+  None: its own names stand there themselves."""
+
+  name: ClassVar[str | None]
+
+  def params(self) -> dict: ...
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array: ...
+
+
+class MixerConfig(Protocol):
+  """The configuration of a mixer; it names the kernel that it asks for, and where the program will run."""
+
+  @property
+  def kernel(self) -> Choice: ...
+  @property
+  def platform(self) -> str: ...
+  def layer(self, precision: Precision) -> Mixer: ...
+
+
+class FeedForwardConfig(Protocol):
+  """The configuration of a feed-forward, and of its experts; None: it has none."""
+
+  @property
+  def experts(self) -> Any: ...
+  def layer(self, precision: Precision) -> FeedForward: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+  """What a layer is made of.
+
+  Attributes:
+    mixer, ffn: configurations of the two parts.
+    norm: of their inputs.
+    sandwich: their outputs are normed too, before they join the stream (Gemma).
+    per_layer: how the layer takes in its own small input (Gemma 4 E2B, E4B); None: it has none.
+    layer_scalar: the residual stream is multiplied by a stored number after the layer (Gemma 4).
+  """
+
+  mixer: MixerConfig
+  ffn: FeedForwardConfig
+  norm: NormConfig
+  sandwich: bool = False
+  per_layer: PerLayerGateConfig | None = None
+  layer_scalar: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+  """Norm, mixer, add; norm, feed-forward, add; where the model has them the layer's own input and scalar."""
+
+  cfg: BlockConfig
+  precision: Precision
+
+  @property
+  def mixer(self) -> Mixer:
+    """What mixes the positions of a row."""
+    return self.cfg.mixer.layer(self.precision)
+
+  @property
+  def ffn(self) -> FeedForward:
+    """What works on each position."""
+    return self.cfg.ffn.layer(self.precision)
+
+  @property
+  def _norm(self) -> RMSNorm:
+    return RMSNorm(self.cfg.norm, self.precision)
+
+  def params(self) -> dict:
+    c, norm, ffn = self.cfg, self._norm.params(), self.ffn
+    spec: dict[str, Any] = {"pre_attention_norm": norm, "attention": self.mixer.params(), "pre_mlp_norm": norm}
+    if c.sandwich:
+      spec |= {"post_attention_norm": norm, "post_mlp_norm": norm}
+    spec |= {ffn.name: ffn.params()} if ffn.name else ffn.params()
+    if c.per_layer:
+      spec["ple"] = PerLayerGate(c.per_layer, self.precision).params()
+    if c.layer_scalar:
+      spec["layer_scalar"] = Param((), (), self.precision.weight_dtype, constant(1.0), trainable=False)
+    return spec
+
+  def __call__(self, p: dict, carry: Carry, ctx: Context) -> tuple[Carry, Aux]:
+    """The stream after the layer, and what its parts handed out.
+
+    Args:
+      p: parameters.
+      carry: "x", [B, T, D] in the residual dtype, and "kv", what earlier layers lend.
+      ctx: of all layers, with what is this layer's own.
+    """
+    x = carry["x"]
+    ctx = ctx.collecting(stream=x, shared=carry.get("kv", {}))
+    out = self.mixer(p["attention"], self._norm(p["pre_attention_norm"], x), ctx)
+    x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out))
+    ctx = ctx.reading(x)
+    ffn = self.ffn
+    out = ffn(p[ffn.name] if ffn.name else p, self._norm(p["pre_mlp_norm"], x), ctx)
+    x = self._joined(p, x, "post_mlp_norm", ctx.tap("mlp", out))
+    if self.cfg.per_layer:
+      x = _add(x, PerLayerGate(self.cfg.per_layer, self.precision)(p["ple"], x, ctx))
+    if self.cfg.layer_scalar:
+      with jax.named_scope("residual"):
+        x = x * p["layer_scalar"].astype(x.dtype)
+    x = ctx.tap("hidden", ctx.tap("residual", x))
+    lent = ctx.aux.pop("lent", {})
+    return carry | {"x": x} | ({"kv": carry["kv"] | lent} if lent else {}), ctx.aux
+
+  def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array) -> jax.Array:
+    """The stream with what a part made of it, which is normed with ``sandwich``. This alone decides in which dtype it joins."""
+    residual = self.precision.residual
+    return _add(x_BTD, self._norm(p[norm], out_BTD, residual) if self.cfg.sandwich else out_BTD.astype(residual))
+
+
+@jax.named_scope("residual")
+def _add(x: jax.Array, branch: jax.Array) -> jax.Array:
+  return x + branch

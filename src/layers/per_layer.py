@@ -1,0 +1,101 @@
+"""Per-layer inputs (Gemma 3n, Gemma 4 E2B/E4B): a small embedding for every layer, and how a layer takes its own in.
+
+B batch, T position, D model, V vocabulary, L layers, P per-layer width.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.embedding import constant
+from maxtext_like.layers.mlp import Activation, gated
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, normal
+from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerInputConfig:
+  """Sizes: rows of the table V, layers L, width P, model D; epsilon of the norm."""
+
+  vocab_size: int
+  num_layers: int
+  width: int
+  emb_dim: int
+  epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+  """A small input for every layer, from the token and from the first hidden state (Gemma 3n, Gemma 4 E2B/E4B)."""
+
+  cfg: PerLayerInputConfig
+  precision: Precision
+
+  @property
+  def _norm(self) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=self.cfg.width, epsilon=self.cfg.epsilon), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
+    return {
+      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5)),
+      "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
+      "norm": self._norm.params(),
+    }
+
+  @jax.named_scope("per_layer_input")
+  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
+    """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
+    c, precision = self.cfg, self.precision
+    identity = constant(precision.cast(p["table"][tokens_BT]), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
+    context = precision.einsum("BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
+    context = self._norm(p["norm"], context, "float32")
+    return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerGateConfig:
+  """Sizes D and P, the activation of the gate and the norm of what joins the stream."""
+
+  emb_dim: int
+  width: int
+  activation: Activation
+  norm: NormConfig
+
+
+@dataclass(frozen=True)
+class PerLayerGate:
+  """norm(projection(act(gate(x)) * input)): a layer's own input, gated by the residual stream."""
+
+  cfg: PerLayerGateConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    return {
+      "gate": Param((c.emb_dim, c.width), ("embed", "per_layer"), dtype),
+      "projection": Param((c.width, c.emb_dim), ("per_layer", "embed"), dtype),
+      "norm": RMSNorm(c.norm, self.precision).params(),
+    }
+
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """x: the residual stream. Returns [B, T, D] in its dtype; notes "rescued" and taps "ple", the layer's input."""
+    if ctx.per_layer_input is None:
+      raise ValueError("this layer has an input of its own, and was given none")
+    ctx.tap("ple", ctx.per_layer_input)
+    out_BTD = self._gated(p, x_BTD, ctx.per_layer_input.astype(jnp.float32), ctx)
+    return RMSNorm(self.cfg.norm, self.precision)(p["norm"], out_BTD, self.precision.residual)
+
+  @jax.named_scope("per_layer_input")
+  def _gated(self, p: dict, x_BTD: jax.Array, input_BTP: jax.Array, ctx: Context) -> jax.Array:
+    """float32 all through: a norm follows, and amplifies what rounding leaves of a small product."""
+    einsum = self.precision.einsum
+    gate = einsum("BTD,DP->BTP", x_BTD, p["gate"], float32=True, unbounded=True)
+    project = lambda hidden: einsum("BTP,PD->BTD", hidden, p["projection"], float32=True)
+    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
+    ctx.note("rescued", rescued)
+    return out_BTD
