@@ -5,7 +5,6 @@ python benchmarks/xray.py gemma4-tiny [key=value ...] [--all]   `maxtext-like xr
 """
 
 import argparse
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,17 +43,13 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   from maxtext_like.analysis.step_xray import step_xray
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import use_mesh
-  from maxtext_like.training import chosen_tokenizer
+  from maxtext_like.training.batches import first_batch
   from maxtext_like.training.program import make_program
-  from maxtext_like.training.run import open_data
 
   config = load_config(model, words).config
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
-  with contextlib.closing(
-    open_data(program, "train", chosen_tokenizer.resolve(config.data, config.checkpoint, Path("none")))
-  ) as data:
-    batch = program.place(next(data))
+  batch = first_batch(program, config.checkpoint, Path("none"))
   known = np.full(2, 1e4, np.float32)
   with use_mesh(program.model.mesh):
     start = time.process_time()

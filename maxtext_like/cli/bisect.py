@@ -101,7 +101,6 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
     DoesNotFitError: the float32 step does not fit the memory.
     NonFiniteError: the float32 step is not finite.
   """
-  import contextlib
   import dataclasses
 
   import numpy as np
@@ -110,8 +109,9 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   from maxtext_like.analysis.bisect import Bisection
   from maxtext_like.analysis.distance import Steps
   from maxtext_like.checkpoint.read_weights import read_weights
-  from maxtext_like.training import chosen_tokenizer, memory
-  from maxtext_like.training.run import open_data, use_compilation_cache
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
+  from maxtext_like.training import memory
+  from maxtext_like.training.batches import first_batch
 
   config = loaded.config
   # A stored dtype is no obstacle: everything is compared in float32.
@@ -122,9 +122,7 @@ def prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None) 
   steps = Steps()
   program = steps.program(remedies.reference(config))
   memory.require_fit(program)
-  settings = chosen_tokenizer.resolve(config.data, config.checkpoint, Path(config.logging.output_dir))
-  with contextlib.closing(open_data(program, "train", settings)) as data:
-    batch = program.place(next(data))
+  batch = first_batch(program, config.checkpoint, Path(config.logging.output_dir))
   if source:
     params: Any = read_weights(source, program.model)
   else:

@@ -52,8 +52,8 @@ def open_model(directory: Path, overrides: list[str], *, images: bool = False) -
   from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.data.tokenizer import AUTO, load_tokenizer
   from maxtext_like.models.placed import make_model
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
-  from maxtext_like.training.run import use_compilation_cache
 
   if not directory.is_dir():
     raise UserError(f"{directory}: no such directory")

@@ -49,10 +49,10 @@ def run(argv: list[str]) -> int:
   from maxtext_like.analysis import failed_step
   from maxtext_like.analysis.step_xray import xray_step
   from maxtext_like.cli.xray import show
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.initial_state import read_state
   from maxtext_like.training.program import make_program
-  from maxtext_like.training.run import use_compilation_cache
 
   kept = failed_step.find(place)
   print(f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}")

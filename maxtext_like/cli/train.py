@@ -1,5 +1,7 @@
 """``maxtext-like train``: trains a model; also behind ``python train.py``."""
 
+import sys
+
 from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.processes import require_one_process
@@ -35,4 +37,5 @@ def run(argv: list[str]) -> int:
     from maxtext_like.analysis.failed_step import FailedStep
     from maxtext_like.training.run import train
 
-    return train(loaded, FailedStep)
+    train(loaded, FailedStep, sys.stdout)
+    return 0

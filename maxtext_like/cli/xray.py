@@ -54,13 +54,12 @@ def run(argv: list[str]) -> int:
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(model, overrides)
   print_notes(loaded.notes)
-  import contextlib
-
   from maxtext_like.analysis.step_xray import xray_step
-  from maxtext_like.training import chosen_tokenizer, memory
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
+  from maxtext_like.training import memory
+  from maxtext_like.training.batches import first_batch
   from maxtext_like.training.initial_state import whole_state
   from maxtext_like.training.program import make_program
-  from maxtext_like.training.run import open_data, use_compilation_cache
 
   config = loaded.config
   use_compilation_cache(config.logging.compilation_cache_dir)
@@ -71,9 +70,7 @@ def run(argv: list[str]) -> int:
   source, steps = config.checkpoint, runs / name / "checkpoints"
   if options.checkpoint:  # its tokenizer too, not that of a run that happens to have this name
     source = dataclasses.replace(source, init_from=options.checkpoint, resume=False)
-  settings = chosen_tokenizer.resolve(config.data, source, steps)
-  with contextlib.closing(open_data(program, "train", settings)) as data:
-    batch = program.place(next(data))
+  batch = first_batch(program, source, steps)
   state = whole_state(program, Path(options.checkpoint) if options.checkpoint else None)
   out = Path(options.out) if options.out else runs / f"{name}-xray"
   report = xray_step(program, state, batch, everything=options.all)

@@ -192,4 +192,3 @@ def page_path() -> Path:
 if __name__ == "__main__":
   (configs_folder() / "base.yml").write_text(base_text(), encoding="utf-8")
   page_path().write_text(page(), encoding="utf-8")
-  print(f"wrote {page_path()}")

@@ -1,13 +1,19 @@
 """What a person sees while a run goes on: plain lines in a pipe; on a terminal a bar, and a line now and then; warnings."""
 
+import contextlib
 import logging
-import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
 from maxtext_like.training.sinks.output import Output
 
+Shown = TextIO | Callable[[str], None] | None
+"""Where a run's lines go: to a stream, to a function of a line, or nowhere."""
+
+COMPILE_NOTICE_SECONDS = 30.0
 _LINE_SECONDS = 60.0  # between two plain lines above the bar
 
 
@@ -34,16 +40,17 @@ def step_line(row: dict[str, float], last_step: int, eta: float | None) -> str:
 
 
 class Progress:
-  """Shows a run. A context manager, within which log records appear above the bar.
+  """Shows a run. A context manager, within which log records appear among its lines, where there are any.
 
   Args:
     last_step: steps at the end of the run.
     interval: steps between two plain lines in a pipe; above a bar there is one a minute, and one at every evaluation.
-    stream: default: standard output.
+    shown: where the lines go; None shows nothing, and log records stay where the caller's logging has them.
   """
 
-  def __init__(self, last_step: int, interval: int, stream: TextIO | None = None):
-    self._stream = sys.stdout if stream is None else stream
+  def __init__(self, last_step: int, interval: int, shown: Shown = None):
+    self._stream = None if shown is None or callable(shown) else shown
+    self._line = shown if callable(shown) else None
     self._last_step, self._interval = last_step, interval
     self._live: Any = None
     self._task: Any = None
@@ -53,7 +60,9 @@ class Progress:
     self._propagate = True
 
   def __enter__(self) -> "Progress":
-    if self._stream.isatty():
+    if self._stream is None and self._line is None:
+      return self
+    if self._stream is not None and self._stream.isatty():
       from rich.console import Console
       from rich.progress import BarColumn, TaskProgressColumn, TextColumn
       from rich.progress import Progress as Bar
@@ -68,8 +77,9 @@ class Progress:
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
     logger = logging.getLogger("maxtext_like")
-    logger.removeHandler(self._handler)
-    logger.propagate = self._propagate
+    if self._handler in logger.handlers:
+      logger.removeHandler(self._handler)
+      logger.propagate = self._propagate
     if self._task is not None:
       self._live.stop()
 
@@ -79,11 +89,14 @@ class Progress:
     return self._stream.unwritten if isinstance(self._stream, Output) else None
 
   def say(self, text: str) -> None:
-    """Prints lines that stay."""
+    """Shows lines that stay."""
     if self._task is not None:
       self._live.console.print(text, highlight=False, markup=False)
-    else:
-      print(f"{text}\n", end="", file=self._stream, flush=True)  # one write, as other threads say something too
+    elif self._line is not None:
+      self._line(text)
+    elif self._stream is not None:
+      self._stream.write(f"{text}\n")  # one write, as other threads say something too
+      self._stream.flush()
 
   def step(self, row: dict[str, float]) -> None:
     """Shows a finished step."""
@@ -126,3 +139,22 @@ class _Handler(logging.Handler):
 
   def emit(self, record: logging.LogRecord) -> None:
     self._progress.say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def compile_notice(progress: Progress) -> Iterator[None]:
+  """A line every 30 s, so that a long compilation does not look like a hang."""
+  done = threading.Event()
+
+  def tell():
+    begin = time.monotonic()
+    while not done.wait(COMPILE_NOTICE_SECONDS):
+      progress.say(f"still compiling the train step, {duration(time.monotonic() - begin)}")
+
+  thread = threading.Thread(target=tell, name="compile-notice", daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    done.set()
+    thread.join()

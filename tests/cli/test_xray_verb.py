@@ -1,10 +1,12 @@
 """``maxtext-like xray``: which tokenizer reads the text that a checkpoint's weights are shown."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
-from maxtext_like.training import memory, program, run
+from maxtext_like.training import batches, memory, program
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
@@ -19,9 +21,9 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path, monkeypatch, capsys, with_c
     asked.append(settings.tokenizer)
     raise UserError("that is all this test wants to know")
 
-  monkeypatch.setattr(program, "make_program", lambda config: None)
+  monkeypatch.setattr(program, "make_program", lambda config: SimpleNamespace(config=config))
   monkeypatch.setattr(memory, "require_fit", lambda program: None)
-  monkeypatch.setattr(run, "open_data", open_data)
+  monkeypatch.setattr(batches, "open_data", open_data)
   words = ["--checkpoint", str(directory)] if with_checkpoint else []
   assert main(["xray", "gemma3-tiny", f"output_dir={tmp_path}", *words]) == 2
   assert "that is all" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,6 @@ def test_a_real_run(tmp_path, capsys):
   words = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=16", "mlp_dim=24", "head_dim=8", "steps=4"]
   words += ["max_target_length=16", "dataset_documents_max=40", "enable_checkpointing=false", "profile_steps=2-3"]
   words += [f"output_dir={tmp_path}", "run_name=p", "enable_tensorboard=false"]
-  assert train(load_config("gemma3-tiny", words), FailedStep) == 0
+  train(load_config("gemma3-tiny", words), FailedStep, sys.stdout)
   assert f"profile of steps 2 to 3 in {tmp_path}/p/profile" in capsys.readouterr().out
   assert list(tmp_path.glob("p/profile/plugins/profile/*/*.xplane.pb"))

@@ -18,8 +18,8 @@ from maxtext_like.cli.main import main
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.training import loop, run
+from maxtext_like.training.evaluation import Evaluation
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.run import Evaluation
 from maxtext_like.training.signals import StopAsked
 from maxtext_like.training.watchdog import Watchdog
 

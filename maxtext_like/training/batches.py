@@ -1,0 +1,63 @@
+"""The batches of a program, from the data that its configuration names."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_like.config.schema import CheckpointConfig, DataConfig
+from maxtext_like.data.loader import DataSource, make_data
+from maxtext_like.training import chosen_tokenizer
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.step import Batch
+
+
+def open_data(
+  program: TrainProgram,
+  split: Any,
+  settings: DataConfig,
+  alive: Callable[[], None] = lambda: None,
+  waiting: Callable[[], None] = lambda: None,
+) -> DataSource:
+  """This process's batches of one split. Raises UserError as ``make_data`` does.
+
+  Args:
+    program: of the run.
+    split: "train" or "eval".
+    settings: the ``data:`` section, with its tokenizer resolved.
+    alive: called now and then while every record is looked at.
+    waiting: called now and then while a batch does not come; what it raises ends the wait.
+  """
+  config = program.config
+  return make_data(
+    settings,
+    vocab_size=config.model.vocab_size,
+    length=config.training.max_target_length,
+    global_batch=program.global_batch if split == "train" else program.microbatch,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+    split=split,
+    vision=config.vision,
+    stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
+    lookup=program.model.decoder.cfg.lookup,
+    alive=alive,
+    waiting=waiting,
+  )
+
+
+def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path) -> Batch:
+  """The first batch of the training data, as global arrays.
+
+  Args:
+    program: of the step that takes it.
+    checkpoint: the ``checkpoint:`` section, which says where the tokenizer comes from.
+    steps: the directory of the steps of a run that may have one; need not exist.
+
+  Raises:
+    UserError: as ``open_data``.
+  """
+  settings = chosen_tokenizer.resolve(program.config.data, checkpoint, steps)
+  with contextlib.closing(open_data(program, "train", settings)) as data:
+    return program.place(next(data))

@@ -1,0 +1,47 @@
+"""What a run says of itself before its first step."""
+
+import jax.numpy as jnp
+
+from maxtext_like.config.schema import DataConfig
+from maxtext_like.layers.param import count
+from maxtext_like.training import memory
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.schedule import make_schedule
+
+
+def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: memory.Limit | None) -> str:
+  """Model, devices, batch and place; a schedule that ends early, and the kernels, where there is something to tell.
+
+  Args:
+    program: of the run.
+    run: its directory, as it is to be written.
+    need: the estimate of its memory.
+    limit: what there is; None: nobody knows.
+  """
+  t, p = program.config.training, program.config.precision
+  total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
+  some = f", {trained:,} trained" if trained != total else ""
+  devices = f"{program.model.mesh.size} x {program.model.devices[0].device_kind}"
+  available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
+  kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
+  lines = [
+    f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}",
+    f"device  {devices}, about {need.total / memory.GB:.2f} GB{available} on each",
+    f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}",
+    f"run     {run}",
+  ]
+  if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
+    rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
+    lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
+  if any(use.worth_telling for use in program.model.kernels):
+    lines += [f"kernel  {use}" for use in program.model.kernels]
+  return "\n".join(lines)
+
+
+def shares(trained: int, evaluated: int | None, settings: DataConfig) -> str:
+  """How many documents are for what."""
+  if evaluated is None:
+    unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
+    return f"{trained:,} documents train, none are held out: nothing evaluates{unused}"
+  whence = "of eval_path" if settings.eval_path else f"held out: eval_fraction={settings.eval_fraction:g}"
+  return f"{trained:,} documents train, {evaluated:,} evaluate ({whence})"

@@ -1,0 +1,72 @@
+"""The checkpoints of a run: what stands there before it begins, who writes them, and their second place."""
+
+from maxtext_like.checkpoint import companions, manifest, restore
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.mirror import Mirror
+from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.tree import flatten
+from maxtext_like.config.schema import Config
+from maxtext_like.data.loader import DataSource
+from maxtext_like.training import standing
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.progress import Progress
+from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.watchdog import Watchdog
+
+
+def open_mirror(config: Config, directory: RunDirectory, progress: Progress) -> Mirror | None:
+  """The second place of the checkpoints, from which what is lost here was copied back; None: there is none.
+
+  Raises:
+    UserError, RetryableError: as ``Mirror.bring_back``.
+  """
+  c = config.checkpoint
+  if c.checkpoint_mirror is None:
+    return None
+  mirror = Mirror(c.checkpoint_mirror, directory.path.name, directory.checkpoints, c.max_to_keep)
+  steps = StepDirectories(directory.checkpoints, directory.exclusive)
+  if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
+    progress.say(f"mirror  step {step} copied back from {mirror}, its newest one; {directory.checkpoints} had none as new")
+  return mirror
+
+
+def open_manager(
+  config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog, mirror: Mirror | None
+) -> CheckpointManager:
+  """Who restores and saves the steps of a run, to be entered."""
+  c = config.checkpoint
+
+  def saved(step: int) -> None:
+    directory.require_held()
+    standing.remember_newest(directory.path, step)
+
+  return CheckpointManager(
+    directory.checkpoints,
+    config=config,
+    interval=c.checkpoint_interval,
+    max_to_keep=c.max_to_keep,
+    asynchronous=c.async_checkpointing,
+    tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
+    fence=directory.exclusive,
+    saved=saved,
+    watch=watchdog.watch,
+    mirror=mirror,
+    mirror_seconds=min(watchdog.limit("exit") / 2, 24 * 3600),
+  )
+
+
+def finished_step(program: TrainProgram, manager: CheckpointManager) -> int | None:
+  """The newest complete step, when it is the last of the configuration or beyond; None when there is work to do.
+
+  Raises:
+    UserError: the directory belongs to another model.
+  """
+  newest, config = manager.latest_complete(), program.config
+  if newest is None or newest < config.training.steps:
+    return None
+  path = manager.directory / str(newest)
+  restore.check(
+    path, manifest.read(path), flatten(program.abstract_state),
+    config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
+  )  # fmt: skip
+  return newest

@@ -1,0 +1,98 @@
+"""How a run begins: its compiled programs, and the state of its newest step, of given weights, or of a seed."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.read_weights import read_weights
+from maxtext_like.checkpoint.restore import Restored
+from maxtext_like.data.loader import DataSource
+from maxtext_like.masking import masked
+from maxtext_like.training.changes import changes
+from maxtext_like.training.goodput import Goodput
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.progress import Progress, compile_notice, duration
+from maxtext_like.training.spikes import EXTRA as SPIKES
+from maxtext_like.training.spikes import Spikes
+from maxtext_like.training.step import State
+
+
+@dataclass
+class Start:
+  """What the loop begins with.
+
+  Attributes:
+    train_step: compiled ``TrainProgram.lower_step``.
+    look: compiled ``TrainProgram.lower_look``.
+    step: finished steps.
+    state: after them; None once the loop has taken it.
+  """
+
+  train_step: Callable[..., Any]
+  look: Callable[..., Any]
+  step: int
+  state: State
+
+
+def prepare(
+  program: TrainProgram,
+  manager: CheckpointManager | None,
+  data: DataSource,
+  progress: Progress,
+  goodput: Goodput,
+  spikes: Spikes | None,
+  reading: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> Start:
+  """Restores, reads or draws the state, and compiles meanwhile; data and spikes go on from where the state was saved.
+
+  What it reads is read inside ``reading(what)``.
+  """
+  begin = time.monotonic()
+  with compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
+    restored = _restore(program, manager, goodput, reading)
+    if restored is not None:
+      for line in changes(restored, program):
+        progress.say(masked(line))
+      with goodput.phase("restore"):
+        data.set_state(restored.extra["data"], accept_changes=program.config.checkpoint.allow_data_change)
+      if spikes is not None:
+        spikes.set_state(restored.extra.get(SPIKES))
+    # Given weights are read first: what is wrong with them shows before minutes of compilation.
+    source = program.config.checkpoint.init_from if restored is None else None
+    with goodput.phase("restore"), reading("the reading of weights"):
+      params = None if source is None else read_weights(Path(source), program.model)
+    # XLA works outside Python's lock, so the programs compile side by side.
+    with goodput.phase("compile"):
+      initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
+      looking = pool.submit(program.lower_look().compile)
+      train_step = program.lower_step().compile()
+      if restored is not None:
+        step, state = restored.step, restored.state
+      elif initial is not None:
+        step, state = 0, initial.result()(np.uint32(program.config.training.seed % 2**32))
+      else:
+        step, state = 0, program.lower_around().compile()(params)
+      look = looking.result()
+  what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
+  progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
+  return Start(train_step, look, step, state)
+
+
+def _restore(
+  program: TrainProgram,
+  manager: CheckpointManager | None,
+  goodput: Goodput,
+  reading: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> Restored | None:
+  c = program.config.checkpoint
+  if manager is None or not c.resume:
+    return None
+  with goodput.phase("restore"), reading("the restore"):
+    return manager.restore(program.abstract_state, allow_dtype_change=c.allow_dtype_change)
