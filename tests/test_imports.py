@@ -27,7 +27,7 @@ ORDER = (
 )
 HEIGHT = {name: height for height, names in enumerate(ORDER) for name in names}
 # A family's parts belong to different layers; models/registry.py, which all ask for them, loads each by name.
-OF_A_FAMILY = {"config": "config", "huggingface": "checkpoint", "risk": "analysis"}
+OF_A_FAMILY = {"config": "config", "maxtext": "config", "huggingface": "checkpoint", "risk": "analysis"}
 # Of ours, these import only what is named here, whatever stands below them.
 ONLY = {"layers": {"layers"}, "numerics": {"numerics", "layers", "errors"}, **dict.fromkeys(ORDER[0], ORDER[0])}
 

@@ -18,6 +18,7 @@ from maxtext_like.config.precision_keys import KEYS, section_text
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 
 _LINE = re.compile(r"  (\w+): .*?\S  # (.+)")
 
@@ -152,7 +153,7 @@ def _maxtext_page() -> list[str]:
   )
   lines += ["", "Accepted and noted, without effect:", "", "| key | why |", "|---|---|"]
   lines += _grouped(maxtext.WITHOUT_EFFECT.items())
-  return [*lines, "| `image_size_for_vit` (gemma4) | images keep their aspect ratio, up to `vision_output_length` tokens |"]
+  return lines + [f"| `{key}` ({name}) | {why} |" for name, f in FAMILIES.items() for key, why in f.maxtext.ignored.items()]
 
 
 def _value_rows() -> list[str]:

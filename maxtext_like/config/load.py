@@ -126,7 +126,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   if theirs or is_base(str(path)):
     said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not of_model[leaf])
     if theirs:
-      notes += maxtext_file.note_on_images(values, label_of(file))
+      notes += maxtext_file.notes(values, label_of(file))
     notes.append(maxtext_file.table(label_of(file), maxtext_file.differences(values, said, decoder=theirs)))
   return Loaded(config, origins, _config_dict(values), tuple(notes), file)
 

@@ -3,14 +3,15 @@
 ``maxtext_file.py`` reads MaxText's model files; names of MaxText's without a meaning here are in ``foreign_names.py``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from maxtext_like.config import foreign_names
 from maxtext_like.config.coerce import CoercionError, coerce
+from maxtext_like.config.maxtext_family import Meaning, entry_of, same_number
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import Entry, Scalar, Sequence, to_text
+from maxtext_like.models.registry import FAMILIES
 
 RENAMED = {
   "base_emb_dim": "emb_dim",
@@ -35,42 +36,44 @@ RENAMED = {
 }
 """Other name, same meaning."""
 
-GEMMA, DEEPSEEK, ALL = ("gemma3", "gemma4"), ("deepseek",), ("gemma3", "gemma4", "deepseek")
-
 _AXES = "data fsdp fsdp_transpose sequence context context_autoregressive tensor tensor_sequence pipeline expert autoregressive"
 _AXES_OF_ONE = {f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in _AXES.split()} - {
   "ici_data_parallelism", "ici_fsdp_parallelism", "dcn_data_parallelism",
 }  # fmt: skip
 
-FIXED: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {
-  "use_post_attn_norm": {GEMMA: (True,), DEEPSEEK: (False,)},
-  "use_post_ffw_norm": {GEMMA: (True,), DEEPSEEK: (False,)},
-  "use_qk_norm": {GEMMA: (True,), DEEPSEEK: (False,)},
-  "v_norm_with_scale": {("gemma4",): (False,)},
-  "local_rope_proportion": {("gemma4",): (1.0,)},
-  "enable_dropout": {ALL: (False,)},
-  "dropout_rate": {ALL: (0.0,)},
-  "attention_type": {DEEPSEEK: ("mla",), GEMMA: ("global",)},
-  "routed_score_func": {DEEPSEEK: ("sigmoid",), GEMMA: ("",)},
-  "rope_truncate": {DEEPSEEK: (True,)},
-  "rope_attention_scaling": {ALL: (False,)},
-  "attn_logits_soft_cap": {ALL: (0.0,)},
-  "normalize_embedding_logits": {ALL: (True,)},
-  "mlp_activations_limit": {ALL: (-1.0,)},
-  "global_parameter_scale": {ALL: (1,)},
-  "capacity_factor": {ALL: (-1.0,)},
-  "use_random_routing": {ALL: (False,)},
-  "mtp_num_layers": {ALL: (0,)},
-  "quantization": {ALL: ("",)},
-  "num_channels_for_vit": {GEMMA: (3,)},
-  "vision_encoder_block": {("gemma3",): ("gemma3",), ("gemma4",): ("gemma4",)},
-  "wsd_decay_style": {ALL: ("linear",)},
-  "adam_eps_root": {ALL: (0.0,)},
-  "add_bos": {ALL: (True,)},
-  "add_eos": {ALL: (True,)},
-  "dcn_data_parallelism": {ALL: (1, -1)},
-  **{name: {ALL: (1,)} for name in sorted(_AXES_OF_ONE)},
+_FIXED: dict[str, tuple[object, ...]] = {
+  "enable_dropout": (False,),
+  "dropout_rate": (0.0,),
+  "rope_attention_scaling": (False,),
+  "attn_logits_soft_cap": (0.0,),
+  "mlp_activations_limit": (-1.0,),
+  "global_parameter_scale": (1,),
+  "capacity_factor": (-1.0,),
+  "use_random_routing": (False,),
+  "mtp_num_layers": (0,),
+  "quantization": ("",),
+  "wsd_decay_style": ("linear",),
+  "adam_eps_root": (0.0,),
+  "add_bos": (True,),
+  "add_eos": (True,),
+  "dcn_data_parallelism": (1, -1),
+  **dict.fromkeys(sorted(_AXES_OF_ONE), (1,)),
 }
+
+
+def _fixed() -> dict[str, dict[tuple[str, ...], tuple[object, ...]]]:
+  """Of every family, families with the same values together."""
+  found: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {}
+  for name, family in FAMILIES.items():
+    for key, values in {**family.maxtext.fixed, **_FIXED}.items():
+      by_families = found.setdefault(key, {})
+      same = next((families for families, others in by_families.items() if others == values), ())
+      by_families.pop(same, None)
+      by_families[(*same, name)] = values
+  return found
+
+
+FIXED = _fixed()
 """Keys that say what these families always do (or a machine axis that is not there): accepted with that value only."""
 
 _LAYOUT = "where arrays lie follows from the mesh, by a table of this project's own; no number depends on it"
@@ -99,27 +102,12 @@ CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER)
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
-@dataclass(frozen=True)
-class Meaning:
-  """What a value of MaxText's is here.
-
-  Attributes:
-    value: ours.
-    note: what to know about it; empty where it is simply the same.
-    refused: there is none: what to write instead. Empty where there is one.
-  """
-
-  value: object = None
-  note: str = ""
-  refused: str = ""
-
-
 _FILES = Meaning(refused="the text comes from files of yours: write dataset=jsonl (or text, parquet) dataset_path=FILES")
 _KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_attention, full (nothing is kept) or none")
 _MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
-VALUES: dict[str, dict[str, Meaning]] = {
-  "decoder_block": {"gemma4_small": Meaning("gemma4")},
+VALUES: dict[str, Mapping[str, Meaning]] = {
+  "decoder_block": {block: Meaning(name) for name, family in FAMILIES.items() for block in family.maxtext.blocks},
   "attention": {
     "autoselected": Meaning("auto"),
     "flash": Meaning("auto", note="the fastest fused kernel that device, mask and precision allow; splash on TPU"),
@@ -137,12 +125,8 @@ VALUES: dict[str, dict[str, Meaning]] = {
   "eval_steps": {"-1": Meaning(refused="write how many batches an evaluation has, as in eval_steps=10")},
   "max_to_keep": {"None": Meaning(refused="write how many of the newest checkpoints are kept, as in max_to_keep=3")},
   "lr_schedule_steps": {"-1": Meaning(None)},
-  "global_head_dim": {"0": Meaning(None)},
-  "global_num_kv_heads": {"0": Meaning(None)},
-  "vocab_size_per_layer_input": {"0": Meaning(None)},
   "final_logits_soft_cap": {"0": Meaning(None)},
-  "n_routing_groups": {"-1": Meaning(1)},
-  "topk_routing_group": {"-1": Meaning(1)},
+  **{key: meanings for family in FAMILIES.values() for key, meanings in family.maxtext.values.items()},
 }
 """Values of MaxText's that our keys do not have, by our key: so each can only mean one thing, wherever it is written."""
 
@@ -160,6 +144,7 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
   done: list[Entry] = []
   notes: list[str] = []
   problems: list[Problem] = []
+  ignored = FAMILIES[family].maxtext.ignored if family in FAMILIES else {}
   try:
     done += _profiler({entry.key: entry for entry in entries if entry.key in PROFILER}, notes)
   except CoercionError as error:
@@ -169,8 +154,8 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
       continue
     if entry.key in WITHOUT_EFFECT:
       notes.append(f"{entry.origin}: {entry.key} has no effect: {WITHOUT_EFFECT[entry.key]}")
-    elif entry.key == "image_size_for_vit" and family == "gemma4":
-      notes.append(f"{entry.origin}: {entry.key} has no effect: images keep their aspect ratio, up to vision_output_length")
+    elif entry.key in ignored:
+      notes.append(f"{entry.origin}: {entry.key} has no effect: {ignored[entry.key]}")
     elif entry.key in FIXED:
       problems += _check_fixed(entry, family)
     else:
@@ -275,19 +260,6 @@ _CONVERTERS: dict[str, Callable[[Entry], Entry]] = {
   "global_rope_max_timescale": lambda e: Entry("rope_max_timescale", e.node, e.origin),
   "per_device_batch_size": _whole_rows,
 }
-
-
-def same_number(text: str, number: str) -> bool:
-  """Whether two texts are numbers, and the same."""
-  try:
-    return float(text) == float(number)
-  except ValueError:
-    return False
-
-
-def entry_of(key: str, value: object, source: Entry) -> Entry:
-  """An entry with a value of ours, told to come from where the source was written."""
-  return Entry(key, Scalar(to_text(value), plain=True, line=source.node.line), source.origin)
 
 
 assert not KNOWN & set(LEAVES), "a MaxText name must not be a name of ours"

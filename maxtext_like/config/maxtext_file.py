@@ -7,10 +7,12 @@ file's: there this project's defaults hold, and ``differences`` lists them.
 
 from collections.abc import Mapping
 
-from maxtext_like.config.maxtext import CONVERTED, DEEPSEEK, GEMMA, RENAMED, entry_of, same_number, translate_keys
+from maxtext_like.config.maxtext import CONVERTED, RENAMED, translate_keys
+from maxtext_like.config.maxtext_family import ModelFile, entry_of
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import LEAVES
-from maxtext_like.config.yaml_file import Entry, Scalar, to_text
+from maxtext_like.config.yaml_file import Entry, to_text
+from maxtext_like.models.registry import FAMILIES
 
 MODEL_KEYS = frozenset(key for key in (*RENAMED, *CONVERTED) if key.startswith("base_") and key != "base_output_directory")
 """Keys that are in every MaxText model file, and in no file of ours."""
@@ -18,19 +20,11 @@ MODEL_KEYS = frozenset(key for key in (*RENAMED, *CONVERTED) if key.startswith("
 RUN_KEYS = frozenset(("base_config", "override_model_config"))
 """Keys that tell a file of MaxText's that is laid under or over a model, as its base.yml, from a model file."""
 
-_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_factor": 40}
-MODEL_DEFAULTS: dict[tuple[str, ...], dict[str, object]] = {
-  (*GEMMA, *DEEPSEEK): {"normalization_layer_epsilon": 1e-5, "logits_via_embedding": False},
-  GEMMA: {"head_dim": 128},
-  ("gemma4",): {"global_rope_proportion": 0.25},
-  DEEPSEEK: {**_LATENT, "max_position_embeddings": 163840, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1},
-}
-"""What MaxText's base.yml (for the tokens: the tokenizer) says of a model where the file does not, by family."""
+_MODEL_DEFAULTS = {"normalization_layer_epsilon": 1e-5, "logits_via_embedding": False}
+"""What MaxText's base.yml says of a model of any family where the file does not."""
 
 DEFAULTS: dict[str, object] = {
   "max_position_embeddings": 163840,
-  "indexer_sparse_training": False,
-  "indexer_loss_scaling_factor": 0.0,
   "dtype": "bfloat16",
   "weight_dtype": "float32",
   "grad_dtype": "float32",
@@ -90,9 +84,11 @@ def translate_file(entries: list[Entry], stem: str) -> tuple[list[Entry], list[s
   Returns:
     The entries in our names, notes on what changes nothing or something else, problems.
   """
-  block = _text_of(entries, "decoder_block")
-  family = "gemma4" if block == "gemma4_small" else block
-  return translate_keys(_completed(entries, family, stem), family)
+  given = {e.key: e for e in entries}
+  file = ModelFile(given, "")
+  block, file.name = file.text("decoder_block"), file.text("model_name") or stem
+  family = next((name for name, f in FAMILIES.items() if block in (name, *f.maxtext.blocks)), block)
+  return translate_keys(_completed(entries, file, family), family)
 
 
 def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: bool = True) -> list[tuple[str, str, str]]:
@@ -103,18 +99,17 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
     said: leaf names that MaxText's file, a hardware file or the command line sets.
     decoder: also what makes the model; not for a model file of ours, which is another file than MaxText's.
   """
-  idle = set() if values["use_indexer"] else {"indexer_sparse_training", "indexer_loss_scaling_factor"}
-  idle |= set() if values["num_experts"] else {"float32_gate_logits"}
+  family = FAMILIES[str(values["decoder_block"])].maxtext
+  idle = set() if values["num_experts"] else {"float32_gate_logits"}
   rows = [] if decoder else [("model", "this project's, as released", "MaxText's file of it")]
-  for key, theirs in DEFAULTS.items():
+  for key, theirs in {**DEFAULTS, **family.differing(values)}.items():
     if key in said or key in idle or values[key] == theirs or (LEAVES[key][0] == "model" and not decoder):
       continue
     rows.append((key, to_text(values[key]), theirs if isinstance(theirs, str) else to_text(theirs)))
   if values["use_multimodal"]:
     if not values["trainable_parameters_mask"]:
       rows.append(("vision tower", "trained", "frozen (freeze_vision_encoder_params)"))
-    if values["decoder_block"] == "gemma4":
-      rows.append(("size of an image", "follows its aspect ratio", "one for all images"))
+    rows += family.image_rows
   return [*rows, *OTHER_RULES]
 
 
@@ -126,84 +121,20 @@ def table(of: str, rows: list[tuple[str, str, str]]) -> str:
   return "\n".join([f"{of}: what nobody said is decided otherwise than in MaxText:", *lines])
 
 
-def _text_of(entries: list[Entry], key: str) -> str:
-  for entry in entries:
-    if entry.key == key and isinstance(entry.node, Scalar):
-      return entry.node.text
-  return ""
-
-
-def _completed(entries: list[Entry], family: str, stem: str) -> list[Entry]:
+def _completed(entries: list[Entry], file: ModelFile, family: str) -> list[Entry]:
   """The file with what MaxText itself adds, and without what it ignores."""
-  given = {e.key: e for e in entries}
-  said = {RENAMED.get(key, key) for key in given}
-  name = _text_of(entries, "model_name") or stem
-  place = given.get("decoder_block", entries[0])
-  small = _text_of(entries, "decoder_block") == "gemma4_small"
-  assumed: dict[str, object] = {}
-  dropped: set[str] = set()
-  extra: list[Entry] = []
-
-  def number(key: str) -> float:
-    text = _text_of(entries, key).replace("_", "")
-    return float(text) if same_number(text, text) else 0.0
-
-  for families, defaults in MODEL_DEFAULTS.items():
-    if family in families:
-      assumed |= defaults
-  if number("global_rope_max_timescale") > 0:
-    dropped.add("rope_max_timescale")  # every Gemma 4 layer has a table of its own
-  elif "global_rope_max_timescale" in given:
-    dropped.add("global_rope_max_timescale")
-  if family in GEMMA:
-    # The pattern is written in MaxText's code, E2B's by its name; a file may repeat it.
-    e2b = "e2b" in name or number("base_num_decoder_layers") == 35
-    assumed["inhomogeneous_layer_cycle_interval"] = 5 if small and e2b else 6
-    # So is that the tokens of an image see each other both ways, in all layers of Gemma 3 and the sliding ones of Gemma 4.
-    assumed["use_bidirectional_image_attn"] = True
-    if number("local_rope_max_timescale") <= 0 < number("rope_max_timescale"):
-      dropped.add("local_rope_max_timescale")
-      assumed["local_rope_max_timescale"] = number("rope_max_timescale")
-    # And what there is to know about the vision towers.
-    tokens = {"gemma3": (262144, 255999, 256000), "gemma4": (258880, 255999, 258882)}[family]
-    assumed |= zip(("image_token_id", "boi_token_id", "eoi_token_id"), tokens, strict=True)
-    if family == "gemma3":
-      assumed["vision_output_length"] = 256
-    else:
-      assumed |= {"video_token_id": 258884, "audio_token_id": 258881}  # Gemma 4's own: MaxText takes neither
-      if "use_clipped_linears_for_vit" not in given:
-        assumed["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = True
-  if family == "gemma3":
-    if number("rope_linear_scaling_factor") not in (0.0, 1.0):
-      dropped.add("rope_type")
-      extra.append(entry_of("rope_type", "linear", Entry("", place.node, f"what MaxText does for {name}")))
-    released_27b = (number("base_emb_dim"), number("head_dim")) == (5376, 128)
-    if name == "gemma3-27b" or released_27b:
-      assumed["query_pre_attn_scalar"] = number("base_emb_dim") // max(number("base_num_query_heads"), 1)
-  if "num_experts" in given and number("num_experts") == 1:
-    dropped.add("num_experts")  # MaxText's number for a dense model
-    assumed["num_experts"] = 0
-  if family == "gemma4" and number("num_experts") > 1:
-    if number("shared_experts") == 1:
-      dropped.add("shared_experts")  # the dense MLP beside the experts, which is always there
-    assumed["norm_topk_prob"] = False
-  if family == "deepseek":
-    dropped.add("norm_topk_prob")  # sigmoid routing divides by the sum, whatever the key says
-    dropped.add("head_dim")  # latent attention has its own head sizes
-    if "mscale" in given:
-      # MaxText scales the softmax by mscale and leaves the rotary table alone: ours with both magnitudes equal.
-      extra.append(Entry("mscale_all_dim", given["mscale"].node, given["mscale"].origin))
-  kept = [e for e in entries if e.key not in dropped]
-  source = Entry("", place.node, f"what MaxText does for {name}")
-  return kept + extra + [entry_of(key, value, source) for key, value in assumed.items() if key not in said - dropped]
+  if family in FAMILIES:
+    file.assumed |= {**_MODEL_DEFAULTS, **FAMILIES[family].maxtext.defaults}
+  if "num_experts" in file.given and file.number("num_experts") == 1:
+    file.dropped.add("num_experts")  # MaxText's number for a dense model
+    file.assumed["num_experts"] = 0
+  if family in FAMILIES:
+    FAMILIES[family].maxtext.complete(file)
+  said = {RENAMED.get(key, key) for key in file.given} - file.dropped
+  kept = [e for e in entries if e.key not in file.dropped]
+  return kept + file.extra + [entry_of(key, value, file.source) for key, value in file.assumed.items() if key not in said]
 
 
-def note_on_images(values: Mapping[str, object], of: str) -> list[str]:
-  """A word on images in the small Gemma 4 models, where MaxText differs from what was released."""
-  small = values["decoder_block"] == "gemma4" and values["hidden_size_per_layer_input"]
-  if not (small and values["use_multimodal"] and values["use_bidirectional_image_attn"]):
-    return []
-  return [
-    f"{of}: tokens of an image see each other both ways, as in MaxText; in the released E2B and E4B they do not: "
-    "use_bidirectional_image_attn=false"
-  ]
+def notes(values: Mapping[str, object], of: str) -> list[str]:
+  """Words on a file, given the resolved values, where MaxText differs from what was released."""
+  return [f"{of}: {note}" for note in FAMILIES[str(values["decoder_block"])].maxtext.notes(values)]

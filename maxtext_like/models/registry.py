@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from maxtext_like.checkpoint.huggingface.family import HuggingFace
+  from maxtext_like.config.maxtext_family import MaxText
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.config.vision import VisionConfig
 
@@ -20,6 +21,7 @@ class Family:
   """A family of models: the ``decoder_block`` of a configuration and the package that holds
 
   - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
+  - ``maxtext.py``: ``MAXTEXT``, what MaxText's files and keys mean for it;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
   - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors.
 
@@ -43,6 +45,11 @@ class Family:
   def vision(self) -> "type[VisionConfig] | None":
     """What ``vision:`` is made into; None: the family has no tower."""
     return getattr(self._part("config"), "Vision", None)
+
+  @property
+  def maxtext(self) -> "MaxText":
+    """What MaxText's files and keys mean for it."""
+    return self._part("maxtext").MAXTEXT
 
   @property
   def huggingface(self) -> "HuggingFace":
