@@ -94,7 +94,7 @@ QUANTITIES: dict[str, Quantity] = {
   "logits": _LOGITS,
   "capped logits": _LOGITS,
 }
-"""Every quantity that ``risk_model`` and ``risk_vision`` note. "hidden" is that of the ungated MLP of Gemma 3's tower."""
+"""Every quantity that ``risk_model`` and the families' formulas note. "hidden": of the ungated MLP of Gemma 3's tower."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maxtext_like.layers.norms import NormConfig
+
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -108,6 +110,11 @@ def normed(scale: np.ndarray, u: float, *, roundings: int = 1, bias: np.ndarray 
   if bias is None:
     return ball.grown((1 + u) ** roundings)
   return Signal(size, size, dim, radius, bias.astype(np.float64)).grown((1 + u) ** roundings)
+
+
+def normed_by(c: NormConfig, scale: np.ndarray, u: float) -> Signal:
+  """The output of an RMSNorm of a decoder with this scale."""
+  return normed(scale, u, roundings=2 if c.round_before_scale else 1)
 
 
 def heads(one: Signal, count: int) -> Signal:
@@ -214,7 +221,9 @@ def rotary_pairs(size: np.ndarray, *, interleave: bool = False) -> np.ndarray:
   return size.reshape(-1, 2) if interleave else size.reshape(2, -1).T
 
 
-def normed_scores(q: np.ndarray, k: np.ndarray, u: float, *, pairs: np.ndarray | None = None) -> tuple[float, float]:
+def normed_scores(
+  q: np.ndarray, k: np.ndarray, u: float, *, roundings: int = 1, pairs: np.ndarray | None = None
+) -> tuple[float, float]:
   """|q . k| of normed queries and keys, before any scale: (bound, standard deviation).
 
   Rope turns q and k within pairs of channels, so that |q . k| <= sum over pairs of |q_pair| |k_pair|, at most
@@ -223,13 +232,14 @@ def normed_scores(q: np.ndarray, k: np.ndarray, u: float, *, pairs: np.ndarray |
   Args:
     q, k: scales of the two norms, [H].
     u: unit roundoff of q, k and the product.
+    roundings: of each norm; 2 where it rounds before it multiplies.
     pairs: indices [H / 2, 2] of the channels of each pair; None: half-split pairs.
   """
   q, k = np.abs(q).astype(np.float64), np.abs(k).astype(np.float64)
   dim = q.size
   pairs = rotary_pairs(np.arange(dim)) if pairs is None else pairs
   largest = float(np.max(q[pairs].max(axis=1) * k[pairs].max(axis=1)))
-  bound = dim * (1 + (dim + 16) * 2.0**-23) * (1 + u) ** 5 * (1 + dim * 2.0**-23) * largest
+  bound = dim * (1 + (dim + 16) * 2.0**-23) * (1 + u) ** (3 + 2 * roundings) * (1 + dim * 2.0**-23) * largest
   turned_q, turned_k = (np.sqrt(np.mean(np.square(x[pairs]), axis=1)) for x in (q, k))
   return bound, math.sqrt(2 * float(np.sum(np.square(turned_q * turned_k))))
 

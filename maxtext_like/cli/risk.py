@@ -13,6 +13,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 if TYPE_CHECKING:
   from maxtext_like.analysis.risk import Risk
   from maxtext_like.analysis.risk_parameters import Reader
+  from maxtext_like.config.model import ModelConfig
   from maxtext_like.layers.decoder import Decoder
 
 DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and prints for every layer how large gate, up, their
@@ -61,8 +62,8 @@ def run(argv: list[str]) -> int:
   from maxtext_like.analysis import risk
   from maxtext_like.analysis.risk_model import measure
 
-  decoder, read, notes = open_checkpoint(Path(options.checkpoint).expanduser(), overrides)
-  risks = risk.assess(measure(decoder, read, options.tokens), decoder.precision)
+  model, decoder, read, notes = open_checkpoint(Path(options.checkpoint).expanduser(), overrides)
+  risks = risk.assess(measure(model, decoder, read, options.tokens), decoder.precision)
   for note in notes:
     print(f"note: {note}")
   print(risk.table(risks, options.rows))
@@ -98,8 +99,8 @@ def summary(risks: list["Risk"], dtype: str) -> str:
   return "\n".join(lines)
 
 
-def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "Reader", list[str]]:
-  """The decoder of a checkpoint, a function that reads parts of its parameters, and notes for the user.
+def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig", "Decoder", "Reader", list[str]]:
+  """The configuration and decoder of a checkpoint, a function that reads parts of its parameters, and notes for the user.
 
   Raises:
     UserError: no checkpoint, a damaged one, or overrides that do not fit it.
@@ -114,7 +115,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
     words = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
     config, loaded = load_checkpoint_config(directory, words)
     weights = open_weights(directory, config, loaded)
-    return weights.decoder, weights.part, [*loaded.notes, *weights.notes]
+    return loaded.config.model, weights.decoder, weights.part, [*loaded.notes, *weights.notes]
   from maxtext_like.checkpoint.slices import StoredArrays
   from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.config.load import load_config
@@ -129,4 +130,4 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["Decoder", "
     )
   config = load_config(run_directory / "config.yml", overrides).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  return decoder, StoredArrays(step).parameter, [f"step {step.name} of {run_directory}"]
+  return config.model, decoder, StoredArrays(step).parameter, [f"step {step.name} of {run_directory}"]

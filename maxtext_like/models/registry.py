@@ -5,11 +5,13 @@ configuration may read a family's fields without JAX.
 """
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from maxtext_like.analysis.risk_model import Formula
   from maxtext_like.checkpoint.huggingface.family import HuggingFace
   from maxtext_like.config.maxtext_family import MaxText
   from maxtext_like.config.model import ModelConfig
@@ -23,7 +25,8 @@ class Family:
   - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
   - ``maxtext.py``: ``MAXTEXT``, what MaxText's files and keys mean for it;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
-  - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors.
+  - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors;
+  - ``risk.py``: ``RISK``, how large its numbers can become, if somebody has written it down.
 
   Attributes:
     name: the value of ``decoder_block``.
@@ -60,6 +63,12 @@ class Family:
   def decoder(self) -> Any:
     """(model, precision, kernel, platform) -> (``DecoderConfig``, layers)."""
     return self._part("model").decoder
+
+  @property
+  def risk(self) -> "Formula | None":
+    """How large its numbers can become; None: nobody has written it down."""
+    there = importlib.util.find_spec(f"{self.package}.risk") is not None
+    return self._part("risk").RISK if there else None
 
   def tower(self, model: Any, vision: Any) -> Any:
     """The configuration of the vision tower and projector that belong to a decoder.

@@ -1,6 +1,9 @@
 """Bounds against what forward passes really reach, on every golden model; the hazards planted in the goldens come first."""
 
+import dataclasses
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from maxtext_like.cli.risk import open_checkpoint
 from maxtext_like.cli.risk import run as risk_command
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.precision import Precision
+from maxtext_like.models.registry import FAMILIES, Family
 from tests.analysis.observed import observe
 from tests.models.test_golden import GOLDEN, QUICK, Case
 from tests.models.test_golden_vision import VisionCase
@@ -40,7 +44,7 @@ def checked(name: str, dtype: str) -> None:
   case = VisionCase(name) if vision else Case(name)
   config, loaded = load_checkpoint_config(directory, words, length=case.inputs["input_ids"].shape[1])
   weights = open_weights(directory, config, loaded)
-  bounds = limits(measure(weights.decoder, weights.part, 1000))
+  bounds = limits(measure(loaded.config.model, weights.decoder, weights.part, 1000))
   if isinstance(case, VisionCase):
     runs = [case.batch("base")]
   else:
@@ -78,8 +82,8 @@ def test_nothing_exceeds_its_bound_in_float16(name: str):
 
 
 def assessed(name: str, *words: str) -> list[risk.Risk]:
-  decoder, read, _ = open_checkpoint(GOLDEN / name / "checkpoint", list(words))
-  return risk.assess(measure(decoder, read, 4096), decoder.precision)
+  model, decoder, read, _ = open_checkpoint(GOLDEN / name / "checkpoint", list(words))
+  return risk.assess(measure(model, decoder, read, 4096), decoder.precision)
 
 
 @pytest.mark.parametrize(
@@ -160,27 +164,37 @@ def test_a_run_of_ours_is_read_as_the_arrays_that_were_saved(tmp_path: Path, cap
   with CheckpointManager(run / "checkpoints", config=loaded.config) as manager:
     assert manager.save(7, {"params": weights.load()})
     assert manager.wait()
-  decoder, read, notes = open_checkpoint(run, [])
+  model, decoder, read, notes = open_checkpoint(run, [])
   assert notes == [f"step 7 of {run}"]
-  assert_equal_sites(measure(decoder, read, 1000), measure(weights.decoder, weights.part, 1000))
+  assert_equal_sites(measure(model, decoder, read, 1000), measure(loaded.config.model, weights.decoder, weights.part, 1000))
   assert risk_command(["--checkpoint", str(run / "checkpoints" / "7"), "--rows", "1"]) == 0
   assert "and 28 more" in capsys.readouterr().out
 
 
+def test_a_family_without_a_formula_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch):
+  model, decoder, read, _ = open_checkpoint(GOLDEN / "stress_fp16_mlp" / "checkpoint", [])
+  unknown = types.ModuleType("models_of_somebody.plain")
+  unknown.__path__ = []  # a package with nothing in it
+  monkeypatch.setitem(sys.modules, unknown.__name__, unknown)
+  monkeypatch.setitem(FAMILIES, "plain", Family("plain", unknown.__name__))
+  with pytest.raises(UserError, match="nobody has written down how large numbers become in decoder_block plain\n  fix: "):
+    measure(dataclasses.replace(model, decoder_block="plain"), decoder, read, 1000)
+
+
 def test_weights_that_are_not_finite_are_named():
-  decoder, read, _ = open_checkpoint(GOLDEN / "stress_fp16_mlp" / "checkpoint", [])
+  model, decoder, read, _ = open_checkpoint(GOLDEN / "stress_fp16_mlp" / "checkpoint", [])
 
   def poisoned(path, index):
     values = read(path, index)
     return values * np.nan if path[-1] == "up" else values
 
   with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.up holds numbers that are not finite"):
-    measure(decoder, poisoned, 1000)
+    measure(model, decoder, poisoned, 1000)
 
 
 def test_the_slices_of_a_large_map_give_the_whole(monkeypatch: pytest.MonkeyPatch):
-  decoder, read, _ = open_checkpoint(GOLDEN / "deepseek3" / "checkpoint", [])
-  whole = measure(decoder, read, 1000)
+  model, decoder, read, _ = open_checkpoint(GOLDEN / "deepseek3" / "checkpoint", [])
+  whole = measure(model, decoder, read, 1000)
   sizes = []
 
   def counted(path, index):
@@ -189,7 +203,7 @@ def test_the_slices_of_a_large_map_give_the_whole(monkeypatch: pytest.MonkeyPatc
     return values
 
   monkeypatch.setattr(risk_parameters, "CHUNK", 700)
-  sliced = measure(decoder, counted, 1000)
+  sliced = measure(model, decoder, counted, 1000)
   assert max(sizes) <= 2048  # a column of a head is the smallest slice: 16 latents of heads of 20, norms of 40
   assert_equal_sites(whole, sliced)
 

@@ -1,4 +1,4 @@
-"""The sizes of the risky quantities of the vision towers of Gemma 3 and 4; see ``risk_model``.
+"""How large the numbers of a Gemma 4 can become; see ``analysis.risk_model``.
 
 D tower width, N heads, H head, F MLP.
 """
@@ -7,72 +7,21 @@ import numpy as np
 
 from maxtext_like.analysis import risk_bounds as bounds
 from maxtext_like.analysis.risk_bounds import Signal
-from maxtext_like.analysis.risk_model import Sizes
+from maxtext_like.analysis.risk_model import Formula, Sizes
 from maxtext_like.analysis.risk_parameters import Parameters
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
-
-# Pixels lie in [-1, 1] when they meet the first product, evenly spread at most: that deviation is 1 / sqrt(3).
-_PIXEL_STD = 3**-0.5
+from maxtext_like.models.gemma3.risk import layer_of_gemma, pixels
 
 
-def measure_tower(sizes: Sizes, p: Parameters, c: SiglipConfig | Gemma4VisionConfig, precision: Precision) -> Signal:
-  """Notes the tower's sites and returns its features as they enter the decoder, [O]."""
-  u_residual = bounds.UNIT_ROUNDOFF[precision.residual]
-  if isinstance(c, SiglipConfig):
-    return _siglip(sizes, p, c, u_residual)
-  return _gemma4(sizes, p, c, precision, u_residual)
-
-
-def _pixels(count: int) -> Signal:
-  return Signal(np.ones(count), np.full(count, _PIXEL_STD))
-
-
-def _siglip(sizes: Sizes, p: Parameters, c: SiglipConfig, u_residual: float) -> Signal:
+def _tower(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Precision) -> Signal:
   u = sizes.u
-  patches = bounds.through(_pixels(c.channels * c.patch_size**2), p.columns("patch", "kernel"), u)
-  peak, rms = p.row_peaks("positions")
-  x = patches.plus(p.vector("patch", "bias"), u).added(Signal(peak, rms), u)
-  sizes.put("vision", "embedding", x)
-  for number in range(c.num_layers):
-    x = _siglip_layer(sizes, f"vision.layers.{number}", p.stacked(number, "layers"), c, x, u_residual)
-  last = bounds.normed(p.scale("final_norm"), u, bias=p.vector("final_norm", "bias"))
-  sizes.put("vision", "norm", last)
-  ones = bounds.normed(p.scale("projector", "norm", plus_one=True), u)
-  return sizes.put("vision", "projector", bounds.through(ones, p.columns("projector", "kernel"), u))
-
-
-def _siglip_layer(sizes: Sizes, place: str, p: Parameters, c: SiglipConfig, x: Signal, u_residual: float) -> Signal:
-  u, a, m = sizes.u, p.part("attention"), p.part("mlp")
-  H = c.emb_dim // c.num_heads
-
-  def norm(name: str) -> Signal:
-    signal = bounds.normed(p.scale(name), u, bias=p.vector(name, "bias"))
-    return sizes.put(f"{place}.{name}", "norm", signal)
-
-  y = norm("pre_attention_norm")
-  q, k, v = (sizes.put_biased(place, n, bounds.through(y, a.columns(n), u), a.vector(f"{n}_bias").reshape(-1)) for n in "qkv")
-  bound = np.sum((q.bounds() * k.bounds()).reshape(-1, H), axis=1).max() * (1 + u) * (1 + H * 2.0**-23)
-  std = np.sqrt(np.sum(np.square(q.moment() * k.moment()).reshape(-1, H), axis=1))
-  sizes.put_scores(place, bound, std, H**-0.5)
-  out = bounds.through(v.grown((1 + u) ** 3), a.columns("o", inputs=2), u)
-  x = x.added(sizes.put_biased(place, "attention output", out, a.vector("o_bias")), u_residual)
-  y = norm("pre_mlp_norm")
-  up = sizes.put_biased(f"{place}.mlp", "hidden", bounds.through(y, m.columns("up"), u), m.vector("up_bias"))
-  down = bounds.through(bounds.activated(up, "gelu", u), m.columns("down"), u)
-  x = x.added(sizes.put_biased(f"{place}.mlp", "down", down, m.vector("down_bias")), u_residual)
-  return sizes.put(place, "residual", x)
-
-
-def _gemma4(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Precision, u_residual: float) -> Signal:
-  u = sizes.u
-  patches = bounds.through(_pixels(3 * c.patch_size**2), p.columns("patch"), u)
+  patches = bounds.through(pixels(3 * c.patch_size**2), p.columns("patch"), u)
   table = np.abs(p.vector("positions"))
   places = Signal(table.max(axis=1).sum(axis=0), np.sqrt(np.square(table).mean(axis=1).sum(axis=0)))
   x = sizes.put("vision", "embedding", patches.added(places.grown((1 + u) ** 2), u))
   for number in range(c.num_layers):
-    x = _gemma4_layer(sizes, f"vision.layers.{number}", p.stacked(number, "layers"), c, x, u_residual)
+    x = _tower_layer(sizes, f"vision.layers.{number}", p.stacked(number, "layers"), c, x)
   _pooler(sizes, p, c, precision, x)
   features = bounds.normed(np.ones(c.emb_dim), u)
   return sizes.put("vision", "projector", bounds.through(features, p.columns("projector"), u))
@@ -101,7 +50,7 @@ def _pooler(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Preci
   sizes.put("vision", "standardised", out)
 
 
-def _gemma4_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig, x: Signal, u_residual: float) -> Signal:
+def _tower_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig, x: Signal) -> Signal:
   u, a, m = sizes.u, p.part("attention"), p.part("mlp")
 
   def linear(part: Parameters, name: str, signal: Signal, inputs: int = 1) -> Signal:
@@ -130,12 +79,15 @@ def _gemma4_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig
   sizes.put_scores(place, bound, np.array([std]), 1.0, heads=c.num_heads)
   values = bounds.heads(bounds.normed(np.ones(c.head_dim), u), c.num_heads).grown((1 + u) ** 3)
   sizes.put(place, "attention output", linear(a, "o", values, inputs=2))
-  x = x.added(bounds.normed(p.scale("post_attention_norm"), u_residual), u_residual)
+  x = x.added(bounds.normed(p.scale("post_attention_norm"), sizes.u_residual), sizes.u_residual)
   y = norm("pre_mlp_norm")
   gate = sizes.put(f"{place}.mlp", "gate", linear(m, "gate", y))
   up = sizes.put(f"{place}.mlp", "up", linear(m, "up", y))
   hidden = bounds.gated(gate, up, "gelu", u)
   sizes.put_product(f"{place}.mlp", gate, up, hidden)
   sizes.put(f"{place}.mlp", "down", linear(m, "down", hidden))
-  x = x.added(bounds.normed(p.scale("post_mlp_norm"), u_residual), u_residual)
+  x = x.added(bounds.normed(p.scale("post_mlp_norm"), sizes.u_residual), sizes.u_residual)
   return sizes.put(place, "residual", x)
+
+
+RISK = Formula(layer_of_gemma, _tower)
