@@ -177,7 +177,10 @@ def _model_file(path: str, words: list[Entry]) -> tuple[Path, list[Entry]]:
   return find_config(named[-1]), [word for word in words if word.key != "model_name"]
 
 
-_OTHER_MODELS = ("llama", "qwen", "mistral", "mixtral", "gpt", "olmo", "kimi", "gemma-", "gemma2", "deepseek2", "deepseek4")
+_OTHER_MODELS = (
+  *("llama", "qwen-", "qwen1", "qwen2", "mistral", "mixtral", "gpt", "olmo", "kimi"),
+  *("gemma-", "gemma2", "deepseek2", "deepseek4"),
+)
 
 
 def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Path) -> None:

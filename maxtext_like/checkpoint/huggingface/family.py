@@ -36,6 +36,19 @@ def gated(ours: str, theirs: str) -> dict[str, Rule]:
   return {f"{ours}.{part}": Rule(f"{theirs}.{part}_proj.weight", "linear") for part in ("gate", "up", "down")}
 
 
+GROUPED_ATTENTION = {
+  **{f"attention.{name}": Rule(f"self_attn.{name}_proj.weight", "linear") for name in "qkv"},
+  "attention.o": Rule("self_attn.o_proj.weight", "linear2"),
+  "attention.q_norm.scale": Rule("self_attn.q_norm.weight"),
+  "attention.k_norm.scale": Rule("self_attn.k_norm.weight"),
+}
+STACKED_EXPERTS = {
+  "moe.experts.gate": Rule("mlp.experts.gate_up_proj", "experts", 0),
+  "moe.experts.up": Rule("mlp.experts.gate_up_proj", "experts", 1),
+  "moe.experts.down": Rule("mlp.experts.down_proj", "experts"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tower:
   """What a family with a vision tower has besides. Its tensors are called here as transformers has them in memory, without its

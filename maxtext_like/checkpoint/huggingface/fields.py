@@ -126,7 +126,7 @@ class Fields:
     """A token id; null, unless it is said to mean another thing: there is no such token."""
     return self._read(key, default, null, lambda value: self.integer(key, 0, least=0))
 
-  def tokens(self, key: str, default: int) -> int | tuple[int, ...] | None:
+  def tokens(self, key: str, default: int | None) -> int | tuple[int, ...] | None:
     """As ``token``, or a list of tokens, of which there are several."""
 
     def check(value: Any) -> int | tuple[int, ...]:

@@ -6,7 +6,7 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.family import HuggingFace, Rule, gated
+from maxtext_like.checkpoint.huggingface.family import STACKED_EXPERTS, HuggingFace, Rule, gated
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
 from maxtext_like.checkpoint.huggingface.names import COMMON
 from maxtext_like.models.deepseek.config import Config
@@ -227,10 +227,6 @@ HUGGING_FACE = HuggingFace(
   write=_write,
   names=_NAMES,
   layer=_LAYER,
-  stacked={
-    "moe.experts.gate": Rule("mlp.experts.gate_up_proj", "experts", 0),
-    "moe.experts.up": Rule("mlp.experts.gate_up_proj", "experts", 1),
-    "moe.experts.down": Rule("mlp.experts.down_proj", "experts"),
-  },
+  stacked=STACKED_EXPERTS,
   unused=_unused,
 )

@@ -6,7 +6,7 @@ Defaults are those of the transformers 5.23 classes, which Hub files rely on: th
 import re
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.family import HuggingFace, Rule, Tower, gated
+from maxtext_like.checkpoint.huggingface.family import GROUPED_ATTENTION, HuggingFace, Rule, Tower, gated
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
 from maxtext_like.checkpoint.huggingface.names import COMMON
 from maxtext_like.models.gemma3.config import Config, GemmaConfig, Vision
@@ -247,12 +247,7 @@ _NAMES = {
 
 LAYER = {
   "pre_attention_norm.scale": Rule("input_layernorm.weight"),
-  "attention.q": Rule("self_attn.q_proj.weight", "linear"),
-  "attention.k": Rule("self_attn.k_proj.weight", "linear"),
-  "attention.v": Rule("self_attn.v_proj.weight", "linear"),
-  "attention.o": Rule("self_attn.o_proj.weight", "linear2"),
-  "attention.q_norm.scale": Rule("self_attn.q_norm.weight"),
-  "attention.k_norm.scale": Rule("self_attn.k_norm.weight"),
+  **GROUPED_ATTENTION,
   "post_attention_norm.scale": Rule("post_attention_layernorm.weight"),
   "pre_mlp_norm.scale": Rule("pre_feedforward_layernorm.weight"),
   **gated("mlp", "mlp"),
