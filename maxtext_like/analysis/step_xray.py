@@ -6,7 +6,6 @@ block into the model's layer, gathers the same tensor of all layers into one, an
 
 import dataclasses
 import functools
-import linecache
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, NonFiniteError
+from maxtext_like.layers import precision
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.numerics import plan
@@ -33,8 +33,10 @@ from maxtext_like.training.step import UNKNOWN, Batch, State
 from maxtext_like.training.what_to_try import Spot, what_to_try
 
 _LOOPS = ("scan", "while")
-_HELPERS = ("layers/precision.py",)  # where every product is computed; whoever asked for it is the line to name
+# Where every product is computed: whoever asked for it is the line to name.
+_HELPERS = tuple("/".join(Path(str(module.__file__)).parts[-2:]) for module in (precision,))
 _RESIDUAL = r"(^|/)residual \S* (add|mul)$"  # what adds to the stream or scales it, by its named scope
+_PRODUCTS = ("dot_general", "ragged_dot_general")
 _INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")
 
 
@@ -158,39 +160,31 @@ def line_of(frames: Sequence[str]) -> str:
   return next((f for f in frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)), frames[0] if frames else "")
 
 
-@functools.cache
-def _text_of(line: str) -> str:
-  """The text of a line of source, named as frames are: relative to the working directory, or to the project."""
-  file, _, number = line.rpartition(":")
-  path = Path(file)
-  if not path.is_file():
-    path = Path(__file__).parents[2] / file
-  return linecache.getline(str(path), int(number)) if number.isdecimal() else ""
+def _parameter(tensor: Tensor, *, in_layer: bool) -> str:
+  """The one parameter that an equation reads, "mlp.down", with its stack outside of layers; or ""."""
+  names = {_input_keys(name) for name in tensor.reads if name.startswith("state['params']")}
+  keys = names.pop() if len(names) == 1 else ()
+  return ".".join(keys[2:] if in_layer else keys)
 
 
-def _norm_at(line: str) -> str:
-  names = re.findall(r'\["(\w*norm)"\]', _text_of(line))
-  return names[0] if len(names) == 1 else ""
+def _labels(tensors: Sequence[Tensor], places: Sequence[Place]) -> list[str]:
+  """Tensors as people call them: by the parameter that the equation reads, else by the innermost named scopes.
 
-
-def variable_at(line: str) -> str:
-  """What a line of Python computes: "q" of ``q_BTNH = ...``, else the parameter that it uses, ``p["down"]``; or ""."""
-  text = _text_of(line)
-  found = re.match(r"\s*([A-Za-z_]\w*)\s*=[^=]", text)
-  if found:
-    return re.sub(r"_[A-Z][A-Za-z]*$", "", found[1])
-  used = re.findall(r'\bp\["(\w+)"\]', text)
-  return used[-1] if used else ""
-
-
-def _label(tensor: Tensor, scopes: tuple[str, ...]) -> str:
-  line = line_of(tensor.frames)
-  variable = variable_at(line)
-  if scopes and scopes[-1] == "norm":  # which one, the line says that called it
-    caller = next((f for f in tensor.frames if not f.rsplit(":", 1)[0].endswith(("norms.py", *_HELPERS))), "")
-    scopes, variable = (*scopes[:-1], _norm_at(caller) or "norm"), ""
-  name = ".".join(filter(None, [*scopes[-2:], variable]))
-  return " ".join(filter(None, [name or Path(line).name, "" if tensor.op == "dot_general" else tensor.op]))
+  A product's cotangent for the parameter does not read it: it has the name of the product of the same place.
+  """
+  read = [_parameter(t, in_layer=bool(p.layers)) for t, p in zip(tensors, places, strict=True)]
+  products: dict[tuple, set[str]] = {}
+  for t, place, name in zip(tensors, places, read, strict=True):
+    if name and t.op in _PRODUCTS:
+      products.setdefault((place, line_of(t.frames)), set()).add(name)
+  labels = []
+  for t, place, name in zip(tensors, places, read, strict=True):
+    if not name and t.op in _PRODUCTS:
+      there = products.get((place, line_of(t.frames)), set())
+      name = next(iter(there)) if len(there) == 1 else ""
+    name = name or ".".join(place.scopes[-2:]) or Path(line_of(t.frames)).name
+    labels.append(" ".join(filter(None, [name, "" if t.op in _PRODUCTS else t.op])))
+  return labels
 
 
 def translate(report: Report, decoder: Decoder, state: State) -> Report:
@@ -198,6 +192,9 @@ def translate(report: Report, decoder: Decoder, state: State) -> Report:
   groups: dict[tuple, list[tuple[tuple[int, ...], int | None, Tensor]]] = {}
   rest: list[Tensor] = []
   seen: dict[tuple, int] = {}
+  inside = [t for t in report.tensors if t.op not in ("input", "tag")]
+  places = {id(t): place_of(decoder, t.path) for t in inside}
+  labels = {id(t): label for t, label in zip(inside, _labels(inside, [places[id(t)] for t in inside]), strict=True)}
   for t in report.tensors:
     if t.op in ("input", "tag"):
       keys = tuple(t.path.split(".")) if t.op == "tag" else _input_keys(t.path)
@@ -209,15 +206,14 @@ def translate(report: Report, decoder: Decoder, state: State) -> Report:
       else:
         rest.append(dataclasses.replace(t, label=".".join(keys) or t.path))
       continue
-    place = place_of(decoder, t.path)
-    label, source = _label(t, place.scopes), line_of(t.frames)
+    place, label, source = places[id(t)], labels[id(t)], line_of(t.frames)
     same = (label, t.direction, place.layers)
     seen[same] = seen.get(same, 0) + 1
     label += f" #{seen[same]}" if seen[same] > 1 else ""
     t = dataclasses.replace(t, label=label, source=source)
     # What jax has moved out of the layers' scan may still be in that of the microbatches, of another length.
-    inside = place.axis is None or t.stats.max.shape[place.axis : place.axis + 1] == (len(place.layers),)
-    if place.layers and inside:
+    in_scan = place.axis is None or t.stats.max.shape[place.axis : place.axis + 1] == (len(place.layers),)
+    if place.layers and in_scan:
       loops = tuple(k for i, k in enumerate(t.loops) if i != place.axis)
       groups.setdefault((label, t.direction, t.dtype, loops), []).append((place.layers, place.axis, t))
     else:

@@ -19,10 +19,10 @@ from maxtext_like.numerics import jaxprs, statistics
 EXACT = frozenset(
   """reshape transpose broadcast_in_dim squeeze expand_dims rev copy copy_p neg abs optimization_barrier sharding_constraint
   pvary pcast reshard mesh_cast concatenate device_put name layout_constraint all_gather all_to_all ppermute pbroadcast
-  all_gather_invariant stop_gradient real imag complex reduce_precision_identity""".split()
+  all_gather_invariant stack stop_gradient real imag complex reduce_precision_identity""".split()
 )
 # The output holds some values of the operands: only non-finite numbers and the maximum are measured.
-SUBSET = frozenset("slice dynamic_slice split dynamic_update_slice pad select_and_gather_add".split())
+SUBSET = frozenset("slice dynamic_slice split unstack dynamic_update_slice pad select_and_gather_add".split())
 # The output says little that the operand's statistics have not said: measured like SUBSET. The arithmetic ones only when
 # all operands but one are scalars (x * 0.5, x + eps).
 _BOUNDED = frozenset("tanh logistic erf sin cos sign floor ceil round clamp select_n integer_pow square".split())
@@ -47,6 +47,7 @@ class Site:
   derived: bool = False
   rows: int = 0  # of a tag: the leading axis is kept apart, in so many consecutive rows
   flag: bool = False  # only the maximum, and whether it is finite
+  reads: tuple[str, ...] = ()  # inputs of the program, or rows of them, that the equation reads as they are or cast
 
   @property
   def measured(self) -> bool:
@@ -112,10 +113,12 @@ class _Builder:
     self.opaque: dict[str, int] = {}
     self.order = 0
     self.backward_seen = False
+    self.held: dict[Any, str] = {}  # variable -> the input that it holds, see Site.reads
 
   def program(self, closed, names) -> Plan:
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     frame = Frame()
+    self.hold(jaxpr.invars, names)
     inputs = [self.input(frame, v, name) for v, name in zip(jaxpr.invars, names, strict=True)]
     const_sites = [self.input(frame, v, f"constant {v.aval.str_short()}") for v in jaxpr.constvars]
     frame.block = self.make_block(frame, jaxpr, consts, "", "")
@@ -126,11 +129,12 @@ class _Builder:
       return None
     return self.site(frame, "input", name, (), "input", var.aval)
 
-  def site(self, frame: Frame, op: str, path: str, sources, direction: str, aval, derived: bool = False) -> Site:
+  def site(self, frame: Frame, op: str, path: str, sources, direction: str, aval, derived: bool = False, reads=()) -> Site:
     source = sources[0] if sources else ""
     full = not self.light and not derived and (self.only is None or bool(self.only.search(f"{path} {source} {op}")))
     wide = op in statistics.WIDENED and statistics.overflows_early(aval.dtype)
-    site = Site(len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape), full, wide, self.order, derived)
+    where = (len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape))
+    site = Site(*where, full, wide, self.order, derived, reads=reads)
     self.order += 1
     frame.sites.append(site)
     return site
@@ -140,10 +144,23 @@ class _Builder:
     block.nodes = [self.node(frame, eqn, path, stack) for eqn in jaxpr.eqns]
     return block
 
-  def make_frame(self, jaxpr, path: str, stack: str) -> Frame:
+  def make_frame(self, jaxpr, names: Sequence[str | None], path: str, stack: str) -> Frame:
     frame = Frame()
-    frame.block = self.make_block(frame, *jaxprs.open_jaxpr(jaxpr), path, stack)
+    inner, consts = jaxprs.open_jaxpr(jaxpr)
+    self.hold(inner.invars, names)
+    frame.block = self.make_block(frame, inner, consts, path, stack)
     return frame
+
+  def hold(self, variables, names: Sequence[str | None]) -> None:
+    """Takes note of what variables hold; a jaxpr that is called twice has the same ones again."""
+    for variable, name in zip(variables, names, strict=True):
+      self.held.pop(variable, None)
+      if name is not None:
+        self.held[variable] = name
+
+  def names_of(self, atoms) -> list[str | None]:
+    """The inputs that variables hold."""
+    return [None if jaxprs.is_literal(v) else self.held.get(v) for v in atoms]
 
   def direction(self, stack: str) -> str:
     """From the transformations in the name stack; 'update' is what runs after a backward pass and belongs to none."""
@@ -158,10 +175,13 @@ class _Builder:
     names = str(eqn.source_info.name_stack)
     path, stack = _join(path, _readable(names)), _join(stack, names)
     node = Node(eqn, "leaf", path, self.direction(stack))
-    inner = jaxprs.call_jaxpr(eqn)
+    inner, held = jaxprs.call_jaxpr(eqn), self.names_of(eqn.invars)
     if inner is not None and not (jaxprs.is_remat(eqn) and jaxprs.touches_ref(eqn)):
       node.kind = "call"
-      node.block = self.make_block(frame, *jaxprs.open_jaxpr(inner), path, stack)
+      inner, consts = jaxprs.open_jaxpr(inner)
+      self.hold(inner.invars, held)
+      node.block = self.make_block(frame, inner, consts, path, stack)
+      self.hold(eqn.outvars, self.names_of(inner.outvars))
       return node
     loops: list[tuple[Callable[[Any], bool], str, Callable[[], list[tuple[Any, str]]]]] = [
       (jaxprs.is_scan, "scan", lambda: [(eqn.params["jaxpr"], "scan")]),
@@ -173,7 +193,12 @@ class _Builder:
       if matches(eqn) and not jaxprs.touches_ref(eqn):
         node.kind, node.child = kind, len(frame.children)
         frame.children.append(node)
-        node.frames = [self.make_frame(body, _join(path, label), stack) for body, label in bodies()]
+        inside = held[1:] if kind == "cond" else _not_carried(eqn, held) if kind in ("scan", "while") else held
+        node.frames = [self.make_frame(body, inside, _join(path, label), stack) for body, label in bodies()]
+        if kind in ("scan", "shard_map"):  # what a scan stacks of rows that it reads, it reads again in the backward pass
+          _, carried = jaxprs.scan_counts(eqn) if kind == "scan" else (0, 0)
+          out = self.names_of(jaxprs.open_jaxpr(bodies()[0][0])[0].outvars)
+          self.hold(eqn.outvars, [*[None] * carried, *out[carried:]])
         return node
     if jaxprs.hides_jaxpr(eqn):
       self.opaque[eqn.primitive.name] = self.opaque.get(eqn.primitive.name, 0) + 1
@@ -188,10 +213,16 @@ class _Builder:
     elif not is_exact(eqn):
       sources = jaxprs.frames(eqn)
       op, derived = eqn.primitive.name, node.direction == "recomputed" or _says_little(eqn)
+      reads = tuple(name for name in held if name is not None)
       node.sites = [
-        self.site(frame, op, path, sources, node.direction, v.aval, derived) if jaxprs.is_float(v.aval) else None
+        self.site(frame, op, path, sources, node.direction, v.aval, derived, reads) if jaxprs.is_float(v.aval) else None
         for v in eqn.outvars
       ]
+    if is_exact(eqn) or eqn.primitive.name in (*SUBSET, "convert_element_type"):
+      if len(eqn.outvars) == len(held):
+        self.hold(eqn.outvars, held)
+      elif sum(jaxprs.is_float(v.aval) for v in eqn.invars) == 1:
+        self.hold(eqn.outvars, [next((name for name in held if name is not None), None)] * len(eqn.outvars))
     return node
 
 
@@ -206,6 +237,15 @@ def _tag_of(eqn) -> tuple[str, str, bool] | None:
     return None
   kind, by_row, name = name.removeprefix(TAG).split(":", 2)
   return kind, name, by_row == "1"
+
+
+def _not_carried(eqn, held: list[str | None]) -> list[str | None]:
+  """What a loop's body is handed of ``held``: what it carries holds something else from the second time on."""
+  if jaxprs.is_scan(eqn):
+    consts, carried = jaxprs.scan_counts(eqn)
+    return [*held[:consts], *[None] * carried, *held[consts + carried :]]
+  first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+  return [*held[first : first + consts], *[None] * (len(held) - first - consts)]
 
 
 def _says_little(eqn) -> bool:

@@ -23,7 +23,7 @@ class Tensor:
     op, source, direction, dtype, shape: as in Cause; shape is that of one iteration (and of one shard in a shard_map).
     loops: kinds of the loops around, outermost first; they are the axes of every array in stats.
     frames: as in Cause.      label: a name for people that somebody else gave it; see name.
-    minor: left out of the table and the heat maps.
+    minor: left out of the table and the heat maps.      reads: the inputs of the program that the equation reads.
     stats: Stats.      level: "full", "light" (maximum and non-finite counts only), or "flag"
       (maximum; 1 for "some" as the count).
   """
@@ -41,6 +41,7 @@ class Tensor:
   frames: tuple[str, ...] = ()
   label: str = ""
   minor: bool = False
+  reads: tuple[str, ...] = ()
 
   @property
   def name(self) -> str:
@@ -195,7 +196,7 @@ def _tensor(site: Site, rows: np.ndarray, loops: tuple[str, ...]) -> Tensor:
   level = "flag" if site.flag else "full" if site.full else "light"
   dtype = str(np.dtype(site.dtype))
   place = (site.path, site.op, site.source, site.direction)
-  return Tensor(*place, dtype, site.shape, loops, stats, level, site.order, site.frames)
+  return Tensor(*place, dtype, site.shape, loops, stats, level, site.order, site.frames, reads=site.reads)
 
 
 def _first(data, n: int, axis: int):

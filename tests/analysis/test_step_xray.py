@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.analysis import step_xray
-from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, variable_at, xray_step
+from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, xray_step
 from maxtext_like.layers.stack import Stack
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
@@ -90,7 +90,7 @@ def test_a_product_that_overflows_in_layer_1_and_the_tensors_of_a_finite_step():
   assert report.finite
   assert report.first_cause is None
   named = {(t.name, t.direction): t for t in report.tensors}
-  hidden = named["mlp.hidden", "forward"]
+  hidden = named["kernel", "forward"]
   assert hidden.loops == ("layer",)
   assert hidden.stats.max.shape == (LAYERS,)
   # Gradients and updates by layer equal the step's own.
@@ -126,7 +126,7 @@ def test_layers_of_a_stack_that_is_scanned_in_parts():
     report = xray_step(program, state, toy_batch())
     found.append({(t.name, t.direction): t.stats.max for t in report.tensors if t.loops == ("layer",) and t.level == "full"})
   whole, parts = found
-  assert {("mlp.hidden", "forward"), ("kernel", "gradient")} < parts.keys()
+  assert {("kernel", "forward"), ("kernel", "gradient")} < parts.keys()
   assert any(direction == "backward" for _, direction in parts)
   assert parts.keys() == whole.keys()
   for name, largest in whole.items():
@@ -162,8 +162,6 @@ def test_places_in_the_model_and_names_of_lines():
   assert (place.layers, place.axis) == ((7,), None)
   assert place_of(decoder, "head").layers == ()
   assert line_of(("src/layers/precision.py:88", "src/layers/mlp.py:7")) == "src/layers/mlp.py:7"
-  assert variable_at(f"{HERE}:{line('after, _ = jax.jit').split(':')[1]}") == ""
-  assert variable_at(f"{HERE}:{line('hidden = x @').split(':')[1]}") == "hidden"
 
 
 def test_keys_against_overflows_outside_the_layers():
@@ -232,7 +230,7 @@ def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
   assert (cause.layer, cause.direction, cause.op) == (5, "forward", "mul"), str(cause)
   bad = {t.name: t.stats.nonfinite > 0 for t in report.tensors if t.direction == "forward" and t.loops == ("layer",)}
   assert bad["mlp.gate"].tolist() == [False] * 6
-  assert bad["mlp.gate_product.hidden mul"].tolist() == [False] * 5 + [True]
+  assert [False] * 5 + [True] in [b.tolist() for name, b in bad.items() if name.startswith("mlp.gate_product mul")]
 
 
 @pytest.mark.slow

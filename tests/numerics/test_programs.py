@@ -234,3 +234,25 @@ def test_programs_are_reused_and_static_leaves_are_passed_on():
 def test_no_host_callback_is_left_in_the_program():
   text = xray(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]).lower(jnp.ones(3)).as_text()
   assert "callback" not in text
+
+
+def test_an_equation_knows_the_inputs_that_it_reads():
+  """Through casts, slices, rows of a scan, calls and the backward pass; not what was computed of them."""
+
+  def loss(p, x):
+    def body(x, w):
+      return jnp.tanh(jax.jit(lambda w: x @ w.astype(jnp.bfloat16))(w["rows"])), None
+
+    first, *_ = p["rows"]
+    x, _ = lax.scan(body, x @ first.astype(jnp.bfloat16), p)
+    return (x @ (2 * p["rows"][1]).astype(jnp.bfloat16)).astype(jnp.float32).sum()
+
+  args = {"rows": jnp.ones((3, 4, 4)) / 8}, jnp.ones((2, 4), jnp.bfloat16)
+  report = xray(jax.grad(loss))(*args)
+  same(report, jax.grad(loss), *args, rtol=2e-2)
+  products = [(t.direction, t.loops, t.reads) for t in report.tensors if t.op == "dot_general"]
+  rows = ("p['rows']",)
+  assert [reads for direction, loops, reads in products if (direction, loops) == ("forward", ())] == [("x", *rows), ()]
+  assert ("forward", ("scan",), rows) in products
+  assert ("backward", ("scan",), rows) in products
+  assert not [t for t in report.tensors if t.op in ("stack", "unstack") and t.level == "full"]
