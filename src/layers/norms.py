@@ -34,20 +34,6 @@ class NormConfig:
   round_before_scale: bool = False
 
 
-def _mean_square(x: jax.Array) -> jax.Array:
-  """Mean of squares over the last dimension, which stays with size 1.
-
-  At small widths in pairs: XLA on a CPU adds a row one number after another, and in a small model a later norm of a narrow
-  product makes that rounding visible. Wide rows are summed in many parts on every machine.
-  """
-  squares, dim = jnp.square(x), x.shape[-1]
-  if dim < 128:
-    while squares.shape[-1] % 2 == 0:
-      half = squares.shape[-1] // 2
-      squares = squares[..., :half] + squares[..., half:]
-  return jnp.sum(squares, axis=-1, keepdims=True) / dim
-
-
 @dataclass(frozen=True)
 class RMSNorm:
   """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019).
@@ -81,7 +67,7 @@ def _rms_norm(cfg: NormConfig, dtype: str, scale: jax.Array | None, x: jax.Array
 
 def _rms_norm_fwd(cfg, dtype, scale, x):
   x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
-  inverse = jax.lax.rsqrt(_mean_square(x32) + cfg.epsilon)
+  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + cfg.epsilon)
   y = x32 * inverse
   if scale is not None:
     y = y.astype(dtype) * _factor(cfg, scale).astype(dtype) if cfg.round_before_scale else y * _factor(cfg, scale)

@@ -7,7 +7,6 @@ casting both operands up would give, at the speed of the low-precision units. Th
 """
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,7 +52,7 @@ class Precision:
     float32_weight_sum: the weighted sum over experts in float32.
     cast_logits_to_fp32: logits are handed on in float32.
     logits_dot_in_fp32: operands of the last product in float32.
-    matmul_precision: ``jax.lax.Precision`` of every product; "highest" also sums short float32 products in parts.
+    matmul_precision: ``jax.lax.Precision`` of every product.
   """
 
   dtype: Dtype = "bfloat16"
@@ -117,27 +116,7 @@ class Precision:
     x, y = self.cast(x), self.cast(y)
     if float32 and self.dtype != "float32":
       return _float32_product(spec, self.matmul_precision, *vary_alike(x, y))
-    if self.matmul_precision == "highest" and self.dtype == "float32":
-      return _product_in_parts(spec, x, y)
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
-
-
-def _product_in_parts(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """A float32 product whose sums of 16 to 127 terms are taken in four parts.
-
-  XLA on a CPU adds such a sum one term after another, with four times the rounding (Higham 1993, pairwise summation), and
-  a small model that norms a narrow product makes it visible. Longer sums are blocked on every machine.
-  """
-  operands, result = spec.split("->")
-  x_axes, y_axes = operands.split(",")
-  summed = [axis for axis in x_axes if axis in y_axes and axis not in result]
-  cut = next((axis for axis in summed if x.shape[x_axes.index(axis)] % 4 == 0), None)
-  terms = math.prod(x.shape[x_axes.index(axis)] for axis in summed)
-  if cut is None or not 16 <= terms < 128:
-    return jnp.einsum(spec, x, y, precision="highest")
-  pairs = zip(jnp.split(x, 4, x_axes.index(cut)), jnp.split(y, 4, y_axes.index(cut)), strict=True)
-  a, b, c, d = (jnp.einsum(spec, *pair, precision="highest") for pair in pairs)
-  return (a + b) + (c + d)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

