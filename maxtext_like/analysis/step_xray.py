@@ -17,7 +17,7 @@ import numpy as np
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, NonFiniteError
-from maxtext_like.layers import precision
+from maxtext_like.layers import precision, weight
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.numerics import plan
@@ -33,8 +33,8 @@ from maxtext_like.training.step import UNKNOWN, Batch, State
 from maxtext_like.training.what_to_try import Spot, what_to_try
 
 _LOOPS = ("scan", "while")
-# Where every product is computed: whoever asked for it is the line to name.
-_HELPERS = tuple("/".join(Path(str(module.__file__)).parts[-2:]) for module in (precision,))
+# Where products are computed: whoever asked for it is the line to name.
+_HELPERS = tuple("/".join(Path(str(module.__file__)).parts[-2:]) for module in (precision, weight))
 _RESIDUAL = r"(^|/)residual \S* (add|mul)$"  # what adds to the stream or scales it, by its named scope
 _PRODUCTS = ("dot_general", "ragged_dot_general")
 _INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")

@@ -17,6 +17,7 @@ from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+from maxtext_like.layers.weight import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class Attention:
 
   def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:
     """Heads [B, T, N or K, H] of "q", "k" or "v", not yet normed."""
-    y_BTNH = self.precision.einsum("BTD,DNH->BTNH", x_BTD, p[name])
+    y_BTNH = product(self.precision, "BTD,DNH->BTNH", x_BTD, p[name])
     return y_BTNH + self.precision.cast(p[f"{name}_bias"]) if self.cfg.qkv_bias else y_BTNH
 
   def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
@@ -211,5 +212,5 @@ class Attention:
         precision=self.precision,
       )
       out_BTNH = checkpoint_name(out_BTNH, "attention")
-    out_BTD = self.precision.einsum("BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches)
+    out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches)
     return (out_BTD + self.precision.cast(p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -4,6 +4,7 @@ B batch, T position, D model, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import lookup, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +81,15 @@ class Embedding:
   def params(self) -> dict:
     c = self.cfg
     shape = (c.vocab_size, c.emb_dim)
-    return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, normal(c.emb_dim**-0.5))}
+    # The head sums over D.
+    init = normal(c.emb_dim**-0.5)
+    return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, init, contracts=(1,))}
 
   @jax.named_scope("embedding")
   def __call__(self, p: dict, tokens_BT: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
     """tokens: int32 [B, T], each below V (JAX clamps silently: ``Lookup.missing`` checks on the host); held: see ``constant``.
     Returns [B, T, D], residual dtype."""
-    rows = constant(self.precision.cast(p["table"][tokens_BT]), held_BT).astype(self.precision.residual)
+    rows = constant(lookup(self.precision, p["table"], tokens_BT), held_BT).astype(self.precision.residual)
     if self.cfg.scale_by_sqrt_dim:
       # Gemma was trained with sqrt(D) rounded to the dtype of activations: 73.5 in bfloat16 for D = 5376.
       rows = rows * jnp.asarray(self.cfg.emb_dim**0.5, self.precision.dtype).astype(rows.dtype)
@@ -113,12 +117,12 @@ class Head:
 
 
 @jax.named_scope("logits")
-def output_product(precision: Precision, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def output_product(precision: Precision, spec: str, x: jax.Array, w: Any) -> jax.Array:
   """The last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
   if precision.logits_dot_in_fp32:
-    logits = jnp.einsum(spec, x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+    logits = product(precision.exact, spec, x, w)
     return logits if precision.cast_logits_to_fp32 else precision.cast(logits)
-  return precision.einsum(spec, x, w, float32=precision.cast_logits_to_fp32)
+  return product(precision, spec, x, w, float32=precision.cast_logits_to_fp32)
 
 
 @jax.named_scope("soft_cap")

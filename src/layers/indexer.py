@@ -13,6 +13,7 @@ from maxtext_like.layers.norms import LayerNorm, NormConfig
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+from maxtext_like.layers.weight import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Indexer:
   @jax.named_scope("indexer")
   def keys(self, p: dict, x_BTD: jax.Array, positions: jax.Array) -> jax.Array:
     """Index keys [B, T, H] of the normed input of the layer: what a cache holds."""
-    k_BTH = self._k_norm(p["k_norm"], self.precision.einsum("BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
+    k_BTH = self._k_norm(p["k_norm"], product(self.precision, "BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
     return self._rotate(k_BTH, rope_table(self.cfg.rope, positions))
 
   @jax.named_scope("indexer")
@@ -89,21 +90,18 @@ class Indexer:
     """
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
     table = rope_table(self.cfg.rope, positions)
-    q_BTXH = self._rotate(self.precision.einsum("BTR,RXH->BTXH", latent_BTR, p["q"]), table)
+    q_BTXH = self._rotate(product(self.precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), table)
     if k_BSH is None:
       k_BSH = self.keys(p, x_BTD, positions)
     return self.score(p, x_BTD, q_BTXH, k_BSH)
 
   def score(self, p: dict, x_BTD: jax.Array, q_BTXH: jax.Array, k_BSH: jax.Array) -> jax.Array:
     """Index scores [B, T, S] of rotated index queries and keys; the heads' weights are read from x (see the call)."""
-    c, einsum = self.cfg, self.precision.einsum
-    float32 = self.precision.indexer_float32_logits
+    c, precision = self.cfg, self.precision
+    float32 = precision.indexer_float32_logits
     with jax.named_scope("indexer_product"):
-      products = einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
-    if float32:
-      weights = jnp.einsum("BTD,DX->BTX", x_BTD.astype(jnp.float32), p["weights"].astype(jnp.float32), precision="highest")
-    else:
-      weights = einsum("BTD,DX->BTX", x_BTD, p["weights"])
+      products = precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
+    weights = product(precision.exact if float32 else precision, "BTD,DX->BTX", x_BTD, p["weights"])
     with jax.named_scope("indexer_sum"):
       relu = jax.nn.relu(products * jnp.asarray(c.head_dim**-0.5, products.dtype))
       weights = weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)

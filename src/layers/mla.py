@@ -20,6 +20,7 @@ from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
+from maxtext_like.layers.weight import product
 
 # DeepSeek fixes the epsilon of the latent norms; the configuration's is for the others.
 LATENT_EPSILON = 1e-6
@@ -109,7 +110,7 @@ class MLA:
     return spec
 
   def _project(self, p, name, x_BTD):
-    y = self.precision.einsum("BTD,DR->BTR", x_BTD, p[name])
+    y = product(self.precision, "BTD,DR->BTR", x_BTD, p[name])
     return y + self.precision.cast(p[f"{name}_bias"]) if self.cfg.bias else y
 
   def _queries(self, p, x_BTD, table):
@@ -118,9 +119,9 @@ class MLA:
     latent = None
     if c.q_lora_rank:
       latent = self._latent_norm(c.q_lora_rank)(p["q_a_norm"], self._project(p, "q_a", x_BTD))
-      q = self.precision.einsum("BTR,RNH->BTNH", latent, p["q_b"])
+      q = product(self.precision, "BTR,RNH->BTNH", latent, p["q_b"])
     else:
-      q = self.precision.einsum("BTD,DNH->BTNH", x_BTD, p["q"])
+      q = product(self.precision, "BTD,DNH->BTNH", x_BTD, p["q"])
     nope, rope = jnp.split(q, [c.nope_dim], axis=-1)
     return jnp.concatenate([nope, rotate(rope, table, interleave=c.rope.interleave)], axis=-1), latent
 
@@ -142,7 +143,7 @@ class MLA:
 
   def expand(self, p: dict, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
-    kv = self.precision.einsum("BSC,CNH->BSNH", latent_BSC, p["kv_b"])
+    kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, p["kv_b"])
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
@@ -221,5 +222,5 @@ class MLA:
         loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, ctx.live)
       ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
-    out = self.precision.einsum("BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
+    out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
     return out + self.precision.cast(p["o_bias"]) if c.bias else out

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import product
 
 Activation = Literal["gelu", "silu"]
 
@@ -106,11 +107,11 @@ class MLP:
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
     float32 = keep_float32(self.precision)
-    gate = self.precision.einsum("BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
-    up = self.precision.einsum("BTD,DF->BTF", x_BTD, p["up"], float32=float32)
+    gate = product(self.precision, "BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
+    up = product(self.precision, "BTD,DF->BTF", x_BTD, p["up"], float32=float32)
 
     def down(hidden_BTF):
-      return self.precision.einsum("BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
+      return product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
 
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down)
     ctx.note("rescued", rescued)

@@ -4,7 +4,7 @@ B batch, T position, D model, E experts, k experts a token, F hidden size of an 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import jax
@@ -18,6 +18,7 @@ from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import batch_axes
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import cast, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,8 @@ class Router:
     return spec
 
   def _logits(self, p: dict, x: jax.Array) -> jax.Array:
-    if self.precision.float32_gate_logits:
-      return jnp.einsum("...D,DE->...E", x.astype(jnp.float32), p["kernel"].astype(jnp.float32), precision="highest")
-    return self.precision.einsum("...D,DE->...E", x, p["kernel"])
+    precision = self.precision.exact if self.precision.float32_gate_logits else self.precision
+    return product(precision, "...D,DE->...E", x, p["kernel"])
 
   @jax.named_scope("router")
   def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
@@ -182,7 +182,7 @@ class Experts:
     Returns:
       [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
     """
-    p = {name: self.precision.cast(w) for name, w in p.items()}
+    p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = jax.sharding.get_abstract_mesh()
     axes = () if mesh.empty else batch_axes(mesh)
     ways = math.prod(mesh.shape[a] for a in axes)
@@ -206,7 +206,7 @@ class Experts:
     order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] slots, grouped by expert
     sizes = jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32)
     rows = self.precision.cast(x_BTD).reshape(B * T, D)[order // k]
-    out, rescued = self._gated(p, rows, lambda x, w: self._grouped(x, w, sizes))
+    out, rescued = self._gated(p, rows, lambda x, w: product(self._products, "MD,EDF->MF", x, w, groups=sizes))
     # Back to the order of slots; each has its own place, so this is a permutation and not a scatter that adds.
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, k, D)
     return self._combine(out, weights), rescued
@@ -214,35 +214,30 @@ class Experts:
   def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """The same sum with every expert run on every token: E / k times the work, and nothing to get wrong."""
     B, T, D = x_BTD.shape
-    p = {name: self.precision.cast(w) for name, w in p.items()}
+    p = {name: cast(self.precision, w) for name, w in p.items()}
     x = self.precision.cast(x_BTD).reshape(1, B * T, D)
-    product = "EXD,EDF->EXF"
-    out_EXD, _ = self._gated(p, x, lambda x, w: self._dense_product(product, x, w))
+
+    def every(x, w):
+      return product(self._products, "EXD,EDF->EXF", jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:])), w)
+
+    out_EXD, _ = self._gated(p, x, every)
     chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
     return self._combine(chosen.reshape(B, T, -1, D), weights)
 
-  def _gated(self, p, rows, product):
-    """down(act(gate(rows)) * up(rows)) with ``product`` for the three products."""
-    gate, up = product(rows, p["gate"]), product(rows, p["up"])
+  def _gated(self, p, rows, multiply):
+    """down(act(gate(rows)) * up(rows)) with ``multiply`` for the three products."""
+    gate, up = multiply(rows, p["gate"]), multiply(rows, p["up"])
     if not keep_float32(self.precision):
       gate, up = self.precision.cast(gate), self.precision.cast(up)
-    down = lambda hidden: product(self.precision.cast(hidden), p["down"])
+    down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
-  def _product_operands(self, x, w):
-    # No grouped float16 product on TPU (Mosaic refuses it); float32 operands hold float16 numbers exactly.
-    if self.precision.dtype == "float16" or keep_float32(self.precision):
-      return x.astype(jnp.float32), w.astype(jnp.float32)
-    return x, w
-
-  def _grouped(self, x, w, sizes):
-    x, w = self._product_operands(x, w)
-    return jax.lax.ragged_dot(x, w, sizes, precision=self.precision.matmul_precision)
-
-  def _dense_product(self, spec, x, w):
-    x, w = self._product_operands(x, w)
-    x = jnp.broadcast_to(x, (w.shape[0], *x.shape[1:]))
-    return jnp.einsum(spec, x, w, precision=self.precision.matmul_precision)
+  @property
+  def _products(self) -> Precision:
+    """Of the three products. No grouped float16 product runs on a TPU (Mosaic refuses it), and none hands on its float32 sum;
+    float32 operands hold 16-bit numbers exactly."""
+    wide = self.precision.dtype == "float16" or keep_float32(self.precision)
+    return replace(self.precision, dtype="float32") if wide else self.precision
 
   @jax.named_scope("weight_sum")
   def _combine(self, out_BTkD, weights):

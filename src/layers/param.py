@@ -94,6 +94,8 @@ class Param:
     init: from random uint32 bits of the array's shape (one row's, for a stack) to float32 numbers.
     trainable: False for arrays that gradients never change (buffers, the router bias of DeepSeek).
     rows: size of the leading axis of a stack, whose rows are drawn one by one; None: a single array.
+    contracts: axes (of one row) that a product with this array sums over, from which a quantised weight's scales and an
+      adapter's two factors follow; () for what multiplies nothing. None: those of a ``FanIn``, and () with another init.
   """
 
   shape: tuple[int, ...]
@@ -102,8 +104,11 @@ class Param:
   init: Initializer = fan_in(0)
   trainable: bool = True
   rows: int | None = None
+  contracts: tuple[int, ...] | None = None
 
   def __post_init__(self):
+    if self.contracts is None:
+      object.__setattr__(self, "contracts", self.init.axes if isinstance(self.init, FanIn) else ())
     if len(self.shape) != len(self.axes):
       raise ValueError(f"Param needs one axis name for each dimension, got shape {self.shape} and axes {self.axes}")
 

@@ -14,6 +14,7 @@ from maxtext_like.layers.mlp import Activation, gated
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import lookup, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class PerLayerInput:
     c, dtype = self.cfg, self.precision.weight_dtype
     V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
     return {
-      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5)),
+      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
       "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
       "norm": self._norm.params(),
     }
@@ -51,8 +52,8 @@ class PerLayerInput:
   def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
     """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
     c, precision = self.cfg, self.precision
-    identity = constant(precision.cast(p["table"][tokens_BT]), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
-    context = precision.einsum("BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
+    identity = constant(lookup(precision, p["table"], tokens_BT), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
+    context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
     context = self._norm(p["norm"], context, "float32")
     return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)
 
@@ -93,9 +94,8 @@ class PerLayerGate:
   @jax.named_scope("per_layer_input")
   def _gated(self, p: dict, x_BTD: jax.Array, input_BTP: jax.Array, ctx: Context) -> jax.Array:
     """float32 all through: a norm follows, and amplifies what rounding leaves of a small product."""
-    einsum = self.precision.einsum
-    gate = einsum("BTD,DP->BTP", x_BTD, p["gate"], float32=True, unbounded=True)
-    project = lambda hidden: einsum("BTP,PD->BTD", hidden, p["projection"], float32=True)
+    gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], float32=True, unbounded=True)
+    project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], float32=True)
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
     ctx.note("rescued", rescued)
     return out_BTD

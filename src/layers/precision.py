@@ -1,6 +1,7 @@
 """Precision: every numeric choice of a layer, obeyed in one place.
 
-``Precision`` holds the ``precision:`` section of a configuration; its ``einsum`` is the only matrix product that layers use.
+``Precision`` holds the ``precision:`` section of a configuration; its ``einsum`` is the only matrix product of activations that
+layers use, and what ``weight.product`` multiplies plain arrays with.
 
 A product of two bfloat16 or float16 numbers is exact in float32, so asking the product for a float32 result gives what
 casting both operands up would give, at the speed of the low-precision units. That is how the float32 flags are honoured.
@@ -92,6 +93,11 @@ class Precision:
       raise ValueError(f"{', '.join(sorted(wrong))} cannot differ between layers; {', '.join(LAYER_KEYS)} can")
     return replace(self, **{"residual_dtype": self.residual, **values})
 
+  @property
+  def exact(self) -> "Precision":
+    """Of products that are kept in float32, operands and all, whatever the rest of the layer is."""
+    return replace(self, dtype="float32", matmul_precision="highest")
+
   def cast(self, x: jax.Array) -> jax.Array:
     """x in the dtype of activations."""
     return x.astype(self.dtype)
@@ -117,6 +123,10 @@ class Precision:
     if float32 and self.dtype != "float32":
       return _float32_product(spec, self.matmul_precision, *vary_alike(x, y))
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
+
+  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, groups_E: jax.Array) -> jax.Array:
+    """[M, F]: each of the groups of consecutive rows of x times its own matrix; operands and result in ``dtype``."""
+    return jax.lax.ragged_dot(self.cast(x_MD), self.cast(y_EDF), groups_E, precision=self.matmul_precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -3,6 +3,7 @@
 I images, P patches of one image, C channels, D tower width, N heads, H head, F MLP, O decoder width, S image tokens.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from maxtext_like.layers.mlp import activate
 from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +97,22 @@ class SiglipLayer:
 
   def __call__(self, p: dict, x_IPD: jax.Array) -> jax.Array:
     """x: [I, P, D] in the residual dtype; returns the same."""
-    c, einsum, cast, residual = self.cfg, self.precision.einsum, self.precision.cast, self.precision.residual
+    c, cast, residual = self.cfg, self.precision.cast, self.precision.residual
+    multiply = functools.partial(product, self.precision)
     a, y = p["attention"], self._norm(p["pre_attention_norm"], x_IPD)
     float32 = self.precision.float32_branches
     with jax.named_scope("attention"):
-      q, k, v = (einsum("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
+      q, k, v = (multiply("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
       everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
       scale = (c.emb_dim // c.num_heads) ** -0.5
       out, _ = dot_product_attention(q, k, v, everything, scale=scale, precision=self.precision)
-      out = einsum("IPNH,NHD->IPD", out, a["o"], float32=float32) + cast(a["o_bias"])
+      out = multiply("IPNH,NHD->IPD", out, a["o"], float32=float32) + cast(a["o_bias"])
     with jax.named_scope("residual"):
       x_IPD = x_IPD + out.astype(residual)
     m, y = p["mlp"], self._norm(p["pre_mlp_norm"], x_IPD)
     with jax.named_scope("mlp"):
-      hidden = activate(einsum("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
-      out = einsum("IPF,FD->IPD", hidden, m["down"], float32=float32) + cast(m["down_bias"])
+      hidden = activate(multiply("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
+      out = multiply("IPF,FD->IPD", hidden, m["down"], float32=float32) + cast(m["down_bias"])
     with jax.named_scope("residual"):
       return x_IPD + out.astype(residual)
 
@@ -167,7 +170,7 @@ class Siglip:
     c, precision = self.cfg, self.precision
     I, g, s = pixels.shape[0], c.side, c.patch_size
     patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
-    x = precision.einsum("IPK,KD->IPD", patches, p["patch"]["kernel"]) + precision.cast(p["patch"]["bias"])
+    x = product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]) + precision.cast(p["patch"]["bias"])
     x = (x + precision.cast(p["positions"])).astype(precision.residual)
     layer = wrap(SiglipLayer(c, precision))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
@@ -175,5 +178,5 @@ class Siglip:
     pool = g // c.side_out
     grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
     pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)
-    out = precision.einsum("ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
+    out = product(precision, "ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
     return ctx.tap("vision.projected", out), jnp.ones((I, c.tokens_per_image), bool)

@@ -17,6 +17,7 @@ from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+from maxtext_like.layers.weight import product
 
 _FLOAT32_MAX = 3.4028234e38
 _CLIPPED = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
@@ -102,11 +103,11 @@ class Gemma4VisionLayer:
 
   def _linear(self, p: dict, name: str, spec: str, x: jax.Array, *, float32: bool = False) -> jax.Array:
     if not self.cfg.clipped:
-      return self.precision.einsum(spec, x, p[name], float32=float32)
+      return product(self.precision, spec, x, p[name], float32=float32)
     bounds = p["clip"][name]
     x = jnp.clip(x.astype(jnp.float32), bounds["input_min"], bounds["input_max"])
     y = jnp.clip(
-      self.precision.einsum(spec, x, p[name], float32=True).astype(jnp.float32), bounds["output_min"], bounds["output_max"]
+      product(self.precision, spec, x, p[name], float32=True).astype(jnp.float32), bounds["output_min"], bounds["output_max"]
     )
     return y if float32 else self.precision.cast(y)
 
@@ -185,7 +186,7 @@ class Gemma4Vision:
     """
     c, precision = self.cfg, self.precision
     live = positions[..., 0] >= 0
-    x = precision.einsum("IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
+    x = product(precision, "IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
     at = jnp.maximum(positions, 0)
     place = p["positions"][0][at[..., 0]] + p["positions"][1][at[..., 1]]
     x = (x + jnp.where(live[..., None], precision.cast(place), 0)).astype(precision.residual)
@@ -197,7 +198,7 @@ class Gemma4Vision:
     pooled, valid = self._pool(x, positions, live)
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
-    out = precision.einsum("ISD,DO->ISO", normed, p["projector"])
+    out = product(precision, "ISD,DO->ISO", normed, p["projector"])
     ctx.tap("vision.pooled", pooled.astype(jnp.float32) * c.emb_dim**0.5)
     ctx.tap("vision.tower_out", features)
     ctx.note("rescued", jnp.sum(rescued) + clipped)

@@ -1,0 +1,100 @@
+"""How a stored weight multiplies: the seam between the layers and what their weights are made of.
+
+A layer multiplies its parameters through ``product`` and reads rows of its tables through ``lookup``, never by itself. A plain
+array multiplies as ``Precision`` says. Whatever else may stand in its place in the tree of parameters (a quantised array, an
+adapter on top of one) is a ``Weight``: a registered pytree that knows how it multiplies.
+
+Which axes of a weight a product sums over stands once for what is stored, ``Param.contracts``, and once for what is computed,
+the equation (``Equation.summed``); axes and shapes of scales and adapters follow from either.
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from maxtext_like.layers.precision import Precision
+
+
+class Weight(abc.ABC):
+  """A weight that is no plain array. A subclass is registered as a pytree, whose leaves are what is stored and trained."""
+
+  @abc.abstractmethod
+  def product(
+    self,
+    precision: Precision,
+    equation: str,
+    x: jax.Array,
+    *,
+    groups: jax.Array | None = None,
+    float32: bool = False,
+    unbounded: bool = False,
+  ) -> jax.Array:
+    """See the function of this name."""
+
+  @abc.abstractmethod
+  def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
+    """See the function of this name."""
+
+  @abc.abstractmethod
+  def cast(self, precision: Precision) -> "Weight":
+    """See the function of this name."""
+
+
+def product(
+  precision: Precision,
+  equation: str,
+  x: jax.Array,
+  weight: Any,
+  *,
+  groups: jax.Array | None = None,
+  float32: bool = False,
+  unbounded: bool = False,
+) -> jax.Array:
+  """x times a weight.
+
+  Args:
+    precision: dtype of operands and result, see ``Precision.einsum``.
+    equation: as of einsum, x first: "BTD,DNH->BTNH". An axis of the weight alone, with ``groups``, is one of which each row of
+      x has its own entry: "MD,EDF->MF" for rows sorted by expert.
+    x: activations.
+    weight: an array or a ``Weight``.
+    groups: int32 [E], how many rows of x belong to each entry of the weight's first axis.
+    float32, unbounded: as of ``Precision.einsum``; not with groups.
+  """
+  if isinstance(weight, Weight):
+    return weight.product(precision, equation, x, groups=groups, float32=float32, unbounded=unbounded)
+  if groups is not None:
+    return precision.grouped(x, weight, groups)
+  return precision.einsum(equation, x, weight, float32=float32, unbounded=unbounded)
+
+
+def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
+  """Rows of a table by their numbers, [*index.shape, ...] in ``dtype``; an index beyond the table is clamped."""
+  return weight.lookup(precision, index) if isinstance(weight, Weight) else precision.cast(weight[index])
+
+
+def cast(precision: Precision, weight: Any) -> Any:
+  """The weight as products read it, before it travels to the devices that do: in ``dtype``, if it is a plain array."""
+  return weight.cast(precision) if isinstance(weight, Weight) else precision.cast(weight)
+
+
+@dataclass(frozen=True)
+class Equation:
+  """The letters of "x,weight->result"."""
+
+  x: str
+  weight: str
+  result: str
+
+  @classmethod
+  def of(cls, equation: str) -> "Equation":
+    """Taken apart."""
+    operands, result = equation.split("->")
+    return cls(*operands.split(","), result)
+
+  @property
+  def summed(self) -> str:
+    """The axes that the product sums over."""
+    return "".join(a for a in self.weight if a in self.x and a not in self.result)

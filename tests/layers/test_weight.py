@@ -1,0 +1,230 @@
+"""Two kinds of weights that are no arrays stand in for every weight of every model, and compute and train as they should.
+
+A scaled int8 weight and a low-rank addition, made from nothing but the ``Param`` of each weight.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.vision_gemma3 import SiglipConfig
+from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
+from maxtext_like.layers.weight import Equation, Weight, cast, lookup, product
+from tests.layers.test_decoder import UNOPTIMISED, close, objective
+
+RANK = 2
+static = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank(Weight):
+  """base + a b: a [*groups, *summed, RANK], b [*groups, RANK, *kept]. Groups: experts, each with factors of its own."""
+
+  base: Any
+  a: jax.Array
+  b: jax.Array
+  param: Param = static
+
+  def product(self, precision, equation, x, *, groups=None, **flags):
+    e, grouped = Equation.of(equation), self.param.axes[:1] == ("expert",)
+    group = e.weight[0] if grouped else ""
+    kept = "".join(c for c in e.weight if c not in e.summed + group)
+    inner = "".join(c for c in e.x if c not in e.summed) + "r"
+    low = product(precision, f"{e.x},{group}{e.summed}r->{inner}", x, self.a, groups=groups)
+    added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, self.b, groups=groups)
+    return product(precision, equation, x, self.base, groups=groups, **flags) + added
+
+  def lookup(self, precision, index):
+    if self.param.contracts == (0,):  # a has the rows
+      added = jnp.tensordot(self.a[index], self.b, 1)
+    else:
+      added = jnp.einsum("Dr,r...->...D", self.a, self.b[:, index])
+    return lookup(precision, self.base, index) + precision.cast(added)
+
+  def cast(self, precision):
+    return dataclasses.replace(self, base=cast(precision, self.base))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled(Weight):
+  """values * scale, with a scale for each entry of the axes that products do not sum over."""
+
+  values: jax.Array
+  scale: jax.Array
+  param: Param = static
+
+  def product(self, precision, equation, x, *, groups=None, **flags):
+    e = Equation.of(equation)
+    y = product(precision, equation, x, self.values, groups=groups, **flags)
+    if groups is not None:
+      return y * jnp.repeat(self.scale[:, 0], groups, axis=0, total_repeat_length=y.shape[0])
+    return y * jnp.einsum(f"{e.weight}->{''.join(c for c in e.result if c in e.weight)}", self.scale)[self._spread(e)]
+
+  def _spread(self, e):
+    """A new axis for each axis of the result that the weight has not."""
+    return tuple(slice(None) if c in e.weight else None for c in e.result if c != ".")
+
+  def lookup(self, precision, index):
+    scale = self.scale[index] if self.scale.shape[0] > 1 else self.scale[0]
+    return precision.cast(self.values[index] * scale)
+
+  def cast(self, precision):
+    return self
+
+
+def contracts(p: Param, array: Any) -> tuple[int, ...]:
+  """Of the stored array, which in a stack has an axis before the row's."""
+  assert p.contracts is not None
+  return tuple(c + array.ndim - len(row(p).shape) for c in p.contracts)
+
+
+def row(p: Param) -> Param:
+  return p if p.rows is None else dataclasses.replace(p, shape=p.shape[1:], axes=p.axes[1:], rows=None)
+
+
+def low_rank(p: Param, base: Any, rng) -> Any:
+  """The weight with factors drawn for it, or the array itself where nothing multiplies it."""
+  if not p.contracts:
+    return base
+  own = row(p)
+  lead = () if p.rows is None else (p.rows,)
+  groups = tuple(s for s, axis in zip(own.shape, own.axes, strict=True) if axis == "expert" and own.axes[0] == "expert")
+  summed = tuple(own.shape[c] for c in p.contracts)
+  kept = own.shape[len(groups) :]
+  kept = tuple(s for i, s in enumerate(kept, len(groups)) if i not in p.contracts)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
+  return LowRank(base, draw(*lead, *groups, *summed, RANK), draw(*lead, *groups, RANK, *kept), own)
+
+
+def merged(w: Any) -> Any:
+  """The array that a weight stands for."""
+  if isinstance(w, Scaled):
+    return w.values.astype(jnp.float32) * w.scale
+  if not isinstance(w, LowRank):
+    return w
+  own, letters = w.param, "ABCDEFG"[: len(w.param.shape)]
+  group = letters[:1] if own.axes[:1] == ("expert",) else ""
+  summed = "".join(letters[c] for c in own.contracts or ())
+  kept = "".join(c for c in letters if c not in summed + group)
+  return w.base + jnp.einsum(f"...{group}{summed}r,...{group}r{kept}->...{letters}", w.a, w.b)
+
+
+def scaled(p: Param, array: Any) -> Any:
+  if not p.contracts:
+    return array
+  scale = jnp.max(jnp.abs(array), axis=contracts(p, array), keepdims=True) / 127
+  return Scaled(jnp.round(array / scale).astype(jnp.int8), scale, row(p))
+
+
+def is_weight(x: Any) -> bool:
+  return isinstance(x, Weight)
+
+
+SLOW = pytest.mark.slow
+QUICK = ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2", "gemma3", "deepseek3"))]
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, random_params, batch):
+  """Loss and gradients of the factors are those of the merged arrays; experts, tables and the indexer too."""
+  decoder = tiny_decoder(family)
+  spec, rng = decoder.params(), np.random.default_rng(7)
+  p = jax.tree.map(lambda q, x: low_rank(q, x, rng), spec, random_params(spec))
+  loss = lambda p: objective(decoder)(p, batch)[0]
+  merge = lambda p: jax.tree.map(merged, p, is_leaf=is_weight)
+  both = lambda p: (jax.value_and_grad(loss)(p), jax.value_and_grad(lambda p: loss(merge(p)))(p))
+  (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
+  np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+  close(got, expected, 1e-3)
+  found = [w for w in jax.tree.leaves(got, is_leaf=is_weight) if is_weight(w)]
+  assert len(found) == sum(bool(q.contracts) for q in jax.tree.leaves(spec))
+  assert all((g != 0).any() for w in found for g in (w.a, w.b))
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, random_params, batch):
+  decoder = tiny_decoder(family)
+  spec = decoder.params()
+  p = jax.tree.map(scaled, spec, random_params(spec))
+  assert {str(w.values.dtype) for w in jax.tree.leaves(p, is_leaf=is_weight) if is_weight(w)} == {"int8"}
+  loss = lambda p: objective(decoder)(p, batch)[0]
+  both = lambda p: (loss(p), loss(jax.tree.map(merged, p, is_leaf=is_weight)))
+  value, expected = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+TOWERS = {
+  "gemma3": (
+    SiglipConfig(
+      image_size=8, patch_size=2, emb_dim=6, mlp_dim=7, num_layers=2, num_heads=2, tokens_per_image=4, output_dim=5
+    ),
+    (2, 3, 8, 8),
+    None,
+  ),
+  "gemma4": (
+    Gemma4VisionConfig(
+      patch_size=2, emb_dim=6, mlp_dim=7, num_layers=2, num_heads=2, head_dim=4, position_table_size=5, output_dim=5,
+      pooling=2, clipped=True,
+    ),
+    (1, 4, 12),
+    jnp.asarray([[[0, 0], [1, 0], [0, 1], [1, 1]]]),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_multiplies_through_the_seam_too(name, random_params):
+  cfg, shape, positions = TOWERS[name]
+  tower = cfg.layer(Precision(dtype="float32"))
+  spec, rng = tower.params(), np.random.default_rng(3)
+  pixels = jnp.asarray(rng.uniform(size=shape), jnp.float32)
+  plain = random_params(spec)
+  if name == "gemma4":
+    for part in ("attention", "mlp"):  # wide open, as in a model whose bounds do not act
+      for bounds in plain["layers"][part]["clip"].values():
+        for side in bounds:
+          bounds[side] = jnp.full_like(bounds[side], -3e38 if side.endswith("min") else 3e38)
+  run = lambda p: tower(p, pixels, positions, Context(positions))[0]
+  for p in (jax.tree.map(scaled, spec, plain), jax.tree.map(lambda q, x: low_rank(q, x, rng), spec, plain)):
+    got, expected = jax.jit(lambda p: (run(p), run(jax.tree.map(merged, p, is_leaf=is_weight))))(p)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_decoder, batch):
+  """Every product of a model, as it is traced: the axes that its equation sums over are those of the ``Param``."""
+  decoder = tiny_decoder(family, scan_layers=False)
+  spec = decoder.params()
+  seen = []
+
+  @dataclasses.dataclass(frozen=True)
+  class Told(Weight):
+    values: Any
+    param: Param = static
+
+    def product(self, precision, equation, x, **flags):
+      e = Equation.of(equation)
+      seen.append((e, self.param))
+      return product(precision, equation, x, self.values, **flags)
+
+    def lookup(self, precision, index):
+      return lookup(precision, self.values, index)
+
+    def cast(self, precision):
+      return self
+
+  jax.tree_util.register_dataclass(Told)
+  p = jax.tree.map(lambda q: Told(jax.ShapeDtypeStruct(q.shape, q.dtype), row(q)) if q.contracts else
+                   jax.ShapeDtypeStruct(q.shape, q.dtype), spec)  # fmt: skip
+  jax.eval_shape(lambda p: decoder(p, batch)[0], p)
+  assert len(seen) >= 4 * len(decoder.layers)
+  for e, param in seen:
+    assert tuple(e.weight.index(c) for c in e.summed) == param.contracts
