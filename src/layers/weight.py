@@ -92,7 +92,8 @@ class Equation:
   def of(cls, equation: str) -> "Equation":
     """Taken apart."""
     operands, result = equation.split("->")
-    return cls(*operands.split(","), result)
+    x, weight = operands.split(",")
+    return cls(x, weight, result)
 
   @property
   def summed(self) -> str:
