@@ -161,7 +161,7 @@ def test_places_in_the_model_and_names_of_lines():
   place = place_of(decoder, "row_1/stack_1/layer_0/attention")
   assert (place.layers, place.axis) == ((7,), None)
   assert place_of(decoder, "head").layers == ()
-  assert line_of(("src/layers/precision.py:88", "src/layers/mlp.py:7")) == "src/layers/mlp.py:7"
+  assert line_of(("src/layers/precision.py:88", "src/layers/weight.py:72", "src/layers/mlp.py:7")) == "src/layers/mlp.py:7"
 
 
 def test_keys_against_overflows_outside_the_layers():
