@@ -1,3 +1,78 @@
 """Train Gemma 3/4 and DeepSeek V3/V3.2 in JAX in any precision, finite from step 1, and told exactly why when not."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+  from maxtext_like.api.answers import generate
+  from maxtext_like.api.audited import audit
+  from maxtext_like.api.bisected import bisect
+  from maxtext_like.api.catalog import list_models
+  from maxtext_like.api.configuration import load_config
+  from maxtext_like.api.conversion import export_checkpoint, import_checkpoint
+  from maxtext_like.api.fits import compile_step
+  from maxtext_like.api.kernel_tests import kernel_self_test
+  from maxtext_like.api.looks import replay, xray, xray_step
+  from maxtext_like.api.outputs import forward
+  from maxtext_like.api.pretrained import load
+  from maxtext_like.api.runs import train
+  from maxtext_like.api.weights_at_risk import risk
+  from maxtext_like.generation.prompts import Prompt
+  from maxtext_like.numerics.finite_guard import FiniteGuard
+
+__all__ = [
+  "FiniteGuard",
+  "Prompt",
+  "audit",
+  "bisect",
+  "compile_step",
+  "export_checkpoint",
+  "forward",
+  "generate",
+  "import_checkpoint",
+  "kernel_self_test",
+  "list_models",
+  "load",
+  "load_config",
+  "replay",
+  "risk",
+  "train",
+  "xray",
+  "xray_step",
+]
+
+# Where each name is. It is loaded when it is first asked for, so that importing the package imports nothing else.
+_HOMES = {
+  "FiniteGuard": "numerics.finite_guard",
+  "Prompt": "generation.prompts",
+  "audit": "api.audited",
+  "bisect": "api.bisected",
+  "compile_step": "api.fits",
+  "export_checkpoint": "api.conversion",
+  "forward": "api.outputs",
+  "generate": "api.answers",
+  "import_checkpoint": "api.conversion",
+  "kernel_self_test": "api.kernel_tests",
+  "load": "api.pretrained",
+  "load_config": "api.configuration",
+  "list_models": "api.catalog",
+  "replay": "api.looks",
+  "risk": "api.weights_at_risk",
+  "train": "api.runs",
+  "xray": "api.looks",
+  "xray_step": "api.looks",
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_HOMES})

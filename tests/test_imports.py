@@ -21,6 +21,7 @@ ORDER = (
   ("generation",),
   ("training",),
   ("analysis",),
+  ("api",),
   ("__init__",),
   ("cli",),
   ("__main__",),

@@ -1,17 +1,13 @@
 """The configuration that a step holds, to run its model elsewhere: the model and its numbers, not the machine it was on."""
 
-import re
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from maxtext_like.config.load import Loaded, load_config, make_section
+from maxtext_like.config.load import Loaded, make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.schema import LEAVES
-from maxtext_like.config.yaml_file import to_text
-from maxtext_like.errors import UserError
+from maxtext_like.config.values import load_values
 
 _SECTIONS = ("model", "vision", "precision")
 
@@ -34,17 +30,10 @@ def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = (
     UserError: as ``load_config``.
   """
   model: ModelConfig = section("model", stored)
-  inactive = foreign_keys(model)
-  lines = []
-  for name in _SECTIONS:
-    # What this version does not know was said for another; what the model has no use for may not be said.
-    known = [key for key in stored.get(name, {}) if LEAVES.get(key, ("",))[0] == name and key not in inactive]
-    lines += [f"{name}:", *(f"  {key}: {to_text(stored[name][key])}" for key in known)]
-  longest = model.max_position_embeddings
-  with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "stored.yml"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    try:
-      return load_config(path, [f"max_target_length={min(2048, longest)}", *overrides])
-    except UserError as error:
-      raise UserError(re.sub(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: place, str(error))) from None
+  useless = foreign_keys(model)
+  # What this version does not know was said for another; what the model has no use for may not be said.
+  values = {
+    name: {k: v for k, v in stored.get(name, {}).items() if LEAVES.get(k, ("",))[0] == name and k not in useless}
+    for name in _SECTIONS
+  }
+  return load_values(values, place, [f"max_target_length={min(2048, model.max_position_embeddings)}", *overrides])

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from maxtext_like.config.hub import checkpoint_path
@@ -27,67 +26,49 @@ exit codes: 2 wrong usage or input; 3 the logits are not finite"""
 def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
+  from maxtext_like import Prompt, load
   from maxtext_like.cli.forward import rescued_line
-  from maxtext_like.cli.generate_model import open_model
-  from maxtext_like.generation.engine import check, generate
-  from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
-  from maxtext_like.generation.sampling import Sampling
-  from maxtext_like.generation.stop import stop_tokens
+  from maxtext_like.generation.prompts import read_prompts
 
   if options.batch is None:
     prompts = [Prompt(options.prompt, tuple(str(Path(name).expanduser()) for name in options.images))]
   else:
     prompts = read_prompts(Path(options.batch).expanduser())
-  images = any(prompt.images for prompt in prompts)
-  model = open_model(Path(options.checkpoint).expanduser(), overrides, images=images)
+  model = load(options.checkpoint, *overrides, images=any(prompt.images for prompt in prompts))
   for note in model.notes:
     print(f"note: {note}", file=sys.stderr)
-  sampling = Sampling(
+  shown: list[str] = []  # of a lone prompt, itself and its answer as they come
+
+  def show(number: int, text: str) -> None:
+    shown.extend([text] if shown else [prompts[number].text, text])
+    print("".join(shown) if len(shown) == 2 else text, end="", flush=True)
+
+  found = model.generate(
+    prompts,
+    max_tokens=options.max_tokens,
     temperature=options.temperature,
     top_k=options.top_k,
     top_p=options.top_p,
     min_p=options.min_p,
-    vocabulary=model.tokenizer.vocab_size,
     seed=options.seed,
+    stop=options.stop,
+    stop_ids=options.stop_ids,
+    on_text=show if len(prompts) == 1 else None,
   )
-  stop = stop_tokens(model.tokenizer, model.files, options.stop, model.model.config.model) | set(options.stop_ids)
-  decoder, tokenizer = model.model.decoder, model.tokenizer
-  encoded = encode(prompts, tokenizer, model.model.config.vision)
-  check(encoded, decoder, options.max_tokens)
-  params = model.params()
-  answers: list[list[int]] = [[] for _ in prompts]
-  shown = ""
   if len(prompts) == 1:
-    print(prompts[0].text, end="", flush=True)
-  begin, first, made_first = time.monotonic(), None, 0
-  rescued: list[int] = []
-  settings = {"max_tokens": options.max_tokens, "stop": stop, "sampling": sampling}
-  for rows in generate(decoder, params, encoded, **settings, on_rescued=rescued.append):
-    for answer, new in zip(answers, rows, strict=True):
-      answer.extend(new)
-    if first is None:
-      first, made_first = time.monotonic(), sum(map(len, answers))
-    if len(prompts) == 1:
-      # Decoded as a whole each time: a character may be spread over several tokens.
-      text = continuation(tokenizer, encoded.tokens[0], answers[0])
-      stable = text.removesuffix("\N{REPLACEMENT CHARACTER}")
-      if stable.startswith(shown):
-        print(stable[len(shown) :], end="", flush=True)
-        shown = stable
-  end = time.monotonic()
-  if len(prompts) == 1:
-    print(continuation(tokenizer, encoded.tokens[0], answers[0])[len(shown) :], flush=True)
+    print("" if shown else prompts[0].text, flush=True)
   else:
-    for number, (prompt, ids, answer) in enumerate(zip(prompts, encoded.tokens, answers, strict=True), 1):
-      print(f"--- {number}\n{prompt.text}{continuation(tokenizer, ids, answer)}")
-  made, first = sum(map(len, answers)), first or end
-  if made > made_first:
-    rate = f"then {_rate(made - made_first, end - first)}"
+    for number, answer in enumerate(found.answers, 1):
+      print(f"--- {number}\n{answer.prompt}{answer.text}")
+  made = sum(len(answer.tokens) for answer in found.answers)
+  if made > found.first_tokens:
+    rate = f"then {_rate(made - found.first_tokens, found.seconds)}"
   else:
-    rate = f"{_rate(made, end - begin)} with that"
-  print(f"{made} tokens, the first {made_first} after {first - begin:.2f} s (compiling included), {rate}", file=sys.stderr)
-  if decoder.uses_float16:
-    print(rescued_line(sum(rescued)), file=sys.stderr)
+    rate = f"{_rate(made, found.first_seconds + found.seconds)} with that"
+  started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (compiling included)"
+  print(f"{made} tokens, {started}, {rate}", file=sys.stderr)
+  if found.rescued is not None:
+    print(rescued_line(found.rescued), file=sys.stderr)
   return 0
 
 

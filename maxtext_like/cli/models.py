@@ -1,51 +1,7 @@
 """``maxtext-like models``: the model configurations with their parameter counts, by shape arithmetic, without arrays."""
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-from maxtext_like.config.files import configs_folder, model_names
-from maxtext_like.config.load import load_config
-from maxtext_like.config.model import ExpertsConfig, ModelConfig
-from maxtext_like.config.precision_keys import PrecisionConfig
-from maxtext_like.config.vision import VisionConfig
-
-
-@dataclass(frozen=True)
-class Counts:
-  """Parameters of a model: all of them, and those that one token passes through (fewer where experts are routed)."""
-
-  total: int
-  active: int
-
-
-def parameter_counts(model: ModelConfig, precision: PrecisionConfig, vision: VisionConfig | None = None) -> Counts:
-  """Counts from the declared shapes; non-trainable ones (router bias, layer scalar) are buffers and not counted.
-
-  ``vision`` with ``use_multimodal`` adds the tower and its projector.
-  """
-  from maxtext_like.layers.param import Param
-  from maxtext_like.models.build import build_decoder, precision_of
-
-  chosen = model.num_experts_per_tok / model.num_experts if isinstance(model, ExpertsConfig) and model.num_experts else 1
-
-  def leaves(tree: Mapping, routed: bool) -> Iterator[tuple[Param, bool]]:
-    for name, branch in tree.items():
-      if isinstance(branch, Param):
-        yield branch, routed
-      else:
-        yield from leaves(branch, routed or name == "experts")
-
-  total = active = 0
-  for param, routed in leaves(build_decoder(model, precision_of(precision), vision=vision).params(), routed=False):
-    if not param.trainable:
-      continue
-    size = math.prod(param.shape)
-    total += size
-    active += round(size * chosen) if routed else size
-  return Counts(total, active)
 
 
 def run(argv: list[str]) -> int:
@@ -57,15 +13,15 @@ def run(argv: list[str]) -> int:
   )
   parser.add_argument("--exact", action="store_true", help="whole numbers instead of billions")
   exact = parser.parse_args(argv).exact
+  from maxtext_like import list_models
+
+  number = (lambda n: f"{n:,}") if exact else _rounded
   rows = []
-  for name in model_names():
-    config = load_config(name).config
-    model, counts = config.model, parameter_counts(config.model, config.precision, config.vision)
-    number = (lambda n: f"{n:,}") if exact else _rounded
-    active = number(counts.active) if counts.active != counts.total else ""
+  for m in list_models():
+    active = number(m.counts.active) if m.counts.active != m.counts.total else ""
     rows.append(
-      (name, number(counts.total), active, str(model.num_decoder_layers), str(model.emb_dim),
-       str(config.training.max_target_length), config.precision.dtype, _first_comment(name))
+      (m.name, number(m.counts.total), active, str(m.config.model.num_decoder_layers), str(m.config.model.emb_dim),
+       str(m.config.training.max_target_length), m.config.precision.dtype, m.about)
     )  # fmt: skip
   _print(rows)
   return 0
@@ -95,8 +51,3 @@ def _rounded(count: int) -> str:
     if count >= size:
       return f"{count / size:.2f} {unit}"
   return str(count)
-
-
-def _first_comment(name: str) -> str:
-  first = (configs_folder() / "models" / f"{name}.yml").read_text("utf-8").partition("\n")[0]
-  return first.removeprefix("# ") if first.startswith("# ") else ""

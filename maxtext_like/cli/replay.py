@@ -1,7 +1,6 @@
 """``maxtext-like replay``: the step that ended a run, looked through again."""
 
 import argparse
-from pathlib import Path
 
 from maxtext_like.cli.arguments import parse_words
 from maxtext_like.config.paths import local_path, require_local
@@ -38,32 +37,9 @@ def run(argv: list[str]) -> int:
   options, words = parse_words(parser, argv, {})
   if not words or "=" in words[0] or words[0].startswith("-"):
     raise UserError("replay: no run named\n  fix: maxtext-like replay runs/NAME [key=value ...]")
-  place = Path(require_local(words[0])).expanduser()
-  if not (place / "config.yml").is_file():
-    raise UserError(
-      f"{place}: is no run directory, it holds no config.yml\n  fix: maxtext-like replay runs/NAME [key=value ...]"
-    )
-  from maxtext_like.config.load import load_config
-
-  config = load_config(str(place / "config.yml"), words[1:]).config
-  from maxtext_like.analysis import failed_step
-  from maxtext_like.analysis.step_xray import xray_step
+  from maxtext_like import replay
   from maxtext_like.cli.xray import show
-  from maxtext_like.sharding.compilation_cache import use_compilation_cache
-  from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.initial_state import read_state
-  from maxtext_like.training.program import make_program
 
-  kept = failed_step.find(place)
-  print(f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}")
-  use_compilation_cache(config.logging.compilation_cache_dir)
-  mesh = make_mesh(config.mesh)
-  config = failed_step.fitted(config, kept, mesh.size)
-  program = make_program(config, mesh=mesh)
-  state = read_state(kept.state, program)
-  report = xray_step(program, state, program.place(kept.batch), everything=options.all)
-  changed = f" with {' '.join(words[1:])}" if words[1:] else ""
-  out = Path(options.out) if options.out else place / failed_step.DIRECTORY / "replay"
-  return show(
-    report, config, out, f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
-  )
+  look = replay(require_local(words[0]), *words[1:], everything=options.all)
+  print(look.ended)
+  return show(look, options.out)

@@ -3,18 +3,11 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError, UserError
-
-if TYPE_CHECKING:
-  from maxtext_like.analysis.risk import Risk
-  from maxtext_like.analysis.risk_parameters import Reader
-  from maxtext_like.config.model import ModelConfig
-  from maxtext_like.layers.decoder import Decoder
 
 DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and prints for every layer how large gate, up, their
 product, q.k, router and index scores, the vision pooler, logits and the residual stream are expected to become and cannot
@@ -58,76 +51,13 @@ def run(argv: list[str]) -> int:
   if options.json and not Path(options.json).absolute().parent.is_dir():
     raise UserError(f"{options.json}: cannot be written; its folder is missing")
   on_the_host()
+  from maxtext_like import risk
 
-  from maxtext_like.analysis import risk
-  from maxtext_like.analysis.risk_model import measure
-
-  model, decoder, read, notes = open_checkpoint(Path(options.checkpoint).expanduser(), overrides)
-  risks = risk.assess(measure(model, decoder, read, options.tokens), decoder.precision)
-  for note in notes:
+  found = risk(options.checkpoint, *overrides, tokens=options.tokens)
+  for note in found.notes:
     print(f"note: {note}")
-  print(risk.table(risks, options.rows))
-  print(summary(risks, decoder.precision.dtype))
+  print(found.table(options.rows))
   if options.json:
-    content = {"dtype": decoder.precision.dtype, "tokens": options.tokens, "risks": risk.records(risks)}
-    Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     print(options.json)
-  return NonFiniteError.exit_code if risk.unprotected_overflows(risks) else 0
-
-
-def summary(risks: list["Risk"], dtype: str) -> str:
-  """What it comes to, in one line or a few."""
-  from maxtext_like.analysis.risk import ALWAYS
-
-  lines = []
-  meanings = (
-    ("overflow", f"{dtype} is expected to overflow in"),
-    ("possible", "no input can be ruled out to overflow in"),
-    ("coarse", "rounding is coarse in"),
-  )
-  for verdict, meaning in meanings:
-    found = [risk for risk in risks if risk.verdict == verdict]
-    if found:
-      keys = sorted({key for risk in found for key in risk.key.split()})
-      lines.append(f"{meaning} {len(found)} of {len(risks)} quantities; set {', '.join(keys)}")
-  kept = [risk.key for risk in risks if risk.verdict == "safe" and risk.key not in ("", ALWAYS)]
-  needed = sorted({key for keys in kept for key in keys.split(", ")})
-  if needed:
-    lines.append(f"safe because of {', '.join(needed)}")
-  if not any(risk.verdict in ("overflow", "possible") for risk in risks):
-    lines.insert(0, f"{dtype}: no quantity can overflow")
-  return "\n".join(lines)
-
-
-def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig", "Decoder", "Reader", list[str]]:
-  """The configuration and decoder of a checkpoint, a function that reads parts of its parameters, and notes for the user.
-
-  Raises:
-    UserError: no checkpoint, a damaged one, or overrides that do not fit it.
-  """
-  if not directory.is_dir():
-    raise UserError(f"{directory}: no such directory")
-  if (directory / "config.json").is_file():
-    from maxtext_like.checkpoint.huggingface.config import read_config
-    from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-    from maxtext_like.cli.forward import open_weights
-
-    words = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
-    config, loaded = load_checkpoint_config(directory, words)
-    weights = open_weights(directory, config, loaded)
-    return loaded.config.model, weights.decoder, weights.part, [*loaded.notes, *weights.notes]
-  from maxtext_like.checkpoint.slices import StoredArrays
-  from maxtext_like.checkpoint.sources import find_step
-  from maxtext_like.config.load import load_config
-  from maxtext_like.models.build import build_decoder, precision_of
-
-  run_directory = next((d for d in (directory, *directory.absolute().parents[:2]) if (d / "config.yml").is_file()), None)
-  step = find_step(directory)
-  if run_directory is None or step is None:
-    raise UserError(
-      f"{directory}: neither a run with a complete checkpoint nor a Hugging Face checkpoint (config.json)\n"
-      "  fix: name a run directory, one of its checkpoints/N, or a directory with config.json and safetensors"
-    )
-  config = load_config(run_directory / "config.yml", overrides).config
-  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  return config.model, decoder, StoredArrays(step).parameter, [f"step {step.name} of {run_directory}"]
+  return NonFiniteError.exit_code if found.overflows else 0

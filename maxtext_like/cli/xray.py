@@ -1,8 +1,6 @@
 """``maxtext-like xray``: one training step, looked through."""
 
 import argparse
-import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
@@ -12,8 +10,7 @@ from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
 
 if TYPE_CHECKING:
-  from maxtext_like.config.schema import Config
-  from maxtext_like.numerics.report import Report
+  from maxtext_like.api.looks import StepReport
 
 DESCRIPTION = """Runs one training step on the first batch of the configured data and looks through it: for the tensors of every
 layer, forward and backward, for gradients and updates, the largest, the smallest and the mean magnitude, and the bits of
@@ -26,7 +23,6 @@ EXAMPLES = """examples:
   maxtext-like xray gemma3-4b --checkpoint /models/gemma-3-4b-pt dtype=float16 per_device_batch_size=1
 
 exit codes: 0 finite; 2 wrong usage, configuration or input; 3 not finite; 4 does not fit the machine"""
-SHOWN = 20
 
 
 def run(argv: list[str]) -> int:
@@ -54,45 +50,20 @@ def run(argv: list[str]) -> int:
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(model, overrides)
   print_notes(loaded.notes)
-  from maxtext_like.analysis.step_xray import xray_step
-  from maxtext_like.sharding.compilation_cache import use_compilation_cache
-  from maxtext_like.training import memory
-  from maxtext_like.training.batches import first_batch
-  from maxtext_like.training.initial_state import whole_state
-  from maxtext_like.training.program import make_program
+  from maxtext_like import xray_step
 
-  config = loaded.config
-  use_compilation_cache(config.logging.compilation_cache_dir)
-  program = make_program(config)
-  memory.require_fit(program)
-  name = config.logging.run_name or config.model.model_name
-  runs = Path(config.logging.output_dir).expanduser()
-  source, steps = config.checkpoint, runs / name / "checkpoints"
-  if options.checkpoint:  # its tokenizer too, not that of a run that happens to have this name
-    source = dataclasses.replace(source, init_from=options.checkpoint, resume=False)
-  batch = first_batch(program, source, steps)
-  state = whole_state(program, Path(options.checkpoint) if options.checkpoint else None)
-  out = Path(options.out) if options.out else runs / f"{name}-xray"
-  report = xray_step(program, state, batch, everything=options.all)
-  return show(report, config, out, f"x-ray of {name}, step {int(state['step']) + 1}")
+  return show(xray_step(loaded, checkpoint=options.checkpoint, everything=options.all), options.out)
 
 
-def show(report: "Report", config: "Config", out: Path, title: str) -> int:
+def show(look: "StepReport", out: str | None) -> int:
   """Prints the table, writes the files, and returns 0.
 
   Raises:
     NonFiniteError: a number of the step's results is not finite; the message is the cause.
     UserError: the directory cannot be written.
   """
-  from maxtext_like.analysis.failed_step import write
-  from maxtext_like.analysis.step_xray import cause_lines
-  from maxtext_like.errors import UserError
-
-  try:
-    write(report, out, title)
-  except OSError as error:
-    raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another with --out DIR") from error
-  print(f"{title}\n{report.table(SHOWN)}\n{out / 'xray.html'}")
-  if not report.finite:
-    raise NonFiniteError(cause_lines(config, report))
+  page = look.write(out)
+  print(f"{look}\n{page}")
+  if look.cause is not None:
+    raise NonFiniteError(look.cause)
   return 0

@@ -24,7 +24,6 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
-
 MOST_UNKNOWN = 50  # unknown keys of a file that are listed
 
 
@@ -35,14 +34,12 @@ class Loaded:
   Attributes:
     config: the typed, checked sections.
     origins: ``section.key`` to the place of its value, as ``configs/base.yml:31`` or ``command line "steps=5"``.
-    values: the same values as a locked ``ConfigDict``, by section.
     notes: keys that were accepted and have no effect, each with its place and why.
     path: the model file.
   """
 
   config: Config
   origins: dict[str, str]
-  values: "ConfigDict"
   notes: tuple[str, ...]
   path: Path
 
@@ -63,6 +60,25 @@ class Loaded:
         else:
           lines.append(f"  {text}  # {self.origins[f'{section}.{key}']}")
     return "\n".join(lines) + "\n"
+
+  def to_config_dict(self) -> "ConfigDict":
+    """The values for ``ConfigDict``'s own tools; see ``to_config_dict``."""
+    return to_config_dict(self.config)
+
+
+def to_config_dict(config: Config) -> "ConfigDict":
+  """The values by section, which ``maxtext_like.load_config`` takes back. Locked: a new key, as a misspelt one is, is an error.
+
+  Keys that the model has no use for are left out, since giving them is an error.
+  """
+  from ml_collections import ConfigDict
+
+  useless = foreign_keys(config.model)
+  sections = {}
+  for section in SECTIONS:
+    values = vars(getattr(config, section))
+    sections[section] = {key: values[key] for key in own_keys(section, config.model.decoder_block) if key not in useless}
+  return ConfigDict(sections, type_safe=False).lock()  # None may become a number; load_config judges every value's type
 
 
 def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
@@ -128,7 +144,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
     if theirs:
       notes += maxtext_file.notes(values, label_of(file))
     notes.append(maxtext_file.table(label_of(file), maxtext_file.differences(values, said, decoder=theirs)))
-  return Loaded(config, origins, _config_dict(values), tuple(notes), file)
+  return Loaded(config, origins, tuple(notes), file)
 
 
 @functools.cache
@@ -324,9 +340,3 @@ def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
 def _places(keys: tuple[str, ...], merged: dict[str, Entry]) -> str:
   entries = [merged[key] for key in keys]
   return "; ".join(e.origin if e.origin.startswith("command line") else f"{e.origin} ({e.key})" for e in entries)
-
-
-def _config_dict(values: dict[str, Any]) -> "ConfigDict":
-  from ml_collections import ConfigDict
-
-  return ConfigDict({section: _of_section(values, section) for section in SECTIONS}).lock()

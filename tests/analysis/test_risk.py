@@ -11,12 +11,12 @@ import pytest
 
 from maxtext_like.analysis import risk, risk_parameters
 from maxtext_like.analysis.risk_model import Site, measure
+from maxtext_like.api.outputs import open_weights
+from maxtext_like.api.weights_at_risk import open_checkpoint
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.manager import CheckpointManager
-from maxtext_like.cli.forward import open_weights
-from maxtext_like.cli.risk import open_checkpoint
 from maxtext_like.cli.risk import run as risk_command
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.precision import Precision

@@ -51,7 +51,7 @@ def test_failures_say_what_and_leave_nothing(tmp_path: Path, capsys: pytest.Capt
   np.savez(inputs, input_ids=np.array([[3, 96]]))
   assert "the vocabulary has ids 0 to 95" in failure(tmp_path, capsys, inputs=inputs)
   np.savez(inputs, input_ids=np.array([[3, 95]]))
-  assert "--gradients needs labels" in failure(tmp_path, capsys, "--gradients", inputs=inputs)
+  assert "gradients needs labels" in failure(tmp_path, capsys, "--gradients", inputs=inputs)
   assert "has no config.json" in failure(tmp_path, capsys, checkpoint=tmp_path)
   assert "did you mean 'dtype'" in failure(tmp_path, capsys, "dtyp=float32")
   assert "absent.npz" in failure(tmp_path, capsys, inputs=tmp_path / "absent.npz")

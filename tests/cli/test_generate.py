@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxtext_like.cli.generate_model import open_model
+from maxtext_like import load
 from maxtext_like.cli.main import main
 from maxtext_like.generation.prompts import encode, read_prompts
 from tests.generation.letters import copy_golden
@@ -44,7 +44,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
   out, err = capsys.readouterr()
   assert "tokens, the first " in err
   prompts = read_prompts(checkpoint / "prompts.jsonl")
-  model = open_model(checkpoint, ["dtype=float32"], images=True)
+  model = load(checkpoint, "dtype=float32", images=True)
   encoded = encode(prompts, model.tokenizer, model.model.config.vision)
   answers, at = [], 0
   for number, prompt in enumerate(prompts, 1):
@@ -53,7 +53,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     end = out.find(f"\n--- {number + 1}\n", at)
     answers.append(out[at + len(head) : end if end >= 0 else len(out) - 1])
     at = end + 1
-  decoder, params = model.model.decoder, model.params()
+  decoder, params = model.model.decoder, model.params
   texts = [list(row) + model.tokenizer.encode(answer) for row, answer in zip(encoded.tokens, answers, strict=True)]
   assert sum(map(len, answers)) >= TOKENS
   length = max(map(len, texts)) + 1

@@ -39,7 +39,7 @@ def test_origins_name_file_and_line():
 
 
 def test_values_are_a_locked_config_dict():
-  values: Any = load_config("gemma4-tiny").values
+  values: Any = load_config("gemma4-tiny").to_config_dict()
   assert values.training.steps == 100
   assert values.is_locked
   with pytest.raises(AttributeError, match="stepz"):

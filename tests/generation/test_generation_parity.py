@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxtext_like.cli.generate_model import open_model
+from maxtext_like import load
 from maxtext_like.generation.engine import generate
 from maxtext_like.generation.prompts import Prompt, encode
 from maxtext_like.generation.sampling import Sampling
@@ -24,10 +24,10 @@ def test_greedy_answers_with_images(case: str, tmp_path: Path):
   for name, size in (("wide.png", (20, 50)), ("tall.png", (40, 15))):
     Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)
   images = (str(folder / "wide.png"), str(folder / "tall.png"))
-  model = open_model(folder, ["dtype=float32", "matmul_precision=highest"], images=True)
+  model = load(folder, "dtype=float32", "matmul_precision=highest", images=True)
   prompts = encode([Prompt("what <image> is <image> this", images)], model.tokenizer, model.model.config.vision)
   ours: list[int] = []
-  params, greedy = model.params(), Sampling(temperature=0.0)
+  params, greedy = model.params, Sampling(temperature=0.0)
   for rows in generate(model.model.decoder, params, prompts, max_tokens=TOKENS, stop=frozenset(), sampling=greedy):
     ours += rows[0]
   assert prompts.images is not None

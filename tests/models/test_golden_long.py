@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxtext_like.api.outputs import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.cli.forward import evaluator, open_weights
 from maxtext_like.layers.kernels.attention.blockwise import BLOCK
 from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext_like.api.compared_layer import ForwardLayer
+from maxtext_like.api.outputs import evaluator, forward, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.cli.forward import evaluator, forward, open_weights
-from maxtext_like.cli.forward_layer import ForwardLayer
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import init
 from maxtext_like.layers.rope import RopeConfig, inverse_frequencies
@@ -203,14 +203,14 @@ def test_forward_reads_the_tower_where_there_are_images_for_it(tmp_path):
   case = VisionCase("stress_fp16_vision")
   path = tmp_path / "in.npz"
   np.savez(path, allow_pickle=False, **case.arrays("base"))
-  outputs, notes = forward(GOLDEN / case.name / "checkpoint", path, ["dtype=float32"])
-  assert not notes
-  np.testing.assert_allclose(outputs["logits"], case.expected["fp32.base.logits"], rtol=0, atol=TOLERANCE)
+  found = forward(GOLDEN / case.name / "checkpoint", path, "dtype=float32")
+  assert not found.notes
+  np.testing.assert_allclose(found.arrays["logits"], case.expected["fp32.base.logits"], rtol=0, atol=TOLERANCE)
   text = {"input_ids": np.arange(3, 20)[None]}
   np.savez(path, allow_pickle=False, **text)
-  outputs, notes = forward(GOLDEN / case.name / "checkpoint", path, ["dtype=float32"])
-  assert [note for note in notes if "vision" in note]
-  assert not any(name.startswith("vision.") for name in outputs)
+  found = forward(GOLDEN / case.name / "checkpoint", path, "dtype=float32")
+  assert [note for note in found.notes if "vision" in note]
+  assert not any(name.startswith("vision.") for name in found.arrays)
 
 
 def without(arrays: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
@@ -245,11 +245,11 @@ def test_images_that_do_not_fit_are_named(reason: str, tmp_path):
   arrays = VisionCase(name).inputs | changes
   np.savez(tmp_path / "in.npz", allow_pickle=False, **{key: array for key, array in arrays.items() if array is not None})
   with pytest.raises(UserError, match=f"in.npz: .*{reason}"):
-    forward(GOLDEN / name / "checkpoint", tmp_path / "in.npz", words)
+    forward(GOLDEN / name / "checkpoint", tmp_path / "in.npz", *words)
 
 
 def test_images_for_a_text_model(tmp_path):
   case = VisionCase("gemma3_vision")
   np.savez(tmp_path / "in.npz", allow_pickle=False, **without(case.inputs, "token_type_ids"))
   with pytest.raises(UserError, match=r"its config\.json has no vision_config"):
-    forward(GOLDEN / "gemma3_text" / "checkpoint", tmp_path / "in.npz", [])
+    forward(GOLDEN / "gemma3_text" / "checkpoint", tmp_path / "in.npz")

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext_like.cli.export import export_checkpoint
-from maxtext_like.cli.forward import forward
-from maxtext_like.cli.import_ import import_checkpoint
+from maxtext_like.api.conversion import export_checkpoint, import_checkpoint
+from maxtext_like.api.outputs import forward
 from maxtext_like.errors import UserError
 from tests.parity import reference
 from tests.parity.draw import Case, arrays
@@ -88,7 +87,7 @@ def _once(case: Case, folder: Path, exports: bool) -> Outcome:
   except Exception as error:  # whatever transformers raises for a case it cannot run: the draw is at fault
     return Outcome(case, Failure("transformers", f"{type(error).__name__}: {error}"))
   try:
-    ours, _ = forward(checkpoint, folder / "inputs.npz", ["dtype=float32", *case.words], gradients=True)
+    ours = forward(checkpoint, folder / "inputs.npz", "dtype=float32", *case.words, gradients=True).arrays
   except UserError as error:
     return Outcome(case, Failure("forward", f"refused: {error}"))
   outcome = Outcome(case)
@@ -198,8 +197,8 @@ def _table(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], see
 def _export(case: Case, checkpoint: Path, folder: Path, model, inputs, theirs) -> Failure | None:
   """Our checkpoint of theirs, exported again: every tensor the same, and the logits."""
   try:
-    import_checkpoint(checkpoint, folder / "imported", [])
-    export_checkpoint(folder / "imported", folder / "exported", "float32", 5 * 10**9)
+    import_checkpoint(checkpoint, folder / "imported")
+    export_checkpoint(folder / "imported", folder / "exported", dtype="float32")
   except UserError as wrong:
     return Failure("export", f"refused: {wrong}")
   try:

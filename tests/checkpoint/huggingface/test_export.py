@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext_like import load
 from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face, read_origin
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
@@ -18,7 +19,6 @@ from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.cli.generate_model import open_model
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -206,7 +206,7 @@ def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsy
   assert main(["export", str(run), "--out", str(out)]) == 0
   for name in ("config.json", "generation_config.json"):
     assert json.loads((out / name).read_text())["eos_token_id"] == [1, 4], name
-  model = open_model(ours, [])
+  model = load(ours)
   assert stop_tokens(model.tokenizer, model.files, model=model.model.config.model) == {1, 4}
   # Beside a carried generation_config.json, config.json says it too; another value of the run's own counts.
   (source / "generation_config.json").write_text('{"eos_token_id": [1, 4, 3]}')

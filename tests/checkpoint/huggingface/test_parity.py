@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxtext_like.cli.forward import forward
-from maxtext_like.cli.generate_model import open_model
+from maxtext_like import load
+from maxtext_like.api.outputs import forward
 from maxtext_like.cli.main import main
 from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling
@@ -53,12 +53,12 @@ def test_tokens_of_images_video_and_sound_without_any(case: str, tmp_path: Path)
     (folder / "config.json").write_text(json.dumps(config | {f"{name}_token_id": token for name, token in ids.items()}))
 
   def answers() -> tuple[list[int], list[int]]:
-    model = open_model(folder, ["dtype=float32", "matmul_precision=highest"])
+    model = load(folder, "dtype=float32", "matmul_precision=highest")
     ours = [
       token
       for rows in generate(
         model.model.decoder,
-        model.params(),
+        model.params,
         Prompts([prompt]),
         max_tokens=tokens,
         stop=frozenset(),
@@ -74,7 +74,7 @@ def test_tokens_of_images_video_and_sound_without_any(case: str, tmp_path: Path)
 
   mark(image=20, video=21, audio=22)
   np.savez(tmp_path / "in.npz", input_ids=np.array([prompt]))
-  ours, _ = forward(folder, tmp_path / "in.npz", ["dtype=float32"])
+  ours = forward(folder, tmp_path / "in.npz", "dtype=float32").arrays
   with torch.no_grad():
     theirs = reference(folder)(input_ids=torch.tensor([prompt])).logits.numpy()
   np.testing.assert_allclose(ours["logits"], theirs, rtol=0, atol=1e-4)
@@ -95,7 +95,7 @@ def compare(folder: Path, tmp_path: Path) -> None:
   np.savez(tmp_path / "in.npz", input_ids=IDS)
   with torch.no_grad():
     theirs = reference(folder)(input_ids=torch.tensor(IDS), use_cache=False).logits.numpy()
-  ours, _ = forward(folder, tmp_path / "in.npz", ["dtype=float32"])
+  ours = forward(folder, tmp_path / "in.npz", "dtype=float32").arrays
   np.testing.assert_allclose(ours["logits"], theirs, rtol=0, atol=1e-4 * max(1.0, np.abs(theirs).max()))
   assert main(["import", str(folder), "--out", str(tmp_path / "imported")]) == 0
   assert main(["export", str(tmp_path / "imported"), "--out", str(tmp_path / "exported"), "--dtype", "float32"]) == 0

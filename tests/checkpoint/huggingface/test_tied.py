@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext_like import load
+from maxtext_like.api.outputs import forward
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.cli.forward import forward
-from maxtext_like.cli.generate_model import open_model
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -58,8 +58,8 @@ def nothing_but_the_head(arrays: dict[str, np.ndarray], embedding: str, head: st
 
 def logits(folder: Path, tmp_path: Path, *words: str) -> tuple[np.ndarray, list[str]]:
   np.savez(tmp_path / "in.npz", input_ids=np.array([[2, 5, 9, 14]]))
-  outputs, notes = forward(folder, tmp_path / "in.npz", ["dtype=float32", *words])
-  return outputs["logits"], notes
+  found = forward(folder, tmp_path / "in.npz", "dtype=float32", *words)
+  return found.arrays["logits"], list(found.notes)
 
 
 @pytest.mark.parametrize("case", TIED)
@@ -80,7 +80,7 @@ def test_it_is_the_head_in_every_verb(tmp_path: Path, capsys: pytest.CaptureFixt
   np.testing.assert_allclose(got[..., :-1], plain[..., :-1], rtol=0, atol=1e-5)
   assert np.abs(got[..., -1] - plain[..., -1]).min() > 1e-3
   write_letters(folder)
-  assert not open_model(folder, []).model.decoder.cfg.tied
+  assert not load(folder).model.decoder.cfg.tied
   ours, out = tmp_path / "ours", tmp_path / "out"
   assert main(["import", str(folder), "--out", str(ours)]) == 0
   assert "note: lm_head.weight differs from the embedding" in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_it_is_the_head_in_every_verb(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_run_whose_model_ties_them_is_refused_and_told(tmp_path: Path):
   folder = rewritten(tmp_path / "model", "gemma3_text", another_head)
   model = load_config(_model_file(tmp_path)).config.model
-  decoder = open_model(write_letters(folder), []).model.decoder
+  decoder = load(write_letters(folder)).model.decoder
   with pytest.raises(UserError) as error:
     load_hugging_face(folder, decoder, model=model)
   message = str(error.value)

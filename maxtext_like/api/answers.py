@@ -1,0 +1,144 @@
+"""Continuing prompts from Python."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxtext_like.api.pretrained import Pretrained, load
+
+if TYPE_CHECKING:
+  from maxtext_like.generation.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+  """What follows a prompt.
+
+  Attributes:
+    prompt: its text.
+    text: the continuation alone.
+    tokens: its ids.
+  """
+
+  prompt: str
+  text: str
+  tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+  """Answers in the order of the prompts, and how they came about.
+
+  Attributes:
+    answers: one for each prompt.
+    rescued: values that float16 could not hold, and that were clipped or zeroed; None: the model does not run in float16.
+    first_tokens: that the first call made, over all prompts.
+    first_seconds: until they were there, compilation included.
+    seconds: of everything after them.
+  """
+
+  answers: tuple[Answer, ...]
+  rescued: int | None
+  first_tokens: int
+  first_seconds: float
+  seconds: float
+
+  @property
+  def text(self) -> str:
+    """The only answer's. Raises ValueError where there are several."""
+    (answer,) = self.answers
+    return answer.text
+
+
+def generate(
+  model: str | Path | Pretrained,
+  prompts: "str | Prompt | Sequence[str | Prompt]",
+  *,
+  max_tokens: int = 128,
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  min_p: float = 0.0,
+  seed: int = 0,
+  stop: Sequence[str] = (),
+  stop_ids: Iterable[int] = (),
+  on_text: Callable[[int, str], None] | None = None,
+) -> Generation:
+  """Continues prompts. An answer ends at the tokenizer's end of text, at what generation_config.json lists, and at ``stop``.
+
+  Args:
+    model: what ``load`` returned, or what it takes.
+    prompts: texts, or ``Prompt`` with images. The name of a special token, as ``<start_of_turn>``, is that token.
+    max_tokens: of a longest answer.
+    temperature: 0 takes the most likely token.
+    top_k: the so many most likely tokens only; 0: all.
+    top_p: the most likely tokens that make up this share.
+    min_p: tokens this many times as likely as the top one.
+    seed: of the draws.
+    stop: tokens that end an answer, by spelling or as end_of_turn.
+    stop_ids: the same by id.
+    on_text: told (number of the prompt, what is new of its text) while answers grow; whole characters only.
+
+  Raises:
+    UserError: a prompt, an image or an option that cannot be used.
+    NonFiniteError: the logits are not finite; says of which row and token.
+  """
+  from maxtext_like.generation import engine
+  from maxtext_like.generation.prompts import Prompt, continuation, encode
+  from maxtext_like.generation.sampling import Sampling
+  from maxtext_like.generation.stop import stop_tokens
+
+  asked = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+  given = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+  if not isinstance(model, Pretrained):
+    model = load(model, images=any(prompt.images for prompt in given))
+  tokenizer, decoder = model.tokenizer, model.model.decoder
+  sampling = Sampling(
+    temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocabulary=tokenizer.vocab_size, seed=seed
+  )
+  ends = stop_tokens(tokenizer, model.files, stop, model.config.model) | set(stop_ids)
+  encoded = encode(given, tokenizer, model.config.vision)
+  engine.check(encoded, decoder, max_tokens)
+  params = model.params
+  grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]
+  rescued: list[int] = []
+  begin = first = time.monotonic()
+  first_tokens = None
+  for rows in engine.generate(
+    decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_rescued=rescued.append
+  ):
+    for number, (answer, new) in enumerate(zip(grown, rows, strict=True)):
+      answer.ids.extend(new)
+      if on_text is not None and (text := answer.new_text()):
+        on_text(number, text)
+    if first_tokens is None:
+      first, first_tokens = time.monotonic(), sum(len(answer.ids) for answer in grown)
+  end = time.monotonic()
+  for number, answer in enumerate(grown):
+    if on_text is not None and (text := answer.new_text(last=True)):
+      on_text(number, text)
+  answers = tuple(
+    Answer(prompt.text, answer.decode(answer.ids), tuple(answer.ids)) for prompt, answer in zip(given, grown, strict=True)
+  )
+  counted = sum(rescued) if decoder.uses_float16 else None
+  return Generation(answers, counted, first_tokens or 0, first - begin, end - first)
+
+
+class _Growing:
+  """An answer while it grows, decoded as a whole each time: a character may be spread over several tokens."""
+
+  def __init__(self, decode: Callable[[list[int]], str]):
+    self.ids: list[int] = []
+    self.decode = decode
+    self._shown = ""
+
+  def new_text(self, *, last: bool = False) -> str:
+    """What was not shown yet, without a character that is not whole unless it is the last that comes."""
+    text = self.decode(self.ids)
+    stable = text if last else text.removesuffix("\N{REPLACEMENT CHARACTER}")
+    if not stable.startswith(self._shown):
+      stable = text if last else self._shown
+    new, self._shown = stable[len(self._shown) :], stable
+    return new

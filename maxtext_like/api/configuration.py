@@ -1,0 +1,65 @@
+"""Configurations as Python code writes them: a name and keywords, or values that it changed."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.config import load as files
+from maxtext_like.config.load import Loaded, to_config_dict
+from maxtext_like.config.schema import Config
+from maxtext_like.config.values import load_values
+from maxtext_like.config.yaml_file import to_text
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
+
+  Configuration = str | Path | Loaded | Config | ConfigDict
+  """What a configuration may be given as."""
+
+_WORD = re.compile(r"""command line (?=["'])""")
+
+
+def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
+  """Loads, merges and checks a configuration.
+
+  Args:
+    model: a model's name (``"gemma4-tiny"``), the path of a model file, or a configuration: what this function returned, its
+      ``config``, or a ``ConfigDict`` of it.
+    overrides: words as on the command line: ``"steps=20"``, or the path of an overlay.
+    keys: the same as Python values: ``steps=20``.
+
+  Returns:
+    ``config``, the typed sections (``.config.training.steps``), with ``origins``, ``notes`` and ``to_yaml()``.
+
+  Raises:
+    UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
+  """
+  given = words(overrides, keys)
+  if isinstance(model, Loaded):
+    if not given:
+      return model
+    model = model.config
+  try:
+    if isinstance(model, Config):
+      loaded = load_values(to_config_dict(model).to_dict(), "Config", given)
+    elif isinstance(model, str | Path):
+      loaded = files.load_config(model, given)
+    else:
+      loaded = load_values(model.to_dict(), "ConfigDict", given)
+  except UserError as error:
+    raise UserError(_WORD.sub("argument ", str(error))) from None
+  origins = {key: _WORD.sub("argument ", origin) for key, origin in loaded.origins.items()}
+  return dataclasses.replace(loaded, origins=origins, notes=tuple(_WORD.sub("argument ", note) for note in loaded.notes))
+
+
+def words(overrides: tuple[str, ...], keys: dict[str, Any]) -> list[str]:
+  """Overrides and keywords as the words of a command line."""
+  return [*overrides, *(f"{name}={to_text(_plain(value))}" for name, value in keys.items())]
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, Path):
+    return str(value)
+  return value.item() if hasattr(value, "item") else value  # a number of numpy's

@@ -1,0 +1,199 @@
+"""Hugging Face checkpoints to ours, and back."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from maxtext_like.api.configuration import words
+from maxtext_like.config import hub
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.checkpoint.huggingface.export import Origin
+
+FOLDER = "hugging_face"
+
+
+@dataclass(frozen=True)
+class Imported:
+  """A checkpoint of ours that was made of a Hugging Face one.
+
+  Attributes:
+    directory: model.yml to train with, checkpoints/0 with the weights and the tokenizer's files, and hugging_face/.
+    tensors: that were read.
+    notes: on what was left out.
+  """
+
+  directory: Path
+  tensors: int
+  notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+  """A Hugging Face checkpoint that was made of one of ours.
+
+  Attributes:
+    directory: config.json, safetensors and the rest.
+    tensors: that were written.
+    dtype: of them.
+    files: that came along, as the tokenizer's.
+    notes: on what is missing.
+  """
+
+  directory: Path
+  tensors: int
+  dtype: str
+  files: tuple[str, ...]
+  notes: tuple[str, ...]
+
+
+def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **keys: Any) -> Imported:
+  """Turns a Hugging Face checkpoint into one of ours, to train from.
+
+  Weights are stored in ``weight_dtype``, which keeps every digit of 16-bit and 8-bit files by default.
+
+  Args:
+    source: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache.
+    out: a directory that does not exist, or an empty one.
+    overrides: words laid over the configuration, ``"weight_dtype=..."`` and the mesh among them.
+    keys: the same as Python values.
+
+  Raises:
+    UserError: anything wrong with the checkpoint, the overrides or ``out``; nothing is left behind.
+  """
+  from maxtext_like.checkpoint import companions
+  from maxtext_like.checkpoint.huggingface.config import read_config
+  from maxtext_like.checkpoint.huggingface.export import new_directory, read_origin
+  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
+  from maxtext_like.checkpoint.huggingface.weights import Weights
+  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.layers.param import shardings
+  from maxtext_like.models.placed import make_model
+
+  place, target = hub.find(str(source)) or Path(source).expanduser(), Path(out).expanduser()
+  tower = ["use_multimodal=true"] if read_config(place).has_tower else []
+  config, loaded = load_checkpoint_config(place, [*tower, *words(overrides, keys)], length=2048)
+  model = make_model(loaded.config, runs_attention=False)
+  weights = Weights(place, model.decoder, config)
+  with new_directory(target) as part:
+    params = weights.load(shardings(model.spec, model.mesh))
+    _require_finite(params)
+    (part / FOLDER).mkdir()
+    for file in [place / "config.json", *read_origin(place).files]:
+      shutil.copyfile(file, part / FOLDER / file.name)
+    (part / "model.yml").write_text(model_file(config, str(place)), encoding="utf-8")
+    extra = {"hugging_face": {"source": str(place.resolve())}}
+    tokenizer = {file.name: file.read_bytes() for file in companions.beside(place)}
+    manager = CheckpointManager(
+      part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
+    )
+    with manager:
+      manager.save_and_wait(0, {"params": params}, extra)
+  return Imported(target, len(weights.table), (*loaded.notes, *weights.notes))
+
+
+def _require_finite(params: dict) -> None:
+  import numpy as np
+
+  from maxtext_like.checkpoint.tree import flatten
+
+  for name, leaf in flatten(params).items():
+    if not all(np.isfinite(np.asarray(shard.data)).all() for shard in leaf.addressable_shards):
+      raise UserError(f"the checkpoint holds numbers that are not finite, in {name}; is the file damaged?")
+
+
+def export_checkpoint(
+  source: str | Path,
+  out: str | Path,
+  *,
+  dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+  shard_size: str = "5GB",
+) -> Exported:
+  """Writes the weights of a run, or of an imported checkpoint, for transformers and vLLM.
+
+  Args:
+    source: a run, a directory of steps, a step, or an imported checkpoint.
+    out: a directory that does not exist, or an empty one.
+    dtype: of the weights; None: what the model was imported with, else bfloat16.
+    shard_size: bytes of one file, as "5GB" or "500MB".
+
+  Raises:
+    UserError: no complete checkpoint there, or ``out`` cannot be written.
+  """
+  import jax
+
+  from maxtext_like.checkpoint import manifest, restore
+  from maxtext_like.checkpoint.huggingface.export import export_hugging_face
+  from maxtext_like.checkpoint.huggingface.writer import parse_size
+  from maxtext_like.checkpoint.sources import find_step
+  from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.layers.param import abstract
+  from maxtext_like.layers.precision import Precision
+  from maxtext_like.models.build import build_decoder
+
+  target, size = Path(out).expanduser(), parse_size(shard_size)
+  step = find_step(Path(source).expanduser())
+  if step is None:
+    raise UserError(
+      f"{source}: no complete checkpoint\n"
+      "  fix: name a run directory, one of its checkpoints/N, or a directory made by maxtext-like import"
+    )
+  try:
+    stored = manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  model, vision = section("model", stored.config), section("vision", stored.config)
+  weight_dtype = stored.config.get("precision", {}).get("weight_dtype", "float32")
+  decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
+  local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local), abstract(decoder.params()))
+  params = restore.load(step, {"params": like}).state["params"]
+  origin = _origin(step, stored)
+  dtype = dtype or origin.dtype or "bfloat16"
+  tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
+  files, notes = tuple(file.name for file in origin.files), ()
+  if not any("tokenizer" in name for name in files):
+    notes = ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
+  return Exported(target, tensors, str(dtype), files, notes)
+
+
+def _origin(step: Path, stored: Any) -> "Origin":
+  """What the model inherits from the Hugging Face checkpoint that its weights began with; the tokenizer is the step's own."""
+  from dataclasses import replace
+
+  from maxtext_like.checkpoint import companions
+
+  origin = _beginning(step, stored)
+  own = companions.beside(step / companions.FOLDER)
+  if not any(file.name.startswith("tokenizer.") for file in own):
+    return origin
+  names = {file.name for file in own}
+  rest = [file for file in origin.files if file.name in companions.OF_THE_MODEL and file.name not in names]
+  return replace(origin, files=(*own, *rest))
+
+
+def _beginning(step: Path, stored: Any) -> "Origin":
+  """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
+  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
+  from maxtext_like.checkpoint.sources import find_step
+
+  seen: set[Path] = set()
+  while step not in seen:
+    seen.add(step)
+    for home in (step.parent.parent, step.parent):
+      if (home / FOLDER / "config.json").is_file():
+        return read_origin(home / FOLDER)
+    beginning = stored.config.get("checkpoint", {}).get("init_from")
+    if not beginning:
+      break
+    directory = Path(beginning).expanduser()
+    if (directory / "config.json").is_file():
+      return read_origin(directory)
+    earlier = find_step(directory)
+    if earlier is None:
+      break
+    step, stored = earlier, manifest.read(earlier)
+  return Origin()

@@ -1,0 +1,160 @@
+"""Looks through JAX functions and training steps from Python: ranges of every tensor, and the first cause of a NaN."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.api.configuration import load_config
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.config.schema import Config
+  from maxtext_like.numerics.report import Report
+
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+  """A training step, looked through. As text: the table of its tensors.
+
+  Attributes:
+    config: of the step.
+    title: which step, of what.
+    report: every tensor, in the model's names, and the first cause of a number that is not finite.
+    place: where ``write`` puts it unless it is told otherwise.
+    ended: what the step did to its run, in a line; empty where it is of none.
+  """
+
+  config: "Config"
+  title: str
+  report: "Report"
+  place: Path
+  ended: str = ""
+
+  def __str__(self) -> str:
+    return f"{self.title}\n{self.report.table(SHOWN)}"
+
+  @property
+  def finite(self) -> bool:
+    """Every number of loss, gradients and next state is."""
+    return self.report.finite
+
+  @property
+  def cause(self) -> str | None:
+    """Where the first number that is not finite comes from, and the precision keys against it; None: all are finite."""
+    from maxtext_like.analysis.step_xray import cause_lines
+
+    return None if self.finite else cause_lines(self.config, self.report)
+
+  def write(self, directory: str | Path | None = None) -> Path:
+    """Writes xray.json and xray.html; returns the latter's path.
+
+    Raises:
+      UserError: the directory cannot be written.
+    """
+    from maxtext_like.analysis.failed_step import write
+
+    out = self.place if directory is None else Path(directory).expanduser()
+    try:
+      write(self.report, out, self.title)
+    except OSError as error:
+      raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another with --out DIR") from error
+    return out / "xray.html"
+
+
+def xray(function: Callable[..., Any], *args: Any, **keywords: Any) -> "Report":
+  """One run of any JAX function, with statistics of every tensor and the first cause of a number that is not finite.
+
+  Gradients are looked through in a function that takes them: ``xray(jax.value_and_grad(loss), params)``. For options, and for
+  many calls of one program, see ``maxtext_like.numerics.xray.xray``.
+
+  Returns:
+    ``finite``, ``first_cause``, ``tensors``, ``outputs``, ``table()`` and ``html()``.
+  """
+  from maxtext_like.numerics.xray import xray as wrapped
+
+  return wrapped(function)(*args, **keywords)
+
+
+def xray_step(
+  config: "Configuration",
+  *overrides: str,
+  checkpoint: str | Path | None = None,
+  everything: bool = False,
+  **keys: Any,
+) -> StepReport:
+  """One training step of a configuration on the first batch of its data, looked through. Nothing is trained.
+
+  Args:
+    config: a name, a path, or what ``load_config`` returned.
+    overrides: words laid over it.
+    checkpoint: a run or one of its checkpoints (whole state), or a Hugging Face one; None: what a run would start with.
+    everything: measure every tensor, not only the key ones: compiles far longer.
+    keys: values laid over it.
+
+  Raises:
+    UserError: configuration, data or checkpoint cannot be used.
+    DoesNotFitError: the memory does not suffice.
+  """
+  from maxtext_like.analysis.step_xray import xray_step as look
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
+  from maxtext_like.training import memory
+  from maxtext_like.training.batches import first_batch
+  from maxtext_like.training.initial_state import whole_state
+  from maxtext_like.training.program import make_program
+
+  c = load_config(config, *overrides, **keys).config
+  use_compilation_cache(c.logging.compilation_cache_dir)
+  program = make_program(c)
+  memory.require_fit(program)
+  name, runs = c.logging.run_name or c.model.model_name, Path(c.logging.output_dir).expanduser()
+  source = c.checkpoint
+  if checkpoint is not None:  # its tokenizer too, not that of a run that happens to have this name
+    source = dataclasses.replace(source, init_from=str(checkpoint), resume=False)
+  batch = first_batch(program, source, runs / name / "checkpoints")
+  state = whole_state(program, None if checkpoint is None else Path(checkpoint))
+  report = look(program, state, batch, everything=everything)
+  return StepReport(c, f"x-ray of {name}, step {int(state['step']) + 1}", report, runs / f"{name}-xray")
+
+
+def replay(run: str | Path, *overrides: str, everything: bool = False, **keys: Any) -> StepReport:
+  """The step that ended a run, looked through again, from the state and the batch that the run kept, on this machine's devices.
+
+  Args:
+    run: its directory.
+    overrides: words laid over its configuration: ``"dtype=float32"`` shows whether the step is finite there.
+    everything: measure every tensor, not only the key ones: compiles far longer.
+    keys: values laid over it.
+
+  Raises:
+    UserError: no run, or none that a step ended.
+    DoesNotFitError: the memory does not suffice.
+  """
+  from maxtext_like.analysis import failed_step
+  from maxtext_like.analysis.step_xray import xray_step as look
+  from maxtext_like.api.configuration import words
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
+  from maxtext_like.sharding.mesh import make_mesh
+  from maxtext_like.training.initial_state import read_state
+  from maxtext_like.training.program import make_program
+
+  place = Path(run).expanduser()
+  if not (place / "config.yml").is_file():
+    raise UserError(
+      f"{place}: is no run directory, it holds no config.yml\n  fix: maxtext-like replay runs/NAME [key=value ...]"
+    )
+  config = load_config(place / "config.yml", *overrides, **keys).config
+  kept = failed_step.find(place)
+  use_compilation_cache(config.logging.compilation_cache_dir)
+  mesh = make_mesh(config.mesh)
+  program = make_program(failed_step.fitted(config, kept, mesh.size), mesh=mesh)
+  report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
+  given = words(overrides, keys)
+  changed = f" with {' '.join(given)}" if given else ""
+  title = f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
+  ended = f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}"
+  return StepReport(program.config, title, report, place / failed_step.DIRECTORY / "replay", ended)

@@ -1,0 +1,175 @@
+"""A model with its weights: of a run, of a checkpoint of ours, or of a Hugging Face directory."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.api.configuration import words
+from maxtext_like.config import hub
+from maxtext_like.config.load import Loaded
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  import jax
+  from flax import nnx
+
+  from maxtext_like.api.answers import Generation
+  from maxtext_like.config.schema import Config
+  from maxtext_like.data.tokenizer import Tokenizer
+  from maxtext_like.generation.prompts import Prompt
+  from maxtext_like.layers.decoder import Decoder
+  from maxtext_like.models.placed import Model
+
+_NO_TOKENIZER = (
+  "has neither tokenizer.json nor tokenizer.model, so text cannot become tokens\n"
+  "  fix: tokenizer=, with the path of one, or tokenizer=bytes"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+  """A model with weights. They are read when they are first asked for.
+
+  Attributes:
+    model: the configuration, the mesh, and where every parameter lies.
+    directory: where the weights are.
+    own_tokenizer: of its text; None: the directory has none.
+    files: where generation_config.json may be; None: nowhere.
+    notes: for whoever uses it.
+  """
+
+  model: "Model"
+  directory: Path
+  own_tokenizer: "Tokenizer | None"
+  files: Path | None
+  notes: tuple[str, ...] = ()
+
+  @property
+  def config(self) -> "Config":
+    """Of the model."""
+    return self.model.config
+
+  @property
+  def tokenizer(self) -> "Tokenizer":
+    """Of its text. Raises UserError where there is none."""
+    if self.own_tokenizer is None:
+      raise UserError(f"{self.directory}: {_NO_TOKENIZER}")
+    return self.own_tokenizer
+
+  @functools.cached_property
+  def params(self) -> Any:
+    """The weights, a nested dict of arrays on the model's devices.
+
+    Raises:
+      UserError: they are damaged, or another model's.
+      NonFiniteError: one is not finite.
+    """
+    from maxtext_like.checkpoint.read_weights import read_weights
+
+    return read_weights(self.directory, self.model)
+
+  @functools.cached_property
+  def decoder(self) -> "Decoder":
+    """The model as a pure function: ``decoder(params, {"tokens": ...})`` gives logits [B, T, V] and aux.
+
+    Its attention kernels are those that passed their self-test on this device.
+    """
+    from maxtext_like.models.placed import make_model
+
+    return make_model(self.config, mesh=self.model.mesh).decoder
+
+  def nnx(self) -> "nnx.Module":
+    """The model as a Flax NNX module with the weights: ``module({"tokens": ...})``."""
+    from flax import nnx
+
+    from maxtext_like.layers.nnx import NNX
+
+    graph, state = nnx.split(nnx.eval_shape(lambda: NNX(self.decoder, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(state, self.params)
+    return nnx.merge(graph, state)
+
+  def logits(self, tokens: Any) -> "jax.Array":
+    """Logits [B, T, V] of token ids [B, T], each row one document."""
+    import jax.numpy as jnp
+
+    return self._logits(self.params, jnp.asarray(tokens, jnp.int32))
+
+  @functools.cached_property
+  def _logits(self) -> Any:
+    import jax
+
+    return jax.jit(lambda params, tokens: self.decoder(params, {"tokens": tokens})[0])
+
+  def generate(self, prompts: "str | Prompt | Sequence[str | Prompt]", **options: Any) -> "Generation":
+    """Continues prompts; see ``maxtext_like.generate``."""
+    from maxtext_like.api.answers import generate
+
+    return generate(self, prompts, **options)
+
+
+def load(directory: str | Path, *overrides: str, images: bool = False, **keys: Any) -> Pretrained:
+  """The model in ``directory``; its weights are read when they are first asked for.
+
+  Args:
+    directory: a run, one of its checkpoints, what ``import_checkpoint`` made, a Hugging Face checkpoint, or the name of one in
+      this machine's Hugging Face cache, as ``"google/gemma-3-4b-it"``.
+    overrides: words laid over its configuration, as ``"dtype=bfloat16"``; ``tokenizer=`` takes the place of its own.
+    images: the vision tower is needed; a Hugging Face checkpoint's is left out without.
+    keys: the same as Python values.
+
+  Raises:
+    UserError: it is none of these, or damaged, or the overrides do not fit it, or it has no tower.
+  """
+  from maxtext_like.checkpoint import companions
+  from maxtext_like.checkpoint.sources import find_step
+  from maxtext_like.data.tokenizer import AUTO, load_tokenizer
+  from maxtext_like.models.placed import make_model
+  from maxtext_like.sharding.compilation_cache import use_compilation_cache
+  from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
+
+  given, place = words(overrides, keys), hub.find(str(directory)) or Path(directory).expanduser()
+  if not place.is_dir():
+    raise UserError(f"{place}: no such directory{hub.advice(str(directory))}")
+  trained = None
+  if (place / "config.json").is_file():
+    loaded, files = _hugging_face(place, given, images), place
+    there = any((place / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+    own = str(place) if there else None
+  else:
+    step = find_step(place)
+    if step is None:
+      raise UserError(f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)")
+    loaded, files = _ours(step, given), step / companions.FOLDER
+    if images and not loaded.config.vision.use_multimodal:
+      raise UserError(f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)")
+    own, trained = of_step(step), fingerprint_of(step)
+  named = own if loaded.config.data.tokenizer == AUTO else loaded.config.data.tokenizer
+  tokenizer = None if named is None else load_tokenizer(named, loaded.config.model.vocab_size)
+  notes = loaded.notes
+  if tokenizer is not None and trained is not None and trained != tokenizer.fingerprint:
+    notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
+  use_compilation_cache(loaded.config.logging.compilation_cache_dir)
+  model = make_model(loaded.config, runs_attention=False)  # with a cache, attention is written out
+  return Pretrained(model, place, tokenizer, files, notes)
+
+
+def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded:
+  from maxtext_like.checkpoint.huggingface.config import read_config
+  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+
+  if images and not read_config(directory).has_tower:
+    raise UserError(f"{directory}: images: the model has no vision tower (its config.json has no vision_config)")
+  _, loaded = load_checkpoint_config(directory, [*(["use_multimodal=true"] if images else []), *overrides], length=2048)
+  return loaded
+
+
+def _ours(step: Path, overrides: list[str]) -> Loaded:
+  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.stored_config import load_stored
+
+  try:
+    return load_stored(manifest.read(step).config, str(step), overrides)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None

@@ -1,0 +1,81 @@
+"""Training from Python."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.api.configuration import load_config
+
+if TYPE_CHECKING:
+  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.pretrained import Pretrained
+  from maxtext_like.training.progress import Shown
+
+
+@dataclass(frozen=True)
+class Run:
+  """A run that came to its end.
+
+  Attributes:
+    directory: config.yml, metrics.jsonl, checkpoints/, report.html and the rest.
+    outcome: what came of it, in a line.
+  """
+
+  directory: Path
+  outcome: str
+
+  @property
+  def metrics(self) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, one for each step: "step", "loss", "grad_norm", ..."""
+    from maxtext_like.training.sinks.metrics import METRICS, read
+
+    return read(self.directory / METRICS)
+
+  @property
+  def checkpoint(self) -> Path | None:
+    """The newest complete checkpoint; None: it keeps none."""
+    from maxtext_like.checkpoint.sources import find_step
+
+    return find_step(self.directory)
+
+  def load(self, *overrides: str, **keys: Any) -> "Pretrained":
+    """What was trained; see ``maxtext_like.load``."""
+    from maxtext_like.api.pretrained import load
+
+    return load(self.directory, *overrides, **keys)
+
+
+def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **keys: Any) -> Run:
+  """Trains as configured. The same call again goes on from the newest checkpoint, or finds the run finished.
+
+  A process that hangs is ended, as the ``watchdog_*`` keys say. In the main thread Ctrl-C stops after the step that runs,
+  with a checkpoint.
+
+  Args:
+    config: a name, a path, or what ``load_config`` returned.
+    overrides: words laid over it, as ``"steps=20"``.
+    progress: where its lines go: a stream, as ``sys.stdout``, or a function of a line; None: nowhere.
+    keys: values laid over it, as ``steps=20``.
+
+  Raises:
+    UserError: configuration or input cannot be used.
+    NonFiniteError: numbers that are not finite, with their cause.
+    DoesNotFitError: the memory does not suffice, with what makes the run smaller.
+    StoppedRunError: a signal asked for the end; what was trained is saved.
+    RetryableError: a fault that the same call again can mend.
+  """
+  from maxtext_like.sharding.processes import require_one_process
+  from maxtext_like.training.first_look import first_look, run_directory
+  from maxtext_like.training.progress import Progress
+
+  require_one_process()
+  loaded = load_config(config, *overrides, **keys)
+  directory = run_directory(loaded.config).path
+  if (finished := first_look(loaded)) is not None:
+    with Progress(loaded.config.training.steps, 1, progress) as shown:
+      shown.say(finished)
+    return Run(directory, finished)
+  from maxtext_like.analysis.failed_step import FailedStep
+  from maxtext_like.training.run import train as run
+
+  return Run(directory, run(loaded, FailedStep, progress))
