@@ -1,0 +1,74 @@
+"""The kernels for a grouped product, what each of them can do, and the choice between them.
+
+A grouped product multiplies rows that lie sorted by group with the matrix of their group: the experts of a token. A kernel is
+a module of this folder, named as the configuration names it, with a ``KERNEL``. This module imports no JAX, so that the
+configuration may ask too.
+
+M rows, D summed, F columns, G groups.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+  import jax
+
+Name = Literal["ragged_dot", "tiles"]
+NAMES: tuple[Name, ...] = get_args(Name)
+"""In the order in which "auto" prefers them, where they do no more than the useful work."""
+
+Choice = Literal["auto", "ragged_dot", "tiles"]
+"""What a configuration may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+  """What decides between kernels.
+
+  Attributes:
+    platform: "cpu", "gpu" or "tpu", where the program will run.
+    dtype: of rows and matrices.
+  """
+
+  platform: str
+  dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedKernel:
+  """One way to compute a grouped product.
+
+  Attributes:
+    name: as the configuration has it.
+    refuses: why it cannot do a case; empty where it can.
+    avoided: why "auto" takes another kernel for a case that this one can do; empty where it is the choice.
+    run: (x [M, D], w [G, D, F], sizes int32 [G], ``jax.lax.Precision``) -> [M, F] in x's dtype, accumulated in float32;
+      differentiable in x and w. Rows of group 0 come first, then those of group 1; the sizes sum to M.
+  """
+
+  name: Name
+  refuses: Callable[[Case], list[str]]
+  avoided: Callable[[Case], str]
+  run: "Callable[[jax.Array, jax.Array, jax.Array, jax.lax.PrecisionLike], jax.Array]"
+
+
+def kernel(name: Name) -> GroupedKernel:
+  """The kernel of that name; imports its module."""
+  return importlib.import_module(f"{__package__}.{name}").KERNEL
+
+
+def choose(choice: Choice, case: Case) -> GroupedKernel:
+  """The kernel that will run.
+
+  Raises:
+    ValueError: a kernel that is asked for by name cannot do it.
+  """
+  if choice == "auto":
+    able = [found for found in map(kernel, NAMES) if not found.refuses(case)]
+    return next((found for found in able if not found.avoided(case)), able[0])
+  asked = kernel(choice)
+  if reasons := asked.refuses(case):
+    raise ValueError(f"grouped_product={choice} cannot be used here: {'; '.join(reasons)}; use grouped_product=auto")
+  return asked
