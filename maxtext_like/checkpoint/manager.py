@@ -11,6 +11,10 @@ asynchronous saves, lists steps that are not there and has no checksums. Layout 
 
 One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest, gives the step its name and
 drops old steps. The training loop calls ``poll`` every step; a failed save surfaces there.
+
+Of several processes each writes and reads its own parts of the arrays, into one directory; all else is done by process 0, and
+a step is whole when all agree that it is. What depends on time is then not decided between saves but at the next one, so that
+all decide the same.
 """
 
 import atexit
@@ -20,6 +24,7 @@ import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 import threading
@@ -35,8 +40,10 @@ from maxtext_like.checkpoint import companions, compatibility, manifest, restore
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.valid_step import newest_valid
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.left_behind import leave_behind
+from maxtext_like.sharding import processes
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +92,7 @@ class CheckpointManager:
     watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
     mirror: a second place that every complete step is copied to, and a damaged one is replaced from.
     mirror_seconds: how long ``close`` waits for the last copy.
+    peers_seconds: how long the processes of a run wait for each other in a save or a restore.
 
   Raises:
     UserError: the directory cannot be made or read, or holds a step under another's name.
@@ -108,13 +116,16 @@ class CheckpointManager:
     watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
     mirror: Mirror | None = None,
     mirror_seconds: float = 60.0,
+    peers_seconds: float = 3600.0,
   ):
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
     if interval < 1 or attempts < 1:
       raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
     self.directory = Path(os.path.abspath(directory))
-    self._steps = StepDirectories(self.directory, fence)
+    self._alone, self._peers_seconds = processes.count() == 1, peers_seconds
+    token = processes.from_primary(lambda: secrets.token_hex(4), peers_seconds)
+    self._steps = StepDirectories(self.directory, fence, token)
     self._fence, self._saved, self._watch = fence, saved, watch
     self.config = compatibility.record({} if config is None else config)
     self.statistics = Statistics()
@@ -130,16 +141,21 @@ class CheckpointManager:
     self._pending: _Pending | None = None
     self._checkpointer: Any = None
     self._threads_before: set[threading.Thread] = set()  # the save under way
+    self._saves = 0
+    self._mirror, self._mirror_seconds = mirror, mirror_seconds
+    self._run = processes.from_primary(self._open, peers_seconds)
+    atexit.register(self._at_exit)
+
+  def _open(self) -> str:
+    """Makes the directory, or puts it in order; returns the run's name in manifests."""
     try:
       self._steps.make()
     except OSError as error:
       raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
-    self._mirror, self._mirror_seconds = mirror, mirror_seconds
     newest = self.latest_complete()
-    self._run = (newest is not None and manifest.read(self._steps.path(newest)).run) or uuid.uuid4().hex
-    if mirror is not None and newest is not None:
-      mirror.offer(self._steps.path(newest))  # the run may have ended before it was there
-    atexit.register(self._at_exit)
+    if self._mirror is not None and newest is not None:
+      self._mirror.offer(self._steps.path(newest))  # the run may have ended before it was there
+    return (newest is not None and manifest.read(self._steps.path(newest)).run) or uuid.uuid4().hex
 
   def __enter__(self) -> "CheckpointManager":
     return self
@@ -194,8 +210,8 @@ class CheckpointManager:
   # Saving.
 
   def due(self, step: int) -> bool:
-    """Says whether to save after ``step``: at every interval, and as soon as a failed save may be tried again."""
-    if self._retry_at is not None:
+    """Says whether to save after ``step``: at every interval, and alone as soon as a failed save may be tried again."""
+    if self._retry_at is not None and self._alone:
       return time.monotonic() >= self._retry_at
     return step % self._interval == 0
 
@@ -222,8 +238,8 @@ class CheckpointManager:
       ValueError: ``extra`` is not JSON or a leaf is not an array.
     """
     begin = time.monotonic()
-    self._join(self._patience_seconds)
-    self.poll()
+    self._join(self._patience_seconds if self._alone else None)
+    self._take_note()
     if not bool(finite):
       self.statistics.refused_nonfinite += 1
       _log.error("checkpoint of step %d refused: the state is not finite; step %s is kept", step, self.latest_complete())
@@ -237,7 +253,7 @@ class CheckpointManager:
         self.statistics.skipped_busy,
       )
       return False
-    if step in self.complete_steps():
+    if processes.from_primary(lambda: step in self.complete_steps(), self._peers_seconds):
       return True
     flat = tree.flatten(state)
     record = manifest.Manifest(
@@ -253,16 +269,13 @@ class CheckpointManager:
     pending = _Pending(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
+    self._saves += 1
     self._threads_before = {*threading.enumerate()}
     try:
       with self._watch("save", f"the save of step {step}"):
-        path = self._steps.saving(step)
-        free = free_bytes(self.directory)
-        if free is not None and free < pending.needed_bytes:  # filling the disk would break the run's other files too
-          raise OSError(errno.ENOSPC, "not started: the disk is too full")
-        with self._fence():
-          path.mkdir()
-        self._start_orbax(path / manifest.STATE_NAME, flat)
+        if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
+          raise OSError(*problem)
+        self._start_orbax(self._steps.saving(step) / manifest.STATE_NAME, flat)
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -271,9 +284,21 @@ class CheckpointManager:
     if not self._asynchronous:
       self._join()
     if pending.error is not None:
-      self.poll()
+      self._take_note()
       return False
     return True
+
+  def _make_room(self, step: int, needed_bytes: int) -> tuple[int, str] | None:
+    """Makes the directory that a step is written to; returns the error, as OSError has it, when it cannot be."""
+    free = free_bytes(self.directory)
+    if free is not None and free < needed_bytes:  # filling the disk would break the run's other files too
+      return errno.ENOSPC, "not started: the disk is too full"
+    try:
+      with self._fence():
+        self._steps.saving(step).mkdir()
+    except OSError as error:
+      return error.errno or errno.EIO, error.strerror or str(error)
+    return None
 
   def _start_orbax(self, path: Path, flat: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
@@ -286,21 +311,25 @@ class CheckpointManager:
 
   def _finish(self, pending: _Pending, record: manifest.Manifest, begin: float) -> None:
     """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
+    turn = f"save-{self._saves}"
     try:
       with self._watch("save", f"the save of step {pending.step}"):
-        self._checkpointer.wait_until_finished()
-        written = time.monotonic()
-        path = self._steps.saving(pending.step)
-        # With several processes, process 0 alone gets here after orbax's commit barrier and hashes for all.
-        companions.write(path, self._tokenizer)
-        files = manifest.hash_files(path)
-        manifest.write(path, dataclasses.replace(record, files=files))
-        self._steps.commit(pending.step)
-        atomic.sync_directory(self.directory)
-        self._saved(pending.step)
+        try:
+          self._checkpointer.wait_until_finished()  # for all processes
+          written = time.monotonic()
+          if processes.primary():
+            self._complete(pending.step, record)
+        except Exception as error:
+          processes.everyone(_reason(error), self._peers_seconds, turn)
+          raise
+        said = processes.everyone("", self._peers_seconds, turn)
+        if wrong := [f"{processes.name_of(i)}: {reason}" for i, reason in enumerate(said) if reason]:
+          raise RetryableError("; ".join(wrong))
         pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
     except BaseException as error:
       pending.error = error
+      return
+    if not processes.primary():
       return
     try:
       with self._watch("save", "the removal of old checkpoints"):
@@ -310,12 +339,25 @@ class CheckpointManager:
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
 
+  def _complete(self, step: int, record: manifest.Manifest) -> None:
+    """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""
+    path = self._steps.saving(step)
+    companions.write(path, self._tokenizer)
+    manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
+    self._steps.commit(step)
+    atomic.sync_directory(self.directory)
+    self._saved(step)
+
   def poll(self) -> None:
     """Looks, without waiting, how the save under way is doing. Call it every step.
 
     Raises:
       RetryableError: the last ``attempts`` saves failed; the message names path, free and needed bytes.
     """
+    if self._alone:
+      self._take_note()
+
+  def _take_note(self) -> None:
     if self.busy:
       return
     message = self._settle()
@@ -376,7 +418,7 @@ class CheckpointManager:
     """
     failures = self.statistics.failures
     self._join()
-    self.poll()
+    self._take_note()
     return self.statistics.failures == failures
 
   def save_and_wait(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, finite: Any = True) -> bool:
@@ -447,34 +489,15 @@ class CheckpointManager:
     Raises:
       UserError: all steps are corrupt, or the newest is of another model or has other arrays, or one has another's name.
     """
-    self._steps.require_names()
     wanted = tree.flatten(like)
-    candidates = self._steps.with_manifest()
-    if step is not None:
-      if step not in candidates:
-        raise UserError(f"{self.directory}: there is no step {step}; complete are {self.complete_steps() or 'none'}")
-      candidates = [number for number in candidates if number <= step]
-    damaged: list[tuple[int, str]] = []
-    for number in reversed(candidates):
-      path = self._steps.path(number)
-      try:
-        stored = self._checked(path, wanted, allow_dtype_change)
-      except manifest.DamageError as error:
-        if not self._copied_back(number, error):
-          damaged.append((number, str(error)))
-          continue
-        stored = self._checked(path, wanted, allow_dtype_change)
-      for corrupt, reason in damaged:
-        _log.error("step %d is corrupt: %s; using step %d", corrupt, reason, number)
-        self._steps.set_aside(corrupt)
-      return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
-    if damaged:
-      reasons = "\n".join(f"  step {corrupt} is corrupt: {reason}" for corrupt, reason in damaged)
-      raise UserError(
-        f"{self.directory}: no valid checkpoint is left\n{reasons}\n"
-        "  put back a copy of one of them, or start afresh with another run_name or resume=false"
-      )
-    return None
+    same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change}
+    choose = lambda: newest_valid(self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step)
+    number = processes.from_primary(choose, self._peers_seconds)
+    if number is None:
+      return None
+    path = self._steps.path(number)
+    stored = manifest.read(path)
+    return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
 
   def abandon_after(self, step: int) -> None:
     """The run has gone back to this step: later ones no longer count, here and in the mirror. No save may be under way.
@@ -482,18 +505,15 @@ class CheckpointManager:
     Raises:
       RetryableError: they cannot be moved aside.
     """
+    processes.from_primary(lambda: self._abandon_after(step), self._peers_seconds)
+
+  def _abandon_after(self, step: int) -> None:
     try:
       later = self._steps.abandon_after(step)
     except OSError as error:
       raise RetryableError(f"{error.filename or self.directory}: {error.strerror}") from error
     if later and self._mirror is not None:
       self._mirror.forget(step, self._run)
-
-  def _checked(self, path: Path, wanted: dict[str, Any], allow_dtype_change: bool) -> manifest.Manifest:
-    stored = manifest.read(path)
-    restore.check(path, stored, wanted, config=self.config or None, allow_dtype_change=allow_dtype_change)
-    manifest.check_hashes(path, stored)
-    return stored
 
   def _copied_back(self, step: int, damage: Exception) -> bool:
     """Whether a damaged step was replaced from the mirror."""

@@ -29,12 +29,18 @@ class StepDirectories:
   Args:
     directory: need not exist for the methods that only look.
     fence: entered around every rename and removal: raises, or does not return, when the directory is no longer ours.
+    token: of this life of the run, 8 hexadecimal digits: nobody else's leftovers have it.
   """
 
-  def __init__(self, directory: Path, fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext):
+  def __init__(
+    self,
+    directory: Path,
+    fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    token: str | None = None,
+  ):
     self.directory = directory
     self._fence = fence
-    self._token = secrets.token_hex(4)  # of this process: nobody else's leftovers have it
+    self._token = token or secrets.token_hex(4)
 
   def path(self, step: int) -> Path:
     """Returns the directory of a step, whether it is there or not. It may be a link to one elsewhere."""

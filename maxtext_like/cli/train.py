@@ -2,9 +2,9 @@
 
 import sys
 
+from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import load_config
-from maxtext_like.sharding.processes import require_one_process
 from maxtext_like.training.first_look import first_look
 
 DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
@@ -12,6 +12,7 @@ EXAMPLES = """examples:
   maxtext-like train gemma4-tiny
   maxtext-like train gemma4-tiny steps=200 run_name=first dtype=bfloat16
   maxtext-like train gemma4-31b gpu/h200.yml mine.yml steps=2    two files laid over the model's, then a value
+  maxtext-like train gemma4-tiny --processes 2 --devices-per-process 4    a pod job on this machine: each line shows whose it is
   maxtext-like train --help-keys learning
 
 A run is the directory output_dir/run_name, runs/gemma4-tiny by default: config.yml, env.json, metrics.jsonl,
@@ -24,9 +25,11 @@ the machine; 42 stopped by SIGTERM or SIGHUP, or a fault that a restart can mend
 
 def run(argv: list[str]) -> int:
   """Trains; see ``DESCRIPTION``."""
+  argv, processes, devices = local_processes.take_options(argv)
   config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
-  require_one_process()
   loaded = load_config(config, overrides)
+  if processes is not None:
+    return local_processes.run(["train", *argv], processes, devices)
   from maxtext_like.training.sinks.output import guarded_output
 
   with guarded_output():

@@ -205,11 +205,14 @@ class WatchdogConfig(Checked):
   watchdog_data_seconds: float
   watchdog_save_seconds: float
   watchdog_exit_seconds: float
+  watchdog_peers_seconds: float
+  watchdog_heartbeat_seconds: float
   max_restarts_without_progress: int
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
     yield from at_least(self, 0, *(f.name for f in fields(self)))
+    yield from at_least(self, 1, "watchdog_peers_seconds", "watchdog_heartbeat_seconds")
 
   def limits(self) -> dict[str, float]:
     """Seconds by kind, as ``training.watchdog.Watchdog`` takes them. Waiting for data ends by itself a minute earlier."""

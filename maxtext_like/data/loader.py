@@ -1,13 +1,14 @@
 """From the configuration to an iterator of batches with exact, checkpointable state: make_data.
 
   files -> documents (text, jsonl, parquet), every one looked at once                              [sources, inspection.py]
-        -> order (held-out split, shuffle, process share) -> tokens [grain]                                 [tokenise.py]
+        -> order (held-out split, shuffle) -> tokens                                         [order.py, tokenise.py]
         -> packed rows -> rows shuffled in blocks -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
 
 A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments; with images also what multimodal.py
-adds. B is this process's part of the global batch. The stream of rows depends on the data, the data keys, the tokenizer,
-T and the number of processes; not on the batch size, the number of devices or threads.
+adds. B is the global batch: of several processes each reads and packs everything, so that batch n is the same for any number
+of them, to the bit, and a run goes on with another number; each puts the rows of its own devices there. The stream of rows
+depends on the data, the data keys, the tokenizer and T; not on the batch size, the number of devices, processes or threads.
 """
 
 import logging
@@ -50,8 +51,6 @@ def make_data(
   vocab_size: int,
   length: int,
   global_batch: int,
-  process_index: int = 0,
-  process_count: int = 1,
   split: Split = "train",
   vision: VisionConfig | None = None,
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
@@ -59,13 +58,13 @@ def make_data(
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
-  """The batches of one split, of `global_batch // process_count` rows of `length` tokens.
+  """The batches of one split, of `global_batch` rows of `length` tokens.
 
   Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
   With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
-  target: they weigh nothing), so that every process can take the same number; DataSource.reset starts again.
+  target: they weigh nothing); DataSource.reset starts again.
 
   `alive` is called now and then while every record is looked at, which may take long; `waiting` while a batch does not come:
   what it raises ends the wait, and DataSource stands where it stood.
@@ -76,15 +75,8 @@ def make_data(
   """
   if split not in ("train", "eval"):
     raise ValueError(f"split is {split!r}, expected 'train' or 'eval'")
-  if global_batch < 1 or global_batch % process_count:
-    raise UserError(
-      f"the global batch of {global_batch} rows cannot be divided over {process_count} processes "
-      "(per_device_batch_size times the number of devices, times gradient_accumulation_steps)"
-    )
-  batch = global_batch // process_count
   lookup = lookup or Lookup(vocab_size=vocab_size)
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
-  identity["process"] = f"{process_index} of {process_count}"
   if data.dataset == "synthetic":
     refuse_path(data)
     multimodal = _multimodal(vision, None, length)
@@ -94,12 +86,10 @@ def make_data(
       lookup.rows,
       data.data_shuffle_seed,
       split=split,
-      process_index=process_index,
-      process_count=process_count,
       avoid=multimodal.vision.image_token_id if multimodal else None,
     )
     return DataSource(
-      rows, batch=batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal,
+      rows, batch=global_batch, length=length, pad_id=0, identity=identity, tokenizer=None, multimodal=multimodal,
       stall_limit_seconds=stall_limit_seconds, waiting=waiting,
     )  # fmt: skip
 
@@ -111,10 +101,9 @@ def make_data(
   whole = path_key(data, split) == "eval_path"  # evaluation has files of its own
   used = available if whole else min(available, data.dataset_documents_max or available)
   indices = np.arange(used) if whole else split_indices(used, fraction, split)
-  if len(indices) < process_count:
+  if not len(indices):
     raise UserError(
-      f"the {split} split has {len(indices)} of {used} documents (eval_fraction={fraction}), "
-      f"expected at least {process_count}, one for each process; add documents"
+      f"the {split} split has none of {used} documents (eval_fraction={fraction}); add documents"
       + (" or raise eval_fraction" if split == "eval" and not whole else "")
     )
   rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal)
@@ -126,8 +115,6 @@ def make_data(
     indices,
     shuffle_seed=data.data_shuffle_seed if shuffle else None,
     repeat=split == "train",
-    process_index=process_index,
-    process_count=process_count,
     groups=documents.groups,
   )
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
@@ -138,8 +125,7 @@ def make_data(
     packing=data.packing,
     on_bad_record=data.on_bad_record,
     bad_max=bad_max,
-    epoch_length=order.epoch_length,
-    split_length=len(indices),
+    epoch_length=len(indices),
     max_images=multimodal.vision.max_images_per_row if multimodal else 0,
   )
   packer.on_skip = _SkipLog()
@@ -161,16 +147,16 @@ def make_data(
   if multimodal:
     identity["vision"] = multimodal.identity()
   source = DataSource(
-    rows, batch=batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
-    stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents=len(indices), epoch_documents=order.epoch_length,
+    rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
+    stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents=len(indices),
   )  # fmt: skip
-  if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < batch:
+  if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
     source.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
     raise UserError(
       f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
-      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {batch} rows on each of "
-      f"{process_count} process(es); add data, or lower per_device_batch_size or max_target_length"
+      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} "
+      "rows; add data, or lower per_device_batch_size or max_target_length"
     )
   return source
 
@@ -235,18 +221,14 @@ class DataSource:
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
     documents: int | None = None,
-    epoch_documents: int | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split,
-    `epoch_documents`: those of them that this process reads in a pass.
-    """
+    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split."""
     self.tokenizer = tokenizer
     self.documents = documents
     self.identity = identity
-    self._epoch_documents = epoch_documents
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
     warn = min(STALL_WARN_SECONDS, stall_limit_seconds / 2) if stall_warn_seconds is None else stall_warn_seconds
@@ -302,8 +284,8 @@ class DataSource:
 
   @property
   def epoch(self) -> float | None:
-    """Passes over this process's documents, up to the last batch (and the block it is from); None: data without an end."""
-    return self._counts["documents"] / self._epoch_documents if self._epoch_documents else None
+    """Passes over the documents, up to the last batch (and the block it is from); None: data without an end."""
+    return self._counts["documents"] / self.documents if self.documents else None
 
   def get_state(self) -> dict[str, Any]:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
@@ -321,7 +303,8 @@ class DataSource:
     position = state["state"]
     saved = {"special_tokens_in_text": "literal"} | state["identity"]  # what there was before the key
     if self.tokenizer is None:
-      saved = state["identity"]
+      saved = dict(state["identity"])
+    saved.pop("process", None)  # when each process had a stream of its own; a run was one process then
     if "vision" in self.identity and "vision" in saved:  # once it had the keys of every tower
       saved = saved | {"vision": {key: value for key, value in saved["vision"].items() if key in self.identity["vision"]}}
     if changed := differences(saved, self.identity):

@@ -1,4 +1,4 @@
-"""Which document comes when: the held-out split, the shuffle of each epoch, and each process's share."""
+"""Which document comes when: the held-out split, and the shuffle of each epoch."""
 
 import hashlib
 import sys
@@ -36,12 +36,11 @@ def seed_for(*parts: int | str) -> int:
 
 
 class Order:
-  """A sequence of document numbers: position -> document, as one process sees it.
+  """A sequence of document numbers: position -> document.
 
-  Process p of P takes positions p, p + P, ... of the order that all share. For training it does not end: epoch after
-  epoch, each with its own permutation when `shuffle_seed` is given. For evaluation it is the split, once, in order.
-  When the documents come in `groups` that are cheap to read together (parquet row groups), the groups are permuted and
-  the documents inside each, so that reading jumps between groups as rarely as possible.
+  For training it does not end: epoch after epoch, each with its own permutation when `shuffle_seed` is given. For evaluation
+  it is the split, once, in order. When the documents come in `groups` that are cheap to read together (parquet row groups),
+  the groups are permuted and the documents inside each, so that reading jumps between groups as rarely as possible.
   """
 
   def __init__(
@@ -50,16 +49,12 @@ class Order:
     *,
     shuffle_seed: int | None,
     repeat: bool,
-    process_index: int = 0,
-    process_count: int = 1,
     groups: Sequence[int] | None = None,
   ):
     """`indices`: documents of the split. `groups`: first document of each group, ascending, beginning with 0."""
     self._indices = indices
     self._seed = shuffle_seed
-    self._process_index, self._process_count = process_index, process_count
-    self.epoch_length = max(0, -(-(len(indices) - process_index) // process_count))  # of this process, first epoch
-    self._length = sys.maxsize if repeat else self.epoch_length
+    self._length = sys.maxsize if repeat else len(indices)
     edges = [0] if groups is None else np.unique(np.searchsorted(indices, np.asarray(groups)))
     self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
     self._edges = np.unique(self._edges)
@@ -70,7 +65,7 @@ class Order:
     return self._length
 
   def __getitem__(self, index: int) -> int:
-    epoch, position = divmod(int(index) * self._process_count + self._process_index, len(self._indices))
+    epoch, position = divmod(int(index), len(self._indices))
     if self._seed is None:
       return int(self._indices[position])
     permutation, stops = self._epoch(epoch)

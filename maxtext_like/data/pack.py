@@ -101,18 +101,17 @@ class Packer:
     on_bad_record: str,
     bad_max: int,
     epoch_length: int,
-    split_length: int,
     max_images: int = 0,
   ):
     """`documents`: a grain DatasetIterator of Document.
 
-    `epoch_length`: documents of this process until they repeat; `split_length`: documents of all processes;
+    `epoch_length`: documents until they repeat;
     `bad_max`: bad records that on_bad_record "skip" accepts; `max_images`: places for images in a row.
     """
     self._documents = documents
     self._length, self._pad_id, self._packing = length, pad_id, packing
     self._skip_bad = on_bad_record == "skip"
-    self._epoch_length, self._split_length, self._bad_max = epoch_length, split_length, bad_max
+    self._epoch_length, self._bad_max = epoch_length, bad_max
     self._max_images = max_images
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
@@ -179,9 +178,9 @@ class Packer:
         self._fruitless = 0
         return True
       self._fruitless += 1
-      if self._fruitless >= self._split_length:
+      if self._fruitless >= self._epoch_length:
         raise UserError(
-          f"no tokens in any of the {self._split_length} documents: {len(self._bad)} bad, the others empty or shorter "
+          f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} bad, the others empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
         )
 

@@ -8,10 +8,7 @@ from maxtext_like.data.pack import Row
 
 
 class SyntheticRows:
-  """Row r is [T] tokens drawn uniformly from [0, vocab_size) with (seed, split, r) as the key; one segment a row.
-
-  Process p of P makes rows p, p + P, ...
-  """
+  """Row r is [T] tokens drawn uniformly from [0, vocab_size) with (seed, split, r) as the key; one segment a row."""
 
   def __init__(
     self,
@@ -20,20 +17,16 @@ class SyntheticRows:
     seed: int,
     *,
     split: str = "train",
-    process_index: int = 0,
-    process_count: int = 1,
     avoid: int | None = None,
   ):
     """`avoid`: a token that is never drawn: it would stand for an image, and there are none."""
     self._avoid = avoid
     self._length, self._vocab_size = length, vocab_size
     self._key = (seed, int(split == "eval"))
-    self._process_index, self._process_count = process_index, process_count
     self._row = 0
 
   def __next__(self) -> Row:
-    number = self._row * self._process_count + self._process_index
-    generator = np.random.default_rng((*self._key, number))
+    generator = np.random.default_rng((*self._key, self._row))
     tokens = generator.integers(0, self._vocab_size, self._length, dtype=np.int32)
     if self._avoid is not None:
       tokens[tokens == self._avoid] = (self._avoid + 1) % self._vocab_size

@@ -74,9 +74,9 @@ class Model:
     return {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (*shape, dtype) in shapes.items()}
 
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch of this process's rows as global arrays on the mesh."""
+    """A whole batch as global arrays on the mesh; each process puts the rows of its own devices there."""
     sharding = batch_sharding(self.mesh)
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
 
 
 def placed(spec: Any, mesh: Mesh) -> Any:

@@ -1,54 +1,320 @@
-"""How many processes a launcher asks for, read from its environment variables. A run is one process on one host today."""
+"""Several processes as one run: joined once, then they agree on what must be the same in all, and miss the one that is lost.
 
+Alone, which is the default, nothing here touches a network, and every function answers at once. What travels goes through the
+key-value store of JAX's coordinator, which lives in process 0; arrays never do.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import json
 import os
-from collections.abc import Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from maxtext_like.errors import UserError
+from maxtext_like.errors import ExitError, RetryableError, UserError
+from maxtext_like.sharding import launchers, roll_call
 
-_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Whose variables, the number of processes, which of them this one is, what to do. The number alone says nothing: after
-# `salloc -n 4` a plain shell has it too.
-_LAUNCHERS = (
-  ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "start one task: srun --ntasks=1 ..."),
-  ("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "ask for one task, as in #SBATCH --ntasks=1"),
-  ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun -n 1 ..., or without mpirun"),
-  ("MPI", "PMI_SIZE", "PMI_RANK", "mpirun -n 1 ..., or without mpirun"),
-  ("torchrun", "WORLD_SIZE", "RANK", "start it once, without torchrun"),
-  ("MaxText's launcher", "NNODES", "NODE_RANK", "start it on one host"),
-  ("Cloud TPU multislice", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "take one slice that is one host, as v6e-8"),
-)
+_PREFIX = "maxtext_like"
+_GOODBYE_SECONDS = 10.0  # between the ends of the first process and the last
+_JAX_SECONDS = 24 * 3600  # JAX must not end a process before we have said which one is lost
+T = TypeVar("T")
 
 
-def require_one_process(environment: Mapping[str, str] = os.environ) -> None:
-  """Refuses to be one of several processes: each would train a whole run of its own, in the same directory.
+@dataclass(frozen=True)
+class _Joined:
+  index: int
+  hosts: tuple[str, ...]
+  client: Any
+
+
+_joined: _Joined | None = None
+_turns = itertools.count()
+
+
+def index() -> int:
+  """Which process this is."""
+  return _joined.index if _joined else 0
+
+
+def count() -> int:
+  """How many processes the run has."""
+  return len(_joined.hosts) if _joined else 1
+
+
+def primary() -> bool:
+  """Whether this is process 0, which alone writes what is not a checkpoint."""
+  return index() == 0
+
+
+def name_of(number: int) -> str:
+  """A process as it is told: its number and its host."""
+  return f"process {number} (host {_joined.hosts[number]})" if _joined else "process 0"
+
+
+def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str] = os.environ) -> None:
+  """Joins the other processes of the run, if a launcher started several. Before the first device is touched, and once.
 
   Args:
-    environment: variables of this process.
+    facts: what must be the same in all of them: {what it is: its value}.
+    seconds: how long to wait for the others.
+    environment: of this process.
 
   Raises:
-    UserError: names the variables that ask for more than one.
+    UserError: they are not of one run, or their port is taken.
+    RetryableError: some did not come.
   """
-  if any(environment.get(name) for name in _JAX) and environment.get("JAX_NUM_PROCESSES", "").strip() != "1":
-    alone = " ".join(f"-u {name}" for name in _JAX if name in environment)
-    _refuse("JAX", _JAX, f"where this is the only process: env {alone} python train.py ...", environment)
-  for launcher, number, rank, fix in _LAUNCHERS:
-    if number == "SLURM_NTASKS" and environment.get("SLURM_STEP_NUM_TASKS"):
-      continue  # the step's own number counts: srun -n 1 in a larger job is one process
-    if environment.get(rank) and _more_than_one(environment.get(number, "")):
-      _refuse(launcher, (number, rank), fix, environment)
-  hosts = [host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host.strip()]
-  if len(hosts) > 1:
-    _refuse("Cloud TPU", ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"), "take a slice that is one host, as v6e-8", environment)
+  global _joined
+  place = launchers.place(environment)
+  if place is None:
+    return
+  import jax
+
+  address, total, number = place.address, place.count, place.index
+  if address is None or total is None or number is None:
+    address, total, number = _found_by_jax(place.launcher, seconds)
+  hosts = roll_call.meet(address, number, total, facts, seconds)
+  # We end the run ourselves when a process is lost, naming it; SIGTERM stays ours too.
+  jax.config.update("jax_enable_recoverability", True)
+  jax.config.update("jax_enable_preemption_service", False)
+  jax.distributed.initialize(
+    address, total, number, cluster_detection_method="deactivate", initialization_timeout=int(seconds) + 1,
+    heartbeat_timeout_seconds=_JAX_SECONDS, shutdown_timeout_seconds=10,
+  )  # fmt: skip
+  from jax._src import distributed  # JAX has no public name for its key-value store
+
+  _joined = _Joined(number, tuple(hosts), distributed.global_state.client)
 
 
-def _more_than_one(number: str) -> bool:
-  digits = number.strip().lstrip("0")
-  return digits.isdecimal() and digits != "1"  # what is no number comes from no launcher
+def _found_by_jax(launcher: str, seconds: float) -> tuple[str, int, int]:
+  from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks
+
+  reason = "it does not know where they meet"
+  try:
+    address, total, number, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(seconds))
+  except Exception as error:  # each cluster has its own ways to fail, from missing variables to a metadata server
+    address, total, number, reason = None, None, None, f"{type(error).__name__}: {error}"
+  if address is None or total is None or number is None:
+    raise UserError(
+      f"{launcher}: JAX cannot find the other processes: {reason}\n"
+      "  fix: set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each of them"
+    )
+  return address, total, number
 
 
-def _refuse(launcher: str, names: tuple[str, ...], fix: str, environment: Mapping[str, str]) -> None:
-  written = " ".join(f"{name}={environment[name]}" for name in names if name in environment)
-  raise UserError(
-    f"{launcher} asks for several processes ({written}); a run is one process on one host today, with all of its devices\n"
-    f"  fix: {fix}"
-  )
+def barrier(name: str, seconds: float) -> None:
+  """Waits until every process is here. ``name``: of this meeting, the same in all and used once.
+
+  Raises:
+    RetryableError: some did not come.
+  """
+  if _joined is None:
+    return
+  try:
+    _joined.client.wait_at_barrier(f"{_PREFIX}/{name}", _milliseconds(seconds))
+  except Exception as error:  # of JAX's own kind, which has no public name
+    reason = str(error).splitlines()[0]
+    raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s: {reason}") from error
+
+
+def everyone(value: str, seconds: float, name: str | None = None) -> list[str]:
+  """What each process gives, in their order. Every process calls it at the same point; ``name`` as ``barrier``, for threads."""
+  if _joined is None:
+    return [value]
+  name = name or f"turn-{next(_turns)}"
+  put(f"{name}/{_joined.index}", value)
+  barrier(name, seconds)
+  return [get(f"{name}/{number}", seconds) for number in range(count())]
+
+
+def from_primary(make: Callable[[], T], seconds: float) -> T:
+  """What process 0 makes (a JSON value), in all of them; the error that it raises instead, if it is an ``ExitError``."""
+  if _joined is None:
+    return make()
+  name = f"turn-{next(_turns)}"
+  if not primary():
+    said = json.loads(get(name, seconds))
+    if "error" in said:
+      kind = next(k for k in (UserError, RetryableError, ExitError) if k.exit_code == said["code"] or k is ExitError)
+      error = kind(said["error"])
+      error.exit_code = said["code"]
+      raise error
+    return said["value"]
+  try:
+    value = make()
+  except ExitError as error:
+    put(name, json.dumps({"error": str(error), "code": error.exit_code}))
+    raise
+  put(name, json.dumps({"value": value}))
+  return value
+
+
+def on_primary(do: Callable[[], T], seconds: float) -> T | None:
+  """Lets process 0 do something, for which the others wait. Its result there, None elsewhere; its ``ExitError`` everywhere."""
+  results: list[T] = []
+  from_primary(lambda: results.append(do()), seconds)
+  return results[0] if results else None
+
+
+def put(key: str, value: str) -> None:
+  """Gives a value to all processes."""
+  assert _joined is not None
+  _joined.client.key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=True)
+
+
+def get(key: str, seconds: float) -> str:
+  """A value that some process gives, or gave.
+
+  Raises:
+    RetryableError: it did not come.
+  """
+  assert _joined is not None
+  try:
+    return _joined.client.blocking_key_value_get(f"{_PREFIX}/{key}", _milliseconds(seconds))
+  except Exception as error:  # of JAX's own kind
+    raise RetryableError(f"another process did not say {key!r} in {seconds:.0f} s: {str(error).splitlines()[0]}") from error
+
+
+def _milliseconds(seconds: float) -> int:
+  return int(min(seconds, _JAX_SECONDS) * 1000)
+
+
+class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
+  """Tells the other processes that this one lives, while it is entered, and notices which of them does not.
+
+  Leaving it, processes wait a moment for each other: who holds the store must go last.
+
+  Args:
+    seconds: after which a process that nothing was heard of is lost.
+    lost: takes a sentence that names it, and the exit code of an error that it ended with; called once, from a thread.
+  """
+
+  def __init__(self, seconds: float, lost: Callable[[str, int], None]):
+    self._seconds, self._lost = seconds, lost
+    self._stop = threading.Event()
+    self._verdict = threading.Event()
+    self._thread: threading.Thread | None = None
+
+  def __enter__(self) -> "Heartbeat":
+    if _joined is not None:
+      self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+      self._thread.start()
+      self._outlive_aborts()
+    return self
+
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    if self._thread is None:
+      return
+    self._stop.set()
+    self._thread.join()
+    code = getattr(error, "exit_code", 0 if error is None else 1)
+    with contextlib.suppress(Exception):  # process 0 may be gone, and with it whoever would read this
+      put(f"ended/{index()}", json.dumps([code, "" if error is None else f"{error}".partition("\n")[0]]))
+      if primary():
+        self._wait_for_others()
+    import jax
+
+    jax.distributed.shutdown()
+
+  def _wait_for_others(self) -> None:
+    assert _joined is not None
+    deadline = time.monotonic() + min(self._seconds, _GOODBYE_SECONDS)
+    numbers = range(count())
+    while time.monotonic() < deadline and len(_joined.client.key_value_dir_get(f"{_PREFIX}/ended/")) < count():
+      time.sleep(0.05)
+    deadline = min(deadline, time.monotonic() + 5.0)
+    while time.monotonic() < deadline and len(_joined.client.get_live_nodes(list(numbers))) > 1:
+      time.sleep(0.05)
+
+  def wait_for_verdict(self) -> None:
+    """For whoever saw a collective fail: waits until the process that is lost has been named, if one is."""
+    if self._thread is not None:
+      self._verdict.wait(self._seconds + 5)
+
+  def _outlive_aborts(self) -> None:
+    """Keeps an aborting process until the one that is lost has been named.
+
+    JAX's client aborts when process 0 is gone, gloo when any peer is. The handler waits on the thread that aborts, while the
+    others go on; Python's own handlers run too late for that.
+    """
+
+    def handler(_: int) -> None:
+      if not self._verdict.wait(self._seconds + 2.0):
+        self._tell(f"{name_of(0)}, which holds the others together, is lost: the connection to it broke")
+      time.sleep(5.0)  # whoever is told ends the process
+      os._exit(128 + signal.SIGABRT)
+
+    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)  # C has no reference to it
+    ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
+
+  def _run(self) -> None:
+    assert _joined is not None
+    period = min(2.0, self._seconds / 5)
+    seen = {number: ("", time.monotonic()) for number in range(count())}
+    for beat in itertools.count():
+      if self._stop.wait(period if beat else 0.0):
+        return
+      try:
+        put(f"beat/{index()}", str(beat))
+        found = dict(_joined.client.key_value_dir_get(f"{_PREFIX}/beat/"))
+        ended = dict(_joined.client.key_value_dir_get(f"{_PREFIX}/ended/"))
+      except Exception as error:
+        self._tell(f"{name_of(0)}, which holds the others together, does not answer: {str(error).splitlines()[0]}")
+        return
+      now = time.monotonic()
+      for number, (value, since) in seen.items():
+        last = found.get(f"{_PREFIX}/beat/{number}", "")
+        if number == index():
+          continue
+        if farewell := ended.get(f"{_PREFIX}/ended/{number}"):
+          code, reason = json.loads(farewell)
+          # What ends one may end all, each with its own words: they get time for that.
+          if not self._stop.wait(min(self._seconds, _GOODBYE_SECONDS)):
+            self._tell(f"{name_of(number)} ended{f': {reason}' if reason else ''}", code or RetryableError.exit_code)
+          return
+        if last != value:
+          seen[number] = (last, now)
+        elif now - since > self._seconds:
+          self._tell(f"{name_of(number)} is lost: nothing was heard of it for {self._seconds:.0f} s")
+          return
+
+  def _tell(self, what: str, code: int = RetryableError.exit_code) -> None:
+    self._verdict.set()
+    self._lost(what, code)
+
+
+class Agreement:
+  """What some process wishes becomes known to all of them at the same step. They ask about once a second.
+
+  Args:
+    seconds: how long a process may be behind the others; beyond that it is stuck.
+  """
+
+  def __init__(self, seconds: float):
+    self._seconds = seconds
+    self._at = 0
+    self._before: tuple[int, float] | None = None
+
+  def __call__(self, step: int, wish: str = "") -> list[str]:
+    """The wishes of all processes, "" for none; [] at steps at which nothing is asked. Every process calls it every step.
+
+    Raises:
+      RetryableError: a process did not come to this step.
+    """
+    if count() == 1:
+      return [wish]
+    if step < self._at:
+      return []
+    now = time.monotonic()
+    pause = 1
+    if self._before is not None:
+      taken = max((now - self._before[1]) / max(1, step - self._before[0]), 1e-4)
+      pause = int(min(max(1.0 / taken, 1), 100))
+    self._before = (step, now)
+    said = [json.loads(value) for value in everyone(json.dumps([wish, pause]), self._seconds)]
+    self._at = step + said[0][1]
+    return [wish for wish, _ in said]

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.training import chosen_tokenizer
@@ -36,8 +34,6 @@ def open_data(
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
     global_batch=program.global_batch if split == "train" else program.microbatch,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
     split=split,
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),

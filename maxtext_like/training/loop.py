@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
+from maxtext_like.sharding import processes
 from maxtext_like.training import memory
 from maxtext_like.training.changes import batch_of
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
@@ -313,6 +314,8 @@ class Loop:
       NonFiniteError: the last of them shows that the state is not fit to be kept.
     """
     step = self._finished
+    if processes.count() > 1:
+      return  # the others may be elsewhere, and a save needs all
     if self.manager is None or step in (0, *self.manager.complete_steps()):
       return
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):

@@ -1,5 +1,6 @@
 """What a run ran on: env.json, for whoever wants to repeat it."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -53,6 +54,15 @@ def _commit() -> str | None:
 
   commit = git("rev-parse", "HEAD")
   return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def same_everywhere() -> dict[str, str]:
+  """What must not differ between the processes of a run: versions, and the code itself."""
+  root, digest = Path(__file__).parents[1], hashlib.sha256()
+  for path in sorted([*root.rglob("*.py"), *(root / "layers").rglob("*.py")]):  # rglob does not follow a link
+    digest.update(path.read_bytes())
+  versions = {f"version of {name}": _version(name) or "none" for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
+  return versions | {"version of python": platform.python_version(), "code of maxtext_like": digest.hexdigest()[:16]}
 
 
 def describe() -> dict[str, Any]:

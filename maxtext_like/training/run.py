@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -21,7 +21,9 @@ from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
 from maxtext_like.masking import masked
+from maxtext_like.sharding import processes, roll_call
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
+from maxtext_like.sharding.processes import Agreement, Heartbeat
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.batches import open_data
 from maxtext_like.training.evaluation import Evaluation
@@ -41,21 +43,23 @@ from maxtext_like.training.samples import Samples
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
-from maxtext_like.training.sinks.run_files import RunFiles
+from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.start import Start, prepare
-from maxtext_like.training.watchdog import Watchdog
+from maxtext_like.training.watchdog import Watchdog, end_now
 
 # What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
+T = TypeVar("T")
 MakeExplainer = Callable[[TrainProgram, Path, Callable[[str], None]], Explainer]
 
 
 def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
   """Trains as configured. Returns what came of it, in a line.
 
-  Outside the main thread, which alone hears signals, nothing asks it to stop.
+  Outside the main thread, which alone hears signals, nothing asks it to stop. Where a launcher started several processes, this
+  is one of them: they join here, before the first device is touched.
 
   Args:
     loaded: the configuration.
@@ -66,9 +70,20 @@ def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
   Raises:
     ExitError: everything else that can happen; its class has the exit code.
   """
-  stop = StopRequest()
-  with stop if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
-    return _Run(loaded, explainer, stop, shown).train()
+  limits = loaded.config.watchdog
+  same = provenance.same_everywhere() | roll_call.as_facts(loaded.to_yaml(), "key")
+  processes.join(same, limits.watchdog_peers_seconds)
+  stop = StopRequest(Agreement(limits.watchdog_peers_seconds) if processes.count() > 1 else None)
+  hears = threading.current_thread() is threading.main_thread()
+  with stop if hears else contextlib.nullcontext(), Heartbeat(limits.watchdog_heartbeat_seconds, _end_with_a_peer) as heartbeat:
+    return _Run(loaded, explainer, stop, shown if processes.primary() else None, heartbeat).train()
+
+
+def _end_with_a_peer(what: str, code: int) -> NoReturn:
+  total = processes.count()
+  error = RetryableError(f"{what}; the run needs all of its {total} processes, so it ends here; start all of them again")
+  error.exit_code = code
+  end_now(error)
 
 
 @contextlib.contextmanager
@@ -97,8 +112,9 @@ class _Opened:
 class _Run:
   """One life of a run: its parts, entered one after the other, and left in the opposite order."""
 
-  def __init__(self, loaded: Loaded, explainer: MakeExplainer, stop: StopRequest, shown: Shown):
+  def __init__(self, loaded: Loaded, explainer: MakeExplainer, stop: StopRequest, shown: Shown, heartbeat: Heartbeat):
     self._loaded, self._config, self._explainer, self._stop = loaded, loaded.config, explainer, stop
+    self._heartbeat, self._peers_seconds = heartbeat, loaded.config.watchdog.watchdog_peers_seconds
     self._goodput = Goodput()
     self._directory: RunDirectory = run_directory(self._config)
     self._watchdog = Watchdog(self._config.watchdog.limits())
@@ -118,14 +134,17 @@ class _Run:
       starting = stack.enter_context(contextlib.ExitStack())
       starting.enter_context(watchdog.watch("compile", "the start"))
       stack.enter_context(progress)
-      stack.enter_context(directory)  # made here, and gone again where nothing is left in it, as after a refusal
-      watchdog.directory = directory.path
+      # Made here, and gone again where nothing is left in it, as after a refusal.
+      directory.require_shared(self._first(lambda: stack.enter_context(directory).holder))
+      if processes.primary():
+        watchdog.directory = directory.path
       if c.checkpoint.enable_checkpointing:  # before all that can fail at each start
         newest = standing.newest_saved(directory.path)
-        stack.enter_context(Restarts(directory, newest, c.watchdog.max_restarts_without_progress))
+        restarts = Restarts(directory, newest, c.watchdog.max_restarts_without_progress)
+        processes.on_primary(lambda: stack.enter_context(restarts), self._peers_seconds)
       stack.enter_context(_stopped_at_start(self._stop))
       opened = self._open()
-      if (finished := self._look_at_checkpoints(opened)) is not None:
+      if (finished := self._first(lambda: self._look_at_checkpoints(opened))) is not None:
         progress.say(finished)
         return finished
       stack.callback(watchdog.leave)
@@ -142,6 +161,10 @@ class _Run:
         progress.say(str(_from_here(directory.path / REPORT)))
       return page.outcome
 
+  def _first(self, make: Callable[[], T]) -> T:
+    """What process 0 makes, in all."""
+    return processes.from_primary(make, self._peers_seconds)
+
   def _open(self) -> _Opened:
     """Puts the program together, and opens the data, which make their first batch, before anything of the run is written."""
     c, watchdog, stop, stack = self._config, self._watchdog, self._stop, self._stack
@@ -149,7 +172,8 @@ class _Run:
     need, limit = memory.require_fit(program)
     watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
     with watchdog.watch("read", "bringing a step back from the mirror"):  # before the data, for it brings a tokenizer along
-      mirror = open_mirror(c, self._directory, self._progress)
+      open_it = lambda: open_mirror(c, self._directory, self._progress)
+      mirror = processes.on_primary(open_it, watchdog.limit("read"))
     settings = chosen_tokenizer.resolve(c.data, c.checkpoint, self._directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     alive = lambda: watchdog.again(thread=self._thread)
@@ -160,7 +184,7 @@ class _Run:
     if c.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, self._progress.say)
-    standing.look(self._directory.path).require(c.checkpoint)
+    processes.on_primary(lambda: standing.look(self._directory.path).require(c.checkpoint), self._peers_seconds)
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, mirror))
@@ -189,19 +213,22 @@ class _Run:
       program, opened.manager, opened.data, self._progress, self._goodput, spikes,
       lambda what: self._watchdog.watch("read", what, thread=self._thread),
     ))  # fmt: skip
-    files = self._stack.enter_context(
-      RunFiles(directory.path, tensorboard=c.logging.enable_tensorboard, step=begun.step, require_held=directory.require_held)
-    )
+    files: RunFiles = NoFiles()
+    if processes.primary():
+      tensorboard = c.logging.enable_tensorboard
+      files = RunFiles(directory.path, tensorboard=tensorboard, step=begun.step, require_held=directory.require_held)
+    self._stack.enter_context(files)
     self._goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
     config_yaml = masked(self._loaded.to_yaml())
-    directory.keep_earlier("config.yml", config_yaml)
+    if processes.primary():
+      directory.keep_earlier("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
     env = provenance.describe() | {"kernels": [use.to_json() for use in program.model.kernels]}
     files.text("env.json", json.dumps(env, indent=1) + "\n")
     evaluate = None
     if opened.held_out is not None:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
-    profiled = c.logging.profile_steps
+    profiled = c.logging.profile_steps if processes.primary() else None
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.steps)
     loop = Loop(
       program=program,
@@ -251,6 +278,7 @@ class _Run:
     try:
       yield
     except jax.errors.JaxRuntimeError as error:
+      self._heartbeat.wait_for_verdict()  # a process that is lost shows first as a collective that fails
       first = str(error).strip().splitlines()[0]
       if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         raise DoesNotFitError(

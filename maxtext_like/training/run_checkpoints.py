@@ -52,6 +52,7 @@ def open_manager(
     watch=watchdog.watch,
     mirror=mirror,
     mirror_seconds=min(watchdog.limit("exit") / 2, 24 * 3600),
+    peers_seconds=min(watchdog.limit("save"), 24 * 3600),
   )
 
 

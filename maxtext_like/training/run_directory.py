@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 LOCK_NAME = "run.lock"
 _HEARTBEAT_SECONDS = 5.0
 _WATCH_SECONDS = 16.0  # three heartbeats
+_SHARED_SECONDS = 30.0  # network file systems keep what they know of a directory for so long
 _GUARD_SECONDS = 20.0  # how long a new process waits for one that holds the guard, as for the rename of a checkpoint
 
 
@@ -174,6 +175,30 @@ class RunDirectory:
     with contextlib.suppress(OSError):  # another run is in there by now
       for path in self._made:
         path.rmdir()
+
+  @property
+  def holder(self) -> str:
+    """What tells the process that holds it from every other."""
+    return self._identity["token"] if self._identity else ""
+
+  def require_shared(self, holder: str) -> None:
+    """For the other processes of a run: looks whether their directory is the one that process 0 holds.
+
+    Raises:
+      UserError: it is not: each host has one of its own under this name.
+    """
+    deadline = time.monotonic() + _SHARED_SECONDS
+    found = None
+    while time.monotonic() < deadline:  # a network disk shows new files late
+      with contextlib.suppress(OSError):
+        found = self._read_lock()
+      if found is not None and found.get("token") == holder:
+        return
+      time.sleep(0.1)
+    raise UserError(
+      f"run directory {self.path}: on {platform.node()} it is not the one that process 0 holds; several processes need one "
+      "directory that all of their hosts see\n  fix: output_dir=... on a disk that they share"
+    )
 
   # Holding it.
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
 from maxtext_like.left_behind import leave_behind
 from maxtext_like.masking import masked_words
+from maxtext_like.sharding.processes import Agreement
 from maxtext_like.training.sinks.output import say_on_stderr
 
 _QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
@@ -39,7 +40,11 @@ class StopAsked(Exception):
 class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
   """Listens for SIGTERM, SIGINT and SIGHUP while it is entered. Main thread only.
 
-  A SIGHUP that was ignored before, as under ``nohup``, still is.
+  A SIGHUP that was ignored before, as under ``nohup``, still is. While several processes train together, a stop that one of
+  them hears of is requested of all at a step that they agree on; before and after, each is on its own.
+
+  Args:
+    agreement: of the processes of the run; None: this one is alone.
 
   Attributes:
     requested: the signal that asked, None before there was one.
@@ -49,7 +54,9 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     ValueError: entered outside the main thread.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, agreement: Agreement | None = None) -> None:
+    self._agreement, self._asked_at = agreement, -1
+    self._heard: signal.Signals | None = None  # by this process
     self.requested: signal.Signals | None = None
     self.training = False
     self._before: dict[signal.Signals, Any] = {}
@@ -87,12 +94,14 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       if byte not in self._before:
         continue
       received = signal.Signals(byte)
-      if self.requested in _QUITTING and received in _QUITTING:
+      if self._heard in _QUITTING and received in _QUITTING:
         say_on_stderr(f"\n{received.name} again: quitting now, without a checkpoint")
         os._exit(128 + received)
-      first = self.requested is None
+      first = self._heard is None
       if first or received in _QUITTING:
-        self.requested = received
+        self._heard = received
+        if self._agreement is None or not self.training:
+          self.requested = received
       if first:
         what = "stopping after this step, with a checkpoint" if self.training else "stopping"
         say_on_stderr(f"\n{received.name}: {what}; once more to quit now")
@@ -138,13 +147,16 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     return done.result()
 
   def should_stop(self, step: int) -> bool:
-    """Says whether to stop after ``step``. The loop asks once a step, on every process with the same step.
+    """Says whether to stop after ``step``, on every process the same. The loop asks at every step.
 
-    One process answers from its own signal. With several, all have to stop at the same step: that is
-    ``jax.experimental.multihost_utils.reached_preemption_sync_point(step)``, to be asked here once the project starts
-    ``jax.distributed`` (whose own notifier then takes SIGTERM).
+    Raises:
+      RetryableError: a process did not come to this step.
     """
-    del step
+    if self._agreement is not None and step != self._asked_at and self.requested is None:
+      self._asked_at = step
+      wishes = [wish for wish in self._agreement(step, self._heard.name if self._heard else "") if wish]
+      if wishes:
+        self.requested = signal.Signals[wishes[0]]
     return self.requested is not None
 
   def error(self, step: int, checkpoint: str | None) -> StoppedRunError:

@@ -26,8 +26,6 @@ ARGUMENTS = {
   "vocab_size": 259,
   "length": 16,
   "global_batch": 2,
-  "process_index": 0,
-  "process_count": 1,
   "split": "train",
   "vision": None,
   "lookup": None,

@@ -39,7 +39,7 @@ class Listed:
 def packer(documents, length=7, packing=True, repeat=False, on_bad_record="error", bad_max=10):
   return Packer(
     Listed(documents, repeat), length=length, pad_id=0, packing=packing, on_bad_record=on_bad_record, bad_max=bad_max,
-    epoch_length=len(documents), split_length=len(documents),
+    epoch_length=len(documents),
   )  # fmt: skip
 
 

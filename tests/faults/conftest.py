@@ -79,9 +79,9 @@ class Runs:
     """The command line of a run."""
     return [sys.executable, str(DRIVER), str(self.output_dir), name, *(f"{key}={keys[key]}" for key in keys)]
 
-  def start(self, name, devices=1, **keys):
+  def start(self, name, devices=1, variables: dict[str, str] | None = None, **keys):
     """Starts a run; its lines go to a file, so that a killed program loses none."""
-    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | (variables or {})
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     self.log.touch()
     self.started.append(Forked(self.server, self.program, self.command(name, **keys)[2:], environment, self.log))

@@ -141,3 +141,31 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     until = time.monotonic() + _CLOSE_SECONDS
     for place in places:
       place.close(max(0.1, until - time.monotonic()))
+
+
+class NoFiles(RunFiles):
+  """Of a process that is not the first of its run: it writes nothing."""
+
+  def __init__(self) -> None:
+    self.again = []
+
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    return
+
+  def end(self, name: str, make: Callable[[list[str]], str]) -> list[str]:
+    return []
+
+  def row(self, row: Row) -> None:
+    return
+
+  def rewind(self, step: int) -> None:
+    return
+
+  def sample(self, row: Row) -> None:
+    return
+
+  def text(self, name: str, make: str | Callable[[], str]) -> None:
+    return
+
+  def flush(self) -> None:
+    return

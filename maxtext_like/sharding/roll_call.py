@@ -1,0 +1,171 @@
+"""The processes of a run meet once, before JAX connects them: who is there, and do all of them run the same.
+
+JAX's own meeting ends a process with SIGABRT when a peer does not come, and does not look at what its peers run. So they
+meet here first, at the address where JAX's coordinator will listen: each sends one line, process 0 judges, all get its verdict.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import select
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext_like import strict_json
+from maxtext_like.errors import ExitError, RetryableError, UserError
+from maxtext_like.masking import masked
+
+_LONGEST = 4 << 20  # bytes of a line
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Card:
+  """What a process says of itself.
+
+  Attributes:
+    index, count: which of how many.
+    host, pid: where it runs.
+    facts: what must be the same in all of them: {what it is: its value}.
+  """
+
+  index: int
+  count: int
+  facts: Mapping[str, str]
+  host: str = ""
+  pid: int = 0
+
+  def __str__(self) -> str:
+    return f"process {self.index} (host {self.host}, pid {self.pid})"
+
+
+def meet(address: str, index: int, count: int, facts: Mapping[str, str], seconds: float) -> list[str]:
+  """Waits for all processes and compares them. Returns the host of each, the same list in all of them.
+
+  Args:
+    address: host:port of process 0.
+    index, count: which of how many this one is.
+    facts: as ``Card``.
+    seconds: how long to wait.
+
+  Raises:
+    UserError: they are not of one run, or the port is taken.
+    RetryableError: some did not come.
+  """
+  host, _, port = address.rpartition(":")
+  card = Card(index, count, facts, platform.node(), os.getpid())
+  deadline = time.monotonic() + seconds
+  if index == 0:
+    return _preside(card, int(port), deadline, seconds)
+  return _attend(card, (host.strip("[]"), int(port)), deadline, seconds)
+
+
+def _preside(card: Card, port: int, deadline: float, seconds: float) -> list[str]:
+  with _listener(port) as listener:
+    came: dict[int, tuple[Card, socket.socket]] = {}
+    with contextlib.ExitStack() as open_ones:
+      error: ExitError | None = None
+      while len(came) < card.count - 1 and error is None:
+        if not select.select([listener], [], [], max(0.0, deadline - time.monotonic()))[0]:
+          missing = [str(i) for i in range(1, card.count) if i not in came]
+          there = "".join(f"\n  {other} is there" for other, _ in came.values())
+          error = RetryableError(
+            f"process {', '.join(missing)} of {card.count} did not come to port {port} of {card.host} in {seconds:.0f} s "
+            f"(watchdog_peers_seconds); see its log{there}"
+          )
+          break
+        connection = open_ones.enter_context(listener.accept()[0])
+        other = _read_card(connection)
+        if other is None:
+          continue  # not one of ours: a port scan, a probe of the cluster's
+        error = _differs(card, other, came[other.index][0] if other.index in came else None)
+        came[other.index if error is None else -1] = (other, connection)
+      hosts = [card.host, *(came[i][0].host for i in sorted(came) if i > 0)]
+      verdict = {"error": error and str(error), "code": error.exit_code if error else 0, "hosts": hosts}
+      for _, connection in came.values():
+        with contextlib.suppress(OSError):  # it is gone, and will be missed
+          connection.sendall(json.dumps(verdict).encode() + b"\n")
+      if error is not None:
+        raise error
+      return hosts
+
+
+def _listener(port: int) -> socket.socket:
+  try:
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+  except OSError as error:
+    reason = "it is in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
+    raise UserError(f"port {port} of {platform.node()}, where the processes are to meet: {reason}; choose another") from error
+
+
+def _read_card(connection: socket.socket) -> Card | None:
+  try:
+    said = strict_json.loads(_line(connection, time.monotonic() + 10))
+    return Card(**said)
+  except (OSError, ValueError, TypeError):
+    return None
+
+
+def _differs(mine: Card, other: Card, same_index: Card | None) -> ExitError | None:
+  """Why another process is not one of this run's."""
+  if other.count != mine.count:
+    return UserError(f"{other} was told of {other.count} processes, {mine} of {mine.count}; give all of them the same number")
+  if not 0 < other.index < mine.count or same_index is not None:
+    twin = mine if other.index == 0 else same_index
+    return UserError(f"two processes have the number {other.index}: {other} and {twin}; number them from 0")
+  for what in sorted(mine.facts.keys() | other.facts.keys()):
+    here, there = mine.facts.get(what, "(none)"), other.facts.get(what, "(none)")
+    if here != there:
+      return UserError(
+        f"{what} differs: {masked(there)} in {other}, {masked(here)} in {mine}; give all of them the same command and code"
+      )
+  return None
+
+
+def _attend(card: Card, place: tuple[str, int], deadline: float, seconds: float) -> list[str]:
+  absent = f"process 0 is not at {place[0]}:{place[1]}"
+  while True:
+    try:
+      with socket.create_connection(place, timeout=max(0.1, min(10.0, deadline - time.monotonic()))) as connection:
+        connection.sendall(json.dumps(vars(card) | {"facts": dict(card.facts)}).encode() + b"\n")
+        verdict = strict_json.loads(_line(connection, deadline + 10))
+        break
+    except (OSError, ValueError) as error:
+      if time.monotonic() > deadline:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RetryableError(f"{card}: {absent} after {seconds:.0f} s (watchdog_peers_seconds): {reason}") from None
+      time.sleep(_PAUSE_SECONDS)  # not up yet, or the last run's
+  if verdict["error"]:
+    raise (UserError if verdict["code"] == UserError.exit_code else RetryableError)(verdict["error"])
+  return verdict["hosts"]
+
+
+def _line(connection: socket.socket, deadline: float) -> bytes:
+  """Reads up to a newline. OSError when it does not come in time, or is too long."""
+  read = b""
+  while not read.endswith(b"\n"):
+    connection.settimeout(max(0.1, deadline - time.monotonic()))
+    part = connection.recv(1 << 16)
+    if not part or len(read) > _LONGEST:
+      raise ConnectionError("the connection ended early")
+    read += part
+    if time.monotonic() > deadline:
+      raise TimeoutError("no answer")
+  return read
+
+
+def as_facts(text: str, name: str) -> dict[str, str]:
+  """The lines "key: value" of a YAML text as facts, so that a difference is one key and not a hash."""
+  facts: dict[str, Any] = {}
+  for line in text.splitlines():
+    key, _, value = line.partition(":")
+    value = value.partition("  # ")[0].strip()
+    if value and not key.startswith("#"):
+      facts[f"{name} {key.strip()}"] = value
+  return facts

@@ -1,0 +1,137 @@
+"""One run of several processes over loopback: it trains as one process does, and ends as one when any of them is lost."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+from conftest import assert_bitwise_equal
+
+KEYS = {"per_device_batch_size": 2, "steps": 12, "lr_schedule_steps": 12, "checkpoint_interval": 5, "log_interval": 1}
+QUICK = {"watchdog_heartbeat_seconds": 4, "watchdog_peers_seconds": 40}
+
+
+def free_port():
+  with socket.create_server(("", 0)) as free:
+    return free.getsockname()[1]
+
+
+class Ranks:
+  """The processes of one run."""
+
+  def __init__(self, train, name, count=2, port=None, devices=4, each=None, **keys):
+    port = port or free_port()
+    self.logs, self.ranks = [], []
+    for rank in range(count):
+      names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+      variables = dict(zip(names, (f"127.0.0.1:{port}", str(count), str(rank)), strict=True))
+      own = KEYS | QUICK | keys | (each or {}).get(rank, {})
+      self.ranks.append(train.start(name, devices=devices // count, variables=variables, **own))
+      self.logs.append(train.log)
+
+  def codes(self, timeout=120):
+    return [rank.wait(timeout) for rank in self.ranks]
+
+  def texts(self):
+    return [log.read_text() for log in self.logs]
+
+  def wait_for_step(self, step, timeout=120):
+    deadline = time.monotonic() + timeout
+    while f"step {step:>6} of" not in self.logs[0].read_text():
+      assert time.monotonic() < deadline, self.texts()
+      assert all(rank.poll() is None for rank in self.ranks), self.texts()
+      time.sleep(0.02)
+
+
+def losses(train, name):
+  return list(train.losses(name).values())
+
+
+def test_two_processes_train_as_one_and_go_on_as_one(train):
+  """The same losses, one set of files; a checkpoint of two goes on in one, and one of one in two."""
+  code, text = train.run("one", devices=4, **KEYS)
+  assert code == 0, text
+  wanted = losses(train, "one")
+  two = Ranks(train, "two", steps=8)
+  assert two.codes() == [0, 0], two.texts()
+  assert losses(train, "two") == pytest.approx(wanted[:8], abs=1e-5)
+  assert train.complete("two") == [5, 8]
+  first, other = two.texts()
+  assert "finished: 8 steps" in first
+  assert "step" not in "".join(line for line in other.splitlines() if not line.startswith(("[Gloo]", "W", "E")))
+  code, text = train.run("two", devices=4, **KEYS | {"steps": 10})
+  assert code == 0, text
+  again = Ranks(train, "two")
+  assert again.codes() == [0, 0], again.texts()
+  assert losses(train, "two") == pytest.approx(wanted, abs=1e-5)
+  run = train.output_dir / "two"
+  assert json.loads((run / "env.json").read_text())["processes"] == 2
+  assert (run / "report.html").exists()
+  assert_bitwise_equal({k: v for k, v in train.state("two", 12).items() if v.ndim == 0},
+                       {k: v for k, v in train.state("one", 12).items() if v.ndim == 0})  # fmt: skip
+
+
+def test_sigterm_on_one_stops_all_at_the_same_step(train):
+  both = Ranks(train, "a", steps=100_000, checkpoint_interval=100_000)
+  both.wait_for_step(3)
+  both.ranks[1].send_signal(signal.SIGTERM)
+  assert both.codes() == [42, 42], both.texts()
+  (step,) = train.complete("a")
+  assert all(f"stopped by SIGTERM after step {step}, saved in" in text for text in both.texts())
+  code, text = train.run("a", devices=4, **KEYS | {"steps": step + 1})
+  assert code == 0, text
+
+
+@pytest.mark.parametrize(
+  ("number", "victim"),
+  [
+    (signal.SIGKILL, 1),
+    pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+    pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+  ],
+)
+def test_one_is_lost(train, number, victim):
+  """The other ends within the heartbeat's time and names it; the run goes on from its checkpoint."""
+  both = Ranks(train, "a", steps=100_000)
+  both.wait_for_step(12)
+  os.kill(both.ranks[victim].pid, number)
+  began = time.monotonic()
+  assert both.ranks[1 - victim].wait(60) == 42, both.texts()
+  assert time.monotonic() - began < 4 + 25
+  both.ranks[victim].kill()
+  said = both.texts()[1 - victim]
+  assert f"error: process {victim} (host {socket.gethostname()})" in said
+  assert "is lost" in said
+  kept = train.complete("a")[-1]
+  code, text = train.run("a", devices=4, **KEYS | {"steps": kept + 2})
+  assert code == 0, text
+  assert f"from step {kept} in" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("each", "said"),
+  [
+    ({1: {"learning_rate": 0.5}}, "key learning_rate differs: 0.5 in process 1 (host "),
+    ({1: {"output_dir": "/tmp/elsewhere-of-maxtext-like"}}, "key output_dir differs"),
+  ],
+)
+def test_they_run_different_things(train, each, said):
+  both = Ranks(train, "a", each=each)
+  assert both.codes() == [2, 2], both.texts()
+  assert all(said in text for text in both.texts())
+
+
+@pytest.mark.slow
+def test_one_does_not_come_or_the_port_is_taken(train):
+  variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+  process = train.start("a", variables=variables, **KEYS | QUICK | {"watchdog_peers_seconds": 3})
+  assert process.wait() == 42
+  assert "process 1 of 2 did not come to port" in train.log.read_text()
+  with socket.create_server(("", 0)) as other:
+    port = other.getsockname()[1]
+    process = train.start("a", variables=variables | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}, **KEYS)
+    assert process.wait() == 2
+  assert f"port {port} of " in train.log.read_text()

@@ -1,0 +1,63 @@
+"""Which launchers' variables ask for more than one process, and which of them say where the processes meet."""
+
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.sharding.launchers import Place, place
+
+ONE = [
+  {},
+  {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+  {"JAX_NUM_PROCESSES": "1"},
+  {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # gpu/train.sbatch itself
+  {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # its srun
+  {"SLURM_NTASKS": "8"},  # a shell after salloc -n 8
+  {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n 1 there
+  {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+  {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+  {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
+  {"WORLD_SIZE": "8"},
+  {"SLURM_STEP_NUM_TASKS": "many", "SLURM_PROCID": "0"},
+]
+SEVERAL = [
+  ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, Place("JAX", "h:1", 2, 0)),
+  (
+    {"JAX_COORDINATOR_ADDRESS": "[::1]:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+    Place("JAX", "[::1]:8476", 2, 1),
+  ),
+  ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, Place("Slurm")),
+  ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Place("Open MPI")),
+  ({"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc", "TPU_WORKER_ID": "1"}, Place("Cloud TPU")),
+  ({"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, Place("Cloud TPU multislice")),
+]
+REFUSED = [
+  ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID is not set"),
+  ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "env -u JAX_NUM_PROCESSES -u JAX_PROCESS_ID python train.py"),
+  ({"JAX_COORDINATOR_ADDRESS": "h", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "write host:port"),
+  ({"JAX_COORDINATOR_ADDRESS": "h:99999", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "write host:port"),
+  ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "are not numbers"),
+  ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "2 processes are 0 to 1"),
+  ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "start the tasks with srun"),
+  ({"SLURM_NTASKS": "9" * 5000, "SLURM_PROCID": "0"}, "start the tasks with srun"),
+  ({"PMI_SIZE": "16", "PMI_RANK": "0"}, "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID for each process"),
+  ({"WORLD_SIZE": "8", "RANK": "3"}, "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID for each process"),
+  ({"NNODES": "2", "NODE_RANK": "0"}, "MaxText's launcher: several processes"),
+]
+
+
+@pytest.mark.parametrize("environment", ONE, ids=str)
+def test_alone(environment):
+  assert place(environment) is None
+
+
+@pytest.mark.parametrize(("environment", "wanted"), SEVERAL, ids=lambda e: str(e)[:40])
+def test_one_of_several(environment, wanted):
+  assert place(environment) == wanted
+
+
+@pytest.mark.parametrize(("environment", "said"), REFUSED, ids=lambda e: str(e)[:40])
+def test_what_says_too_little_is_refused_with_the_variables(environment, said):
+  with pytest.raises(UserError) as refused:
+    place(environment)
+  assert said in str(refused.value)
+  assert any(f"{name}={value}" in str(refused.value) for name, value in environment.items())
