@@ -84,14 +84,8 @@ def test_sigterm_on_one_stops_all_at_the_same_step(train):
   assert code == 0, text
 
 
-@pytest.mark.parametrize(
-  ("number", "victim"),
-  [
-    (signal.SIGKILL, 1),
-    pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
-    pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
 def test_one_is_lost(train, number, victim):
   """The other ends within the heartbeat's time and names it; the run goes on from its checkpoint."""
   both = Ranks(train, "a", steps=100_000)
