@@ -25,7 +25,7 @@ def outcome(port, index, count, facts, seconds=30.0):
 
 def all_of(port, *cards, seconds=30.0):
   with ThreadPoolExecutor(len(cards)) as pool:
-    return list(pool.map(lambda card: outcome(port, *card, seconds), cards))
+    return list(pool.map(lambda card: outcome(port, card[0], card[1], card[2], seconds), cards))
 
 
 def test_all_come(port):
