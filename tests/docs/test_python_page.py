@@ -1,12 +1,78 @@
-"""docs/python.md, run as it stands."""
+"""docs/python.md, run as it stands; and what it promises of the package."""
 
+import ast
 import doctest
+import subprocess
+import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+import jax
+import pytest
+
+import maxtext_like
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "python.md"
 
 
-def test_what_the_page_shows_is_what_happens():
-  failed, tried = doctest.testfile(str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
-  assert tried > 10
-  assert not failed
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+  """A home for compiled programs, and JAX's settings as they were."""
+  monkeypatch.setenv("HOME", str(tmp_path))
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def test_what_the_page_shows_is_what_happens(own_home, capsys):
+  failed, tried = doctest.testfile(
+    str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+  )
+  assert tried > 50
+  assert not failed, capsys.readouterr().out
+
+
+def test_every_public_name_is_on_the_page_and_has_a_docstring():
+  text = PAGE.read_text(encoding="utf-8")
+  for name in maxtext_like.__all__:
+    assert f"maxtext_like.{name}" in text or f"`{name}`" in text, name
+    assert getattr(maxtext_like, name).__doc__, name
+
+
+def test_the_names_are_the_same_everywhere():
+  """In __all__, in the table that loads them, and in what type checkers read."""
+  source = ROOT / "maxtext_like" / "__init__.py"
+  (stubs,) = (node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.If))
+  seen = {
+    alias.name: (node.module or "").removeprefix("maxtext_like.")
+    for node in stubs.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+  }
+  assert seen == maxtext_like._HOMES
+  assert sorted(seen) == sorted(maxtext_like.__all__)
+  assert set(maxtext_like.__all__) < set(dir(maxtext_like))
+  with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    maxtext_like.trian  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing():
+  code = "import sys; before = set(sys.modules); import maxtext_like; print(*sorted(set(sys.modules) - before))"
+  run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+  standard = {name for name in run.stdout.split() if name.split(".")[0] not in sys.stdlib_module_names}
+  assert standard == {"maxtext_like"}
+
+
+def test_only_the_command_line_prints():
+  """Everything else says it to whoever called, or to ``logging``."""
+  package = ROOT / "maxtext_like"
+  files = [*package.rglob("*.py"), *(package / "layers").rglob("*.py")]
+  assert len(files) > 150
+  printing = []
+  for path in files:
+    if path.relative_to(package).parts[0] != "cli":
+      calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
+      printing += [f"{path}:{c.lineno}" for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("print", "pprint")]
+  assert not printing
