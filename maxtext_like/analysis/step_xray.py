@@ -167,22 +167,28 @@ def _parameter(tensor: Tensor, *, in_layer: bool) -> str:
   return ".".join(keys[2:] if in_layer else keys)
 
 
+def _call(t: Tensor, place: Place) -> tuple:
+  """What the equations of one product have in common."""
+  asked = [f for f in t.frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)]
+  return place, tuple(asked[:2]) if t.op in _PRODUCTS else id(t)  # several products may have their line in one method
+
+
 def _labels(tensors: Sequence[Tensor], places: Sequence[Place]) -> list[str]:
   """Tensors as people call them: by the parameter that the equation reads, else by the innermost named scopes.
 
-  A product's cotangent for the parameter does not read it: it has the name of the product of the same place.
+  A product's cotangent for the parameter does not read it: it is named as the product.
   """
   read = [_parameter(t, in_layer=bool(p.layers)) for t, p in zip(tensors, places, strict=True)]
-  products: dict[tuple, set[str]] = {}
-  for t, place, name in zip(tensors, places, read, strict=True):
-    if name and t.op in _PRODUCTS:
-      products.setdefault((place, line_of(t.frames)), set()).add(name)
+  calls = [_call(t, p) for t, p in zip(tensors, places, strict=True)]
+  known: dict[tuple, set[str]] = {}
+  for call, name in zip(calls, read, strict=True):
+    known.setdefault(call, set()).update([name] if name else [])
   labels = []
-  for t, place, name in zip(tensors, places, read, strict=True):
-    if not name and t.op in _PRODUCTS:
-      there = products.get((place, line_of(t.frames)), set())
-      name = next(iter(there)) if len(there) == 1 else ""
-    name = name or ".".join(place.scopes[-2:]) or Path(line_of(t.frames)).name
+  for t, place, name, call in zip(tensors, places, read, calls, strict=True):
+    if not name and len(known[call]) == 1:
+      (name,) = known[call]
+    scopes = place.scopes[:-1] if "".join(place.scopes[-2:]).endswith("normnorm") else place.scopes  # it has a name of its own
+    name = name or ".".join(scopes[-2:]) or Path(line_of(t.frames)).name
     labels.append(" ".join(filter(None, [name, "" if t.op in _PRODUCTS else t.op])))
   return labels
 

@@ -93,7 +93,7 @@ def bind(eqn, operands):
   return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def frames(eqn, limit: int = 4) -> tuple[str, ...]:
+def frames(eqn, limit: int = 6) -> tuple[str, ...]:
   """The equation's source as 'file:line', innermost first: frames of jax and of x-ray itself are left out."""
   traceback = eqn.source_info.traceback
   found: list[str] = []

@@ -47,7 +47,7 @@ class Site:
   derived: bool = False
   rows: int = 0  # of a tag: the leading axis is kept apart, in so many consecutive rows
   flag: bool = False  # only the maximum, and whether it is finite
-  reads: tuple[str, ...] = ()  # inputs of the program, or rows of them, that the equation reads as they are or cast
+  reads: tuple[str, ...] = ()  # inputs of the program that the equation reads, or rows of them; cast, scaled or shifted too
 
   @property
   def measured(self) -> bool:
@@ -218,10 +218,11 @@ class _Builder:
         self.site(frame, op, path, sources, node.direction, v.aval, derived, reads) if jaxprs.is_float(v.aval) else None
         for v in eqn.outvars
       ]
-    if is_exact(eqn) or eqn.primitive.name in (*SUBSET, "convert_element_type"):
+    shifted = eqn.primitive.name in _SCALED and sum(not jaxprs.is_literal(v) for v in eqn.invars) == 1
+    if is_exact(eqn) or shifted or eqn.primitive.name in (*SUBSET, "convert_element_type"):
       if len(eqn.outvars) == len(held):
         self.hold(eqn.outvars, held)
-      elif sum(jaxprs.is_float(v.aval) for v in eqn.invars) == 1:
+      elif shifted or sum(jaxprs.is_float(v.aval) for v in eqn.invars) == 1:
         self.hold(eqn.outvars, [next((name for name in held if name is not None), None)] * len(eqn.outvars))
     return node
 

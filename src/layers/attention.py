@@ -13,7 +13,7 @@ from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
@@ -139,7 +139,7 @@ class Attention:
   def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
     """Heads of "q" or "k", normed and rotated."""
     norm = self.cfg.norm
-    return rotate(RMSNorm(norm, self.precision)(p[f"{name}_norm"], y_BTNH) if norm else y_BTNH, table)
+    return rotate(named(RMSNorm(norm, self.precision), p, f"{name}_norm", y_BTNH) if norm else y_BTNH, table)
 
   def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> KeysValues:
     """Normed and rotated keys, and values, both [B, T, K, H]."""

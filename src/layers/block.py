@@ -10,7 +10,7 @@ import jax
 
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.kernels.attention.registry import Case, Choice
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.per_layer import PerLayerGate, PerLayerGateConfig
 from maxtext_like.layers.precision import Precision
@@ -119,11 +119,11 @@ class Block:
     """
     x = carry["x"]
     ctx = ctx.collecting(stream=x, shared=carry.get("kv", {}))
-    out = self.mixer(p["attention"], self._norm(p["pre_attention_norm"], x), ctx)
+    out = self.mixer(p["attention"], named(self._norm, p, "pre_attention_norm", x), ctx)
     x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out))
     ctx = ctx.reading(x)
     ffn = self.ffn
-    out = ffn(p[ffn.name] if ffn.name else p, self._norm(p["pre_mlp_norm"], x), ctx)
+    out = ffn(p[ffn.name] if ffn.name else p, named(self._norm, p, "pre_mlp_norm", x), ctx)
     x = self._joined(p, x, "post_mlp_norm", ctx.tap("mlp", out))
     if self.cfg.per_layer:
       x = _add(x, PerLayerGate(self.cfg.per_layer, self.precision)(p["ple"], x, ctx))
@@ -137,7 +137,7 @@ class Block:
   def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array) -> jax.Array:
     """The stream with what a part made of it, which is normed with ``sandwich``. This alone decides in which dtype it joins."""
     residual = self.precision.residual
-    return _add(x_BTD, self._norm(p[norm], out_BTD, residual) if self.cfg.sandwich else out_BTD.astype(residual))
+    return _add(x_BTD, named(self._norm, p, norm, out_BTD, residual) if self.cfg.sandwich else out_BTD.astype(residual))
 
 
 @jax.named_scope("residual")

@@ -16,7 +16,7 @@ from maxtext_like.layers.cache import Step
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import constrain_batch
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
@@ -349,7 +349,7 @@ class Decoder:
 
   def leave(self, p: dict, carry: Carry, ctx: Context) -> tuple[jax.Array, Aux]:
     """Normed hidden states [B, T, D] in ``dtype`` behind the last row, and captures."""
-    x = self._final_norm(p["final_norm"], carry["x"])
+    x = named(self._final_norm, p, "final_norm", carry["x"])
     return x, {"hidden.final_norm": x} if "hidden" in ctx.capture else {}
 
   def _cached(self, name: str, cache: dict | None) -> int:

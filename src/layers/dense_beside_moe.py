@@ -11,7 +11,7 @@ import jax
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.moe import MoE, MoEConfig
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.precision import Precision
 
 
@@ -57,7 +57,7 @@ class DenseBesideMoE:
     assert ctx.stream is not None, "a block gives its feed-forward the stream"
     norm, residual = RMSNorm(self.cfg.norm, self.precision), self.precision.residual
     dense = MLP(self.cfg.mlp, self.precision)(p["mlp"], x_BTD, ctx)
-    sparse = MoE(self.cfg.moe, self.precision)(p["moe"], norm(p["pre_moe_norm"], ctx.stream), ctx, ctx.stream)
-    dense, sparse = norm(p["post_dense_norm"], dense, residual), norm(p["post_moe_norm"], sparse, residual)
+    sparse = MoE(self.cfg.moe, self.precision)(p["moe"], named(norm, p, "pre_moe_norm", ctx.stream), ctx, ctx.stream)
+    dense, sparse = named(norm, p, "post_dense_norm", dense, residual), named(norm, p, "post_moe_norm", sparse, residual)
     with jax.named_scope("residual"):
       return dense + sparse

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.masks import masked_fill, masked_softmax
-from maxtext_like.layers.norms import LayerNorm, NormConfig
+from maxtext_like.layers.norms import LayerNorm, NormConfig, named
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
@@ -68,7 +68,7 @@ class Indexer:
   @jax.named_scope("indexer")
   def keys(self, p: dict, x_BTD: jax.Array, positions: jax.Array) -> jax.Array:
     """Index keys [B, T, H] of the normed input of the layer: what a cache holds."""
-    k_BTH = self._k_norm(p["k_norm"], product(self.precision, "BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
+    k_BTH = named(self._k_norm, p, "k_norm", product(self.precision, "BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
     return self._rotate(k_BTH, rope_table(self.cfg.rope, positions))
 
   @jax.named_scope("indexer")

@@ -16,7 +16,7 @@ from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
@@ -118,7 +118,7 @@ class MLA:
     c = self.cfg
     latent = None
     if c.q_lora_rank:
-      latent = self._latent_norm(c.q_lora_rank)(p["q_a_norm"], self._project(p, "q_a", x_BTD))
+      latent = named(self._latent_norm(c.q_lora_rank), p, "q_a_norm", self._project(p, "q_a", x_BTD))
       q = product(self.precision, "BTR,RNH->BTNH", latent, p["q_b"])
     else:
       q = product(self.precision, "BTD,DNH->BTNH", x_BTD, p["q"])
@@ -129,7 +129,7 @@ class MLA:
     """What a cache holds: the normed latent [B, T, C] and the rotated key part all heads share [B, T, P]."""
     c = self.cfg
     latent, k_rope = jnp.split(self._project(p, "kv_a", x_BTD), [c.kv_lora_rank], axis=-1)
-    return self._latent_norm(c.kv_lora_rank)(p["kv_a_norm"], latent), rotate(k_rope, table, interleave=c.rope.interleave)
+    return named(self._latent_norm(c.kv_lora_rank), p, "kv_a_norm", latent), rotate(k_rope, table, interleave=c.rope.interleave)
 
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots."""

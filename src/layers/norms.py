@@ -111,3 +111,9 @@ class LayerNorm:
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.cfg.epsilon)
     return (y * p["scale"].astype(jnp.float32) + p["bias"].astype(jnp.float32)).astype(self.precision.dtype)
+
+
+def named(norm: RMSNorm | LayerNorm, p: dict, name: str, x: jax.Array, *dtype: str) -> jax.Array:
+  """``norm`` with the parameters p[name], under that name: so x-ray tells the norms of a layer apart."""
+  with jax.named_scope(name):
+    return norm(p[name], x, *dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.embedding import constant
 from maxtext_like.layers.mlp import Activation, gated
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import lookup, product
@@ -54,7 +54,7 @@ class PerLayerInput:
     c, precision = self.cfg, self.precision
     identity = constant(lookup(precision, p["table"], tokens_BT), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
     context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
-    context = self._norm(p["norm"], context, "float32")
+    context = named(self._norm, p, "norm", context, "float32")
     return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)
 
 

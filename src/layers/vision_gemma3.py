@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.mlp import activate
-from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
+from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import product
@@ -99,7 +99,7 @@ class SiglipLayer:
     """x: [I, P, D] in the residual dtype; returns the same."""
     c, cast, residual = self.cfg, self.precision.cast, self.precision.residual
     multiply = functools.partial(product, self.precision)
-    a, y = p["attention"], self._norm(p["pre_attention_norm"], x_IPD)
+    a, y = p["attention"], named(self._norm, p, "pre_attention_norm", x_IPD)
     float32 = self.precision.float32_branches
     with jax.named_scope("attention"):
       q, k, v = (multiply("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
@@ -109,7 +109,7 @@ class SiglipLayer:
       out = multiply("IPNH,NHD->IPD", out, a["o"], float32=float32) + cast(a["o_bias"])
     with jax.named_scope("residual"):
       x_IPD = x_IPD + out.astype(residual)
-    m, y = p["mlp"], self._norm(p["pre_mlp_norm"], x_IPD)
+    m, y = p["mlp"], named(self._norm, p, "pre_mlp_norm", x_IPD)
     with jax.named_scope("mlp"):
       hidden = activate(multiply("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
       out = multiply("IPF,FD->IPD", hidden, m["down"], float32=float32) + cast(m["down_bias"])
@@ -174,7 +174,7 @@ class Siglip:
     x = (x + precision.cast(p["positions"])).astype(precision.residual)
     layer = wrap(SiglipLayer(c, precision))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
-    tower = ctx.tap("vision.tower_out", self._final_norm(p["final_norm"], x))
+    tower = ctx.tap("vision.tower_out", named(self._final_norm, p, "final_norm", x))
     pool = g // c.side_out
     grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
     pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)

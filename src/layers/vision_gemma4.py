@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated, keep_float32
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
@@ -121,7 +121,7 @@ class Gemma4VisionLayer:
     Returns the same as x, and the number of rescued values."""
     c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
     head_norm = self._norm(c.head_dim)
-    a, y = p["attention"], norm(p["pre_attention_norm"], x_IPD)
+    a, y = p["attention"], named(norm, p, "pre_attention_norm", x_IPD)
     with jax.named_scope("attention"):
       q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
       k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
@@ -129,10 +129,10 @@ class Gemma4VisionLayer:
       out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
       out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.float32_branches)
     with jax.named_scope("residual"):
-      x_IPD = x_IPD + norm(p["post_attention_norm"], out, residual)
-    out, rescued = self._mlp(p["mlp"], norm(p["pre_mlp_norm"], x_IPD))
+      x_IPD = x_IPD + named(norm, p, "post_attention_norm", out, residual)
+    out, rescued = self._mlp(p["mlp"], named(norm, p, "pre_mlp_norm", x_IPD))
     with jax.named_scope("residual"):
-      return x_IPD + norm(p["post_mlp_norm"], out, residual), rescued
+      return x_IPD + named(norm, p, "post_mlp_norm", out, residual), rescued
 
   @jax.named_scope("mlp")
   def _mlp(self, p, y):
