@@ -9,22 +9,28 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from maxtext_like.models.registry import FAMILIES
+
 if TYPE_CHECKING:
   from maxtext_like.data.tokenizer import Tokenizer
 
-# Gemma 3, Gemma 4, DeepSeek, then others that use the same tokens.
-SPELLINGS: dict[str, tuple[str, ...]] = {
-  "bos": ("<bos>", "<｜begin▁of▁sentence｜>", "<s>", "<|begin_of_text|>"),
-  "eos": ("<eos>", "<｜end▁of▁sentence｜>", "</s>", "<|end_of_text|>", "<|endoftext|>"),
-  "pad": ("<pad>", "<｜▁pad▁｜>", "[PAD]"),
-  "start_of_turn": ("<start_of_turn>", "<|turn>"),
-  "end_of_turn": ("<end_of_turn>", "<turn|>"),
-  "start_of_image": ("<start_of_image>", "<|image>"),
-  "end_of_image": ("<end_of_image>", "<image|>"),
-  "image": ("<image_soft_token>", "<|image|>"),
-  "user": ("<｜User｜>",),
-  "assistant": ("<｜Assistant｜>",),
+_OTHERS = {
+  "bos": ("<s>", "<|begin_of_text|>"),
+  "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
+  "pad": ("[PAD]",),
 }
+"""What tokenizers of no family here call them."""
+
+
+def _spellings() -> dict[str, tuple[str, ...]]:
+  found: dict[str, tuple[str, ...]] = {}
+  for spellings in (*(family.spellings for family in FAMILIES.values()), _OTHERS):
+    for name, spelt in spellings.items():
+      found[name] = tuple(dict.fromkeys((*found.get(name, ()), *spelt)))
+  return found
+
+
+SPELLINGS = _spellings()
 """Meaning to spellings. bos, eos and pad are what tokenizer_config.json says where it says something."""
 
 

@@ -6,6 +6,7 @@ configuration may read a family's fields without JAX.
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ class Family:
   """A family of models: the ``decoder_block`` of a configuration and the package that holds
 
   - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
+    ``SPELLINGS``, its tokenizers' special tokens by what they mean;
   - ``maxtext.py``: ``MAXTEXT``, what MaxText's files and keys mean for it;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
   - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors;
@@ -48,6 +50,11 @@ class Family:
   def vision(self) -> "type[VisionConfig] | None":
     """What ``vision:`` is made into; None: the family has no tower."""
     return getattr(self._part("config"), "Vision", None)
+
+  @property
+  def spellings(self) -> Mapping[str, tuple[str, ...]]:
+    """How its tokenizers spell special tokens, by what they mean."""
+    return getattr(self._part("config"), "SPELLINGS", {})
 
   @property
   def maxtext(self) -> "MaxText":

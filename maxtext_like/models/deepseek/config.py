@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from maxtext_like.config.model import ExpertsConfig, Part, even
 from maxtext_like.config.problems import Problem, above_zero, at_least
 
+SPELLINGS = {
+  "bos": ("<｜begin▁of▁sentence｜>",),
+  "eos": ("<｜end▁of▁sentence｜>",),
+  "pad": ("<｜▁pad▁｜>",),
+  "user": ("<｜User｜>",),
+  "assistant": ("<｜Assistant｜>",),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig):

@@ -10,6 +10,16 @@ from maxtext_like.config.problems import Problem, above_zero, at_least
 from maxtext_like.config.vision import SquareVision
 
 LayerType = Literal["sliding", "global"]
+SPELLINGS = {
+  "bos": ("<bos>",),
+  "eos": ("<eos>",),
+  "pad": ("<pad>",),
+  "start_of_turn": ("<start_of_turn>",),
+  "end_of_turn": ("<end_of_turn>",),
+  "start_of_image": ("<start_of_image>",),
+  "end_of_image": ("<end_of_image>",),
+  "image": ("<image_soft_token>",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

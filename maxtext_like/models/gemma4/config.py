@@ -9,6 +9,14 @@ from maxtext_like.config.problems import Problem, above_zero, at_least
 from maxtext_like.config.vision import PatchVision
 from maxtext_like.models.gemma3.config import GemmaConfig
 
+SPELLINGS = {
+  "start_of_turn": ("<|turn>",),
+  "end_of_turn": ("<turn|>",),
+  "start_of_image": ("<|image>",),
+  "end_of_image": ("<image|>",),
+  "image": ("<|image|>",),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig, GemmaConfig):
