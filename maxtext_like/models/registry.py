@@ -93,4 +93,5 @@ FAMILIES: dict[str, Family] = {
   "gemma3": Family("gemma3", "maxtext_like.models.gemma3"),
   "gemma4": Family("gemma4", "maxtext_like.models.gemma4"),
   "deepseek": Family("deepseek", "maxtext_like.models.deepseek"),
+  "qwen3": Family("qwen3", "maxtext_like.models.qwen3"),
 }

@@ -30,6 +30,7 @@ def test_every_model_of_the_project_is_listed():
     [f"gemma3-{size}" for size in ("4b", "12b", "27b", "tiny")]
     + [f"gemma4-{size}" for size in ("e2b", "e4b", "26b", "31b", "tiny", "moe-tiny", "e2b-tiny")]
     + [f"deepseek{version}-{size}" for version in ("3", "3.2") for size in ("671b", "tiny")]
+    + [f"qwen3-{size}" for size in ("0.6b", "8b", "30b-a3b", "tiny", "moe-tiny")]
   )
 
 

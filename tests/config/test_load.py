@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxtext_like.config import maxtext
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import base_values, load_config
 from maxtext_like.config.schema import LEAVES, SECTIONS
@@ -65,7 +66,7 @@ def test_model_name_is_the_files_unless_set(model):
     (TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"), r"m.yml:55: steps: a mapping where int is needed"),
     (TINY.replace("steps: 100", "steps:"), r"m.yml:55: steps: null where int is needed"),
     (TINY.replace("dtype: float32", "dtype: float64", 1), r"m.yml:49: dtype: 'float64' is not one of float32, bfloat16"),
-    ("", r"the model file does not set decoder_block \(gemma3 \| gemma4 \| deepseek\), vocab_size \(int\)"),
+    ("", r"the model file does not set decoder_block \(gemma3 \| gemma4 \| deepseek \| qwen3\), vocab_size \(int\)"),
     ("model:\n", "the model file does not set decoder_block"),
   ],
 )
@@ -148,7 +149,7 @@ def test_random_configurations_survive_to_yaml_and_back(tmp_path_factory, change
 @given(st.text(max_size=20), st.sampled_from([None, *SECTIONS]))
 @settings(deadline=None)
 def test_random_keys_in_a_file_are_refused(tmp_path_factory, key, section):
-  if key in LEAVES or key in SECTIONS or any("\ud800" <= c <= "\udfff" for c in key):
+  if key in LEAVES or key in SECTIONS or key in maxtext.KNOWN or any("\ud800" <= c <= "\udfff" for c in key):
     return
   quoted = "".join(f"\\U{ord(c):08x}" for c in key)
   file = tmp_path_factory.mktemp("keys") / "m.yml"

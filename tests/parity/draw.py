@@ -326,6 +326,37 @@ def _deepseek(r: random.Random, length: int) -> Config:
   return config | _deepseek_rope(r, config)
 
 
+def _qwen3(r: random.Random, length: int) -> Config:
+  kv = r.choice([1, 1, 2, 3])
+  heads, layers = kv * r.choice([1, 2, 4]), r.choice([1, 2, 3, 4])
+  config: Config = {
+    "vocab_size": r.randint(40, 150),
+    "hidden_size": r.choice([16, 24, 40]),
+    "intermediate_size": r.choice([12, 24]),
+    "num_hidden_layers": layers,
+    "num_attention_heads": heads,
+    "num_key_value_heads": kv,
+    "head_dim": r.choice([8, 10, 16]),
+  }
+  _optional(r, config, 0.4, tie_word_embeddings=r.random() < 0.5, hidden_act="silu", attention_bias=False)
+  _optional(r, config, 0.4, rms_norm_eps=r.choice([1e-6, 1e-5]), pad_token_id=r.choice([None, 0, 3]))
+  _optional(r, config, 0.3, use_sliding_window=False, sliding_window=None, eos_token_id=r.choice([1, [1, 5]]))
+  _optional(r, config, 0.5, max_position_embeddings=r.choice([64, 4096, 16384]), rope_scaling=None)
+  theta = r.choice([100.0, 1e4, 1e6])
+  return config | ({"rope_theta": theta} if r.random() < 0.7 else {"rope_parameters": {"rope_theta": theta}})
+
+
+def _qwen3_moe(r: random.Random, length: int) -> Config:
+  experts = r.choice([1, 2, 4, 6])
+  config = {
+    "moe_intermediate_size": r.choice([4, 10]),
+    "num_experts": experts,
+    "num_experts_per_tok": r.randint(1, experts),
+  }
+  _optional(r, config, 0.6, norm_topk_prob=r.random() < 0.7, decoder_sparse_step=1, mlp_only_layers=r.choice([None, []]))
+  return _qwen3(r, length) | config
+
+
 def _deepseek_rope(r: random.Random, config: Config) -> Config:
   theta = r.choice([100.0, 1e4, 5e4])
   if r.random() < 0.35:
@@ -373,6 +404,8 @@ FAMILIES: dict[str, Callable[[random.Random, int], tuple[Config, bool]]] = {
   "gemma4_vision": _gemma4_vision,
   "deepseek3": _deepseek3,
   "deepseek3.2": _deepseek32,
+  "qwen3": lambda r, length: (_qwen3(r, length) | {"model_type": "qwen3"}, False),
+  "qwen3_moe": lambda r, length: (_qwen3_moe(r, length) | {"model_type": "qwen3_moe"}, False),
 }
 
 

@@ -20,6 +20,7 @@ CASES = {
   "gemma3": ("gemma3_text", "gemma3_vision"),
   "gemma4": ("gemma4_dense", "gemma4_vision_large", "gemma4_moe"),
   "deepseek": ("deepseek3", "deepseek32"),
+  "qwen3": ("qwen3", "qwen3_moe"),
 }
 FIXED = ("decoder_block", "mlp_activation")  # every other value is another family, or refused
 # Fields that go with one: what they are beside its other value.

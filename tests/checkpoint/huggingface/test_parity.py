@@ -19,7 +19,10 @@ transformers = pytest.importorskip("transformers", reason="needs the extra parit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-e2b-tiny", "gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny"])
+@pytest.mark.parametrize(
+  "model",
+  ["gemma3-tiny", "gemma4-e2b-tiny", "gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny", "qwen3-tiny", "qwen3-moe-tiny"],
+)
 def test_logits_of_a_trained_and_exported_model(model: str, tmp_path: Path):
   run = ["steps=3", f"output_dir={tmp_path}", "run_name=run", "max_target_length=64", "per_device_batch_size=2"]
   assert main(["train", model, *run, "dtype=float32", "learning_rate=1e-2", "enable_tensorboard=false"]) == 0

@@ -1,0 +1,16 @@
+"""How large the numbers of a Qwen3 can become; see ``analysis.risk_model``."""
+
+from maxtext_like.analysis.risk_bounds import Signal
+from maxtext_like.analysis.risk_model import Formula, Sizes
+from maxtext_like.analysis.risk_parameters import Parameters
+from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.block import Block
+
+
+def _layer(walk: Sizes, place: str, p: Parameters, layer: Block, x: Signal, own_input: Signal | None) -> Signal:
+  cfg = layer.cfg.mixer
+  assert isinstance(cfg, AttentionConfig)
+  return walk.pre_norm_block(place, p, layer.cfg, x, lambda part, y: walk.attention(place, part, cfg, y))
+
+
+RISK = Formula(_layer)
