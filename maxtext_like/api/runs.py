@@ -64,11 +64,9 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
     StoppedRunError: a signal asked for the end; what was trained is saved.
     RetryableError: a fault that the same call again can mend.
   """
-  from maxtext_like.sharding.processes import require_one_process
   from maxtext_like.training.first_look import first_look, run_directory
   from maxtext_like.training.progress import Progress
 
-  require_one_process()
   loaded = load_config(config, *overrides, **keys)
   directory = run_directory(loaded.config).path
   if (finished := first_look(loaded)) is not None:

@@ -5,7 +5,6 @@ import sys
 from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import print_notes, split_configuration
 from maxtext_like.config.load import load_config
-from maxtext_like.training.first_look import first_look
 
 DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
 EXAMPLES = """examples:
@@ -30,15 +29,10 @@ def run(argv: list[str]) -> int:
   loaded = load_config(config, overrides)
   if processes is not None:
     return local_processes.run(["train", *argv], processes, devices)
+  from maxtext_like import train
   from maxtext_like.training.sinks.output import guarded_output
 
   with guarded_output():
     print_notes(loaded.notes)
-    if (finished := first_look(loaded)) is not None:
-      print(finished)
-      return 0
-    from maxtext_like.analysis.failed_step import FailedStep
-    from maxtext_like.training.run import train
-
-    train(loaded, FailedStep, sys.stdout)
-    return 0
+    train(loaded, progress=sys.stdout)
+  return 0
