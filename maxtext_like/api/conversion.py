@@ -78,7 +78,7 @@ def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **ke
   model = make_model(loaded.config, runs_attention=False)
   weights = Weights(place, model.decoder, config)
   with new_directory(target) as part:
-    params = weights.load(shardings(model.spec, model.mesh))
+    params = weights.load(shardings(model.spec, model.mesh, model.decoder.cfg.rules))
     _require_finite(params)
     (part / FOLDER).mkdir()
     for file in [place / "config.json", *read_origin(place).files]:

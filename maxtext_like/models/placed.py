@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init, shardings
+from maxtext_like.layers.partition import Rules
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, use_mesh
@@ -53,7 +55,7 @@ class Model:
   @functools.cached_property
   def abstract_params(self) -> Any:
     """``jax.ShapeDtypeStruct`` with a sharding for every parameter."""
-    return placed(self.spec, self.mesh)
+    return placed(self.spec, self.mesh, self.decoder.cfg.rules)
 
   def lower_init(self) -> Any:
     """The program that makes fresh parameters from a seed (uint32 scalar); every device makes its own part."""
@@ -73,15 +75,20 @@ class Model:
         shapes[name] = (*images, *shape, jnp.float32 if name == "pixel_values" else jnp.int32)
     return {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (*shape, dtype) in shapes.items()}
 
+  @property
+  def batch_sharding(self) -> NamedSharding:
+    """How a batch [B, T] lies on the mesh: its sequences over every axis that the decoder's rules give to "batch"."""
+    return batch_sharding(self.mesh, self.decoder.cfg.rules)
+
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A whole batch as global arrays on the mesh; each process puts the rows of its own devices there."""
-    sharding = batch_sharding(self.mesh)
+    sharding = self.batch_sharding
     return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
 
 
-def placed(spec: Any, mesh: Mesh) -> Any:
+def placed(spec: Any, mesh: Mesh, rules: Rules) -> Any:
   """``jax.ShapeDtypeStruct`` with a sharding for every array of a tree of Params."""
-  shapes, places = abstract(spec), shardings(spec, mesh)
+  shapes, places = abstract(spec), shardings(spec, mesh, rules)
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from maxtext_like.config.schema import MeshConfig
 from maxtext_like.errors import UserError
-from maxtext_like.layers.partition import MESH_AXES, RULES
+from maxtext_like.layers.partition import MESH_AXES, Rules
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -56,10 +56,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
   return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=kinds)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """How a batch [B, T] lies on the mesh: rows over every axis that the table gives to "batch"."""
-  axes = RULES["batch"]
-  return NamedSharding(mesh, PartitionSpec(axes))
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+  """How a batch [B, T] lies on the mesh: its sequences over every axis that the rules give to "batch"."""
+  return NamedSharding(mesh, PartitionSpec(rules.batch))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -13,7 +13,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import abstract, init
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
-from maxtext_like.sharding.mesh import Mesh, batch_sharding, replicated, use_mesh
+from maxtext_like.sharding.mesh import Mesh, replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.faces import ModuleApi, make_apply
 from maxtext_like.training.objectives.objective import Objective
@@ -93,7 +93,7 @@ class TrainProgram:
   def abstract_state(self) -> State:
     """``jax.ShapeDtypeStruct`` with a sharding for every array of the state."""
     shapes, everywhere = jax.eval_shape(self._around, abstract(self.spec)), replicated(self.model.mesh)
-    params = jax.tree.map(lambda x: x.sharding, placed(self.spec, self.model.mesh))
+    params = jax.tree.map(lambda x: x.sharding, placed(self.spec, self.model.mesh, self.model.decoder.cfg.rules))
     places = jax.tree.map(lambda _: everywhere, shapes) | {"params": params}
     trained, trained_places = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
     places["opt_state"] = self.step.optimizer.state_shardings(shapes["opt_state"], trained, trained_places, everywhere)
@@ -109,7 +109,7 @@ class TrainProgram:
     return self._on_devices(self.batch_of(self.global_batch))
 
   def _on_devices(self, batch: Shapes) -> Shapes:
-    sharding = batch_sharding(self.model.mesh)
+    sharding = self.model.batch_sharding
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
   def lower_init(self) -> Any:

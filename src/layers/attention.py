@@ -210,6 +210,7 @@ class Attention:
         bidirectional_blocks=c.bidirectional_blocks,
         scale=c.scale,
         precision=self.precision,
+        rules=ctx.rules,
       )
       out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.masks import causal, same_image
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -48,12 +50,8 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, blocks:
   held = step.start - 1 - jnp.mod(step.start - 1 - slot, slots)  # the newest index before start that maps to the slot
   query = step.start + jnp.arange(new)
   key = jnp.concatenate([held, query])
-  mask = (key[None, :] <= query[:, None])[None]
-  if blocks is not None:
-    same = (blocks[:, :, None] == blocks[:, None, :]) & (blocks[:, :, None] > 0)
-    mask = mask | jnp.pad(same, ((0, 0), (0, 0), (slots, 0)))
-  if window is not None:
-    mask = mask & (key[None, :] > query[:, None] - window)[None]
+  images = None if blocks is None else jnp.pad(same_image(blocks), ((0, 0), (0, 0), (slots, 0)))
+  mask = causal(query, key, window=window, images=images)
   # An index before the row's first real token is padding, or (below 0) a slot that nothing was written to.
   return mask & (key[None, :] >= step.first[:, None])[:, None]
 

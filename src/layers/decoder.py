@@ -17,7 +17,7 @@ from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
 from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
-from maxtext_like.layers.partition import constrain_batch
+from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.stack import Stack, find_stacks
@@ -66,6 +66,7 @@ class DecoderConfig:
     pad_token_id: the token that is looked up in their place, in the per-layer table too.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same blocks over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
+    rules: how parameters and activations are split over a mesh.
   """
 
   embedding: EmbeddingConfig
@@ -79,6 +80,7 @@ class DecoderConfig:
   pad_token_id: int = 0
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
+  rules: Rules = RULES
 
   @property
   def lookup(self) -> Lookup:
@@ -265,7 +267,9 @@ class Decoder:
       raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
     types = batch.get("token_types")
     tokens = Tokens(batch.get("segments"), None if types is None else image_blocks(types))
-    return Context.of(batch["tokens"], batch.get("positions"), tokens, step=step, capture=frozenset(capture))
+    return Context.of(
+      batch["tokens"], batch.get("positions"), tokens, step=step, capture=frozenset(capture), rules=self.cfg.rules
+    )
 
   def enter(self, p: dict, batch: dict, ctx: Context, cache: dict | None = None) -> tuple[Carry, jax.Array | None, Aux]:
     """From a batch to what the first row of layers reads.
@@ -281,7 +285,7 @@ class Decoder:
     """
     ctx = ctx.collecting()
     x, tokens, held = self._embed(p, batch, ctx)
-    x = constrain_batch(x)
+    x = ctx.rules.constrain(x, "batch", "sequence")
     if "hidden" in ctx.capture:
       ctx.tap("hidden.embed", x)
     per_layer = None
@@ -341,7 +345,7 @@ class Decoder:
       call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
       with jax.named_scope(f"{s.name}/layer_{j}"):
         carry, aux[f"layer_{j}"] = call(row["params"][f"layer_{j}"], carry, own)
-      carry = carry | {"x": constrain_batch(carry["x"])}
+      carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
       if "kv" in carry:
         # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
         carry["kv"] = jax.tree.map(self.precision.cast, carry["kv"])

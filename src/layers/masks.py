@@ -25,6 +25,35 @@ class Tokens:
   blocks: jax.Array | None = None
 
 
+def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
+  """Which keys each query sees by where both stand: itself and those before it, and all of its own image.
+
+  Args:
+    query, key: int32 [T] and [S], indices along the row.
+    window: W, the query itself and the W - 1 keys before it; None: all keys before it. It cuts the past of images too.
+    images: bool [B, T, S], which of them belong to one image; None: none do.
+
+  Returns:
+    bool [B or 1, T, S].
+  """
+  mask = (key[None, :] <= query[:, None])[None]
+  if images is not None:
+    mask = mask | images
+  if window is not None:
+    mask = mask & (key[None, :] > query[:, None] - window)[None]
+  return mask
+
+
+def same_image(blocks: jax.Array) -> jax.Array:
+  """bool [B, T, T]: which tokens belong to one image, of ``Tokens.blocks``."""
+  return (blocks[:, :, None] == blocks[:, None, :]) & (blocks[:, :, None] > 0)
+
+
+def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
+  """bool [B, T, S]: which tokens belong to one document, of the segments int32 [B, T] and [B, S]; padding to none."""
+  return (query[:, :, None] == key[:, None, :]) & (key[:, None, :] > 0)
+
+
 def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | None, bidirectional_blocks: bool) -> jax.Array:
   """Which keys each query sees.
 
@@ -38,16 +67,10 @@ def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | Non
   Returns:
     bool [B or 1, T, S].
   """
-  query, key = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-  mask = (key <= query)[None]
-  if bidirectional_blocks and tokens.blocks is not None:
-    same_block = (tokens.blocks[:, :, None] == tokens.blocks[:, None, :]) & (tokens.blocks[:, :, None] > 0)
-    mask = mask | same_block
-  if window is not None:
-    mask = mask & (key > query - window)[None]
-  if tokens.segments is not None:
-    mask = mask & (tokens.segments[:, :, None] == tokens.segments[:, None, :]) & (tokens.segments[:, None, :] > 0)
-  return mask
+  index = jnp.arange(length)
+  images = same_image(tokens.blocks) if bidirectional_blocks and tokens.blocks is not None else None
+  mask = causal(index, index, window=window, images=images)
+  return mask if tokens.segments is None else mask & same_document(tokens.segments, tokens.segments)
 
 
 def image_blocks(token_types: jax.Array) -> jax.Array:

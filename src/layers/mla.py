@@ -210,7 +210,7 @@ class MLA:
       probs = None
       out_BTNV = attend(
         kernel.name, q, k, v, tokens,
-        window=None, bidirectional_blocks=False, scale=c.scale, precision=self.precision,
+        window=None, bidirectional_blocks=False, scale=c.scale, precision=self.precision, rules=ctx.rules,
       )  # fmt: skip
     else:
       out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)

@@ -3,7 +3,6 @@
 B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -16,7 +15,7 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import batch_axes
+from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import cast, product
 
@@ -171,29 +170,30 @@ class Experts:
     }
 
   @jax.named_scope("experts")
-  def __call__(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def __call__(
+    self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array, rules: Rules = RULES
+  ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of the chosen experts' outputs.
 
     Args:
       p: parameters.
       x_BTD: normed input.
       weights, experts: [B, T, k] of the router.
+      rules: how the batch lies on the mesh in use.
 
     Returns:
       [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
     """
     p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = jax.sharding.get_abstract_mesh()
-    axes = () if mesh.empty else batch_axes(mesh)
-    ways = math.prod(mesh.shape[a] for a in axes)
-    if not axes or x_BTD.shape[0] % ways:
+    batch, whole = PartitionSpec() if mesh.empty else rules.rows(x_BTD.shape[0], mesh), PartitionSpec()
+    if not any(batch):
       return self._local(p, x_BTD, weights, experts)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
-    batch, whole = PartitionSpec(axes), PartitionSpec()
 
     def local(p, x, w, e):
       out, rescued = self._local(p, x, w, e)
-      return out, jax.lax.psum(rescued, axes)
+      return out, jax.lax.psum(rescued, batch[0])
 
     return jax.shard_map(local, mesh=mesh, in_specs=(whole, batch, batch, batch), out_specs=(batch, whole))(
       p, x_BTD, weights, experts
@@ -299,7 +299,7 @@ class MoE:
     """
     c = self.cfg
     weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
-    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts)
+    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules)
     ctx.note("rescued", rescued)
     if c.shared_experts:
       with jax.named_scope("shared_experts"):

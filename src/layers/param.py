@@ -6,16 +6,16 @@ A *spec* below is a nested dict whose leaves are ``Param``.
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Spec = Any  # a nested dict of Param
-Rules = Mapping[str, str | tuple[str, ...] | None]  # logical axis -> mesh axis or axes
+from maxtext_like.layers.partition import RULES, Mesh, Rules
 
+Spec = Any  # a nested dict of Param
 
 # Rows of at most this many numbers get their random bits from one program together: a program each is slow to compile.
 SMALL_ROW = 1 << 17
@@ -187,7 +187,7 @@ def stack(spec: Spec, n: int) -> Spec:
   return jax.tree.map(lambda p: dataclasses.replace(p, shape=(n, *p.shape), axes=("layers", *p.axes), rows=n), spec)
 
 
-def abstract(spec: Spec, mesh: jax.sharding.Mesh | None = None, rules: Rules | None = None):
+def abstract(spec: Spec, mesh: Mesh | None = None, rules: Rules = RULES):
   """``jax.ShapeDtypeStruct`` for every leaf, with its sharding when a mesh is given."""
   if mesh is None:
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), spec)
@@ -212,37 +212,9 @@ def checked(spec: Spec, params):
   return params
 
 
-def partition_spec(p: Param, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> jax.sharding.PartitionSpec:
-  """The mesh axes of each dimension of one Param.
-
-  A mesh axis shards one dimension at most (the first that asks for it) and only where it divides the size: a dimension
-  that cannot be split evenly is replicated.
-  """
-  taken: set[str] = set()
-  entries = []
-  for size, axis in zip(p.shape, p.axes, strict=True):
-    wanted = rules.get(axis) if axis else None
-    names = tuple(n for n in ((wanted,) if isinstance(wanted, str) else wanted or ()) if n in mesh.shape)
-    names = tuple(n for n in names if n not in taken and mesh.shape[n] > 1)
-    ways = 1
-    for n in names:
-      ways *= mesh.shape[n]
-    if names and size % ways == 0:
-      taken.update(names)
-      entries.append(names[0] if len(names) == 1 else names)
-    else:
-      entries.append(None)
-  while entries and entries[-1] is None:
-    entries.pop()
-  return jax.sharding.PartitionSpec(*entries)
-
-
-def shardings(spec: Spec, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules | None = None):
-  """A ``jax.sharding.NamedSharding`` for every leaf. ``rules`` defaults to ``maxtext_like.layers.partition.RULES``."""
-  from maxtext_like.layers.partition import RULES
-
-  table = RULES if rules is None else rules
-  return jax.tree.map(lambda p: jax.sharding.NamedSharding(mesh, partition_spec(p, mesh, table)), spec)
+def shardings(spec: Spec, mesh: Mesh, rules: Rules = RULES):
+  """A ``jax.sharding.NamedSharding`` for every leaf."""
+  return jax.tree.map(lambda p: jax.sharding.NamedSharding(mesh, rules.spec(p.shape, p.axes, mesh)), spec)
 
 
 def count(spec: Spec) -> int:

@@ -299,6 +299,47 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
     assert jnp.abs(second - own).max() > 1e-2
 
 
+@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma4-moe", "deepseek3.2")])
+def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
+  """enter, every row, leave, and back through them one row at a time, as an update inside the backward pass goes."""
+  layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}
+  decoder = tiny_decoder(family, changes=layers)
+  p, ctx = random_params(decoder.params()), decoder.context(batch)
+  weights = (batch["segments"] > 0)[..., None]
+  loss = lambda x: jnp.sum(jnp.sin(x) * weights)
+  places = [(s, i, layers) for s in decoder.stacks for i, layers in enumerate(n * [b] for n, b in s.split(decoder.layers))]
+  places = [(s, layers) for s, _, several in places for layers in several]
+
+  def by_hand(p):
+    outside = {name: value for name, value in p.items() if not name.startswith("stack_")}
+    (carry, per_layer, _), leave_entry = jax.vjp(lambda o: decoder.enter(o, batch, ctx), outside)
+    pulls, at = [], dict.fromkeys((s.name for s, _ in places), 0)
+    for s, layers in places:
+      rows = decoder.rows(s, p, per_layer)
+      row = jax.tree.map(lambda a, i=at[s.name]: a[i], rows)
+      at[s.name] += 1
+      carry, pull, _ = jax.vjp(lambda c, r, s=s, b=layers: decoder.run_row(s, b, c, r, ctx), carry, row, has_aux=True)
+      pulls.append((s, pull))
+    value, pull_out = jax.vjp(lambda o, c: loss(decoder.leave(o, c, ctx)[0]), outside, carry)
+    d_outside, d_carry = pull_out(jnp.ones(()))
+    d_rows: dict[str, list] = {s.name: [] for s, _ in places}
+    for s, pull in reversed(pulls):
+      d_carry, d_row = pull(d_carry)
+      d_rows[s.name].insert(0, d_row)
+    stacked = {name: jax.tree.map(lambda *a: jnp.stack(a), *rows) for name, rows in d_rows.items()}
+    d_per_layer = None
+    if per_layer is not None:
+      d_per_layer = jnp.concatenate([stacked[s.name]["per_layer"].reshape(-1, *per_layer.shape[1:]) for s in decoder.stacks])
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda o: decoder.enter(o, batch, ctx)[2], outside))
+    (d_entry,) = leave_entry((d_carry, d_per_layer, zeros))
+    return value, jax.tree.map(jnp.add, d_outside, d_entry) | {name: row["params"] for name, row in stacked.items()}
+
+  whole = jax.value_and_grad(lambda p: loss(decoder.hidden(p, batch)[0]))
+  both = jax.jit(lambda p: (by_hand(p), whole(p))).lower(p).compile(compiler_options=UNOPTIMISED)
+  got, expected = both(p)
+  close(got, expected)
+
+
 # --- head ---
 
 

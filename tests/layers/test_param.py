@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from maxtext_like.layers.param import Param, abstract, constant, count, fan_in, init, normal, partition_spec, stack
-from maxtext_like.layers.partition import RULES
+from maxtext_like.layers.param import Param, abstract, constant, count, fan_in, init, normal, stack
 
 SPEC = {"a": {"w": Param((3, 5), ("embed", "mlp"))}, "b": Param((7,), (None,), "bfloat16", constant(1.0))}
 
@@ -52,17 +50,3 @@ def test_abstract_and_count():
   assert shapes["b"].dtype == jnp.bfloat16
   assert count(SPEC) == 22
   assert count(stack(SPEC, 3)) == 66
-
-
-def test_partition_spec_shards_each_mesh_axis_once_and_only_where_it_divides():
-  mesh = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-  def spec(shape, axes):
-    return partition_spec(Param(shape, axes), mesh, RULES)
-
-  assert spec((8, 3), ("embed", "mlp")) == PartitionSpec("fsdp")
-  assert spec((3, 8), ("mlp", "embed")) == PartitionSpec(None, "fsdp")
-  assert spec((6, 8), ("embed", "q_lora")) == PartitionSpec(None, "fsdp")  # 6 does not divide by 4, so the next may
-  assert spec((8, 8), ("embed", "q_lora")) == PartitionSpec("fsdp")
-  assert spec((16, 8), ("batch", "embed")) == PartitionSpec(("data", "fsdp"))
-  assert spec((5,), (None,)) == PartitionSpec()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
-from maxtext_like.layers.masks import Tokens, masked_fill
+from maxtext_like.layers.masks import Tokens, causal, masked_fill, same_document
 from maxtext_like.layers.precision import Precision
 
 BLOCK = 512  # queries; rows of at most this many are one block, for which the reference is as good
@@ -127,13 +127,9 @@ def _scores(static: _Static, q_BtKGH, k_BsKH, segments, queries: slice, keys: sl
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
   with jax.named_scope("softmax"):
     scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
-  query, key = jnp.arange(queries.start, queries.stop)[:, None], jnp.arange(keys.start, keys.stop)[None, :]
-  mask = (key <= query)[None]
-  if window is not None:
-    mask = mask & (key > query - window)[None]
+  mask = causal(jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop), window=window)
   if segments is not None:
-    mine, theirs = segments[:, queries, None], segments[:, None, keys]
-    mask = mask & (mine == theirs) & (theirs > 0)
+    mask = mask & same_document(segments[:, queries], segments[:, keys])
   return scores, mask[:, None, None]
 
 
@@ -142,8 +138,8 @@ def _exponentials(scores, mask, top):
   return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_blocks, scale, precision) -> jax.Array:
-  del bidirectional_blocks
+def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_blocks, scale, precision, rules) -> jax.Array:
+  del bidirectional_blocks, rules
   return blockwise_attention(q_BTNH, k_BTKH, v_BTKV, tokens.segments, window=window, scale=scale, precision=precision)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.partition import Rules
 from maxtext_like.layers.precision import Precision
 
 
@@ -18,9 +19,10 @@ def cudnn_attention(
   bidirectional_blocks: bool,
   scale: float,
   precision: Precision,
+  rules: Rules,
 ) -> jax.Array:
   """As ``registry.attend``; rows without image blocks."""
-  del bidirectional_blocks, precision
+  del bidirectional_blocks, precision, rules  # JAX partitions it by itself
   B, T = q_BTNH.shape[:2]
   local = None if window is None else (window - 1, 0)
   with jax.named_scope("cudnn_attention"):

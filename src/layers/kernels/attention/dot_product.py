@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
+from maxtext_like.layers.partition import Rules
 from maxtext_like.layers.precision import Precision
 
 
@@ -54,7 +55,9 @@ def _run(
   bidirectional_blocks: bool,
   scale: float,
   precision: Precision,
+  rules: Rules,
 ) -> jax.Array:
+  del rules  # the partitioner sees through all of it
   mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_blocks=bidirectional_blocks)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
 

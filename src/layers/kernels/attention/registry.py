@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   import jax
 
   from maxtext_like.layers.masks import Tokens
+  from maxtext_like.layers.partition import Rules
   from maxtext_like.layers.precision import Precision
 
 Name = Literal["splash", "cudnn_flash", "blockwise", "dot_product"]
@@ -66,8 +67,8 @@ class AttentionKernel:
   Attributes:
     name: as the configuration has it.
     refuses: why it cannot do a case; empty where it can.
-    run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_blocks, scale, precision) ->
-      [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
+    run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_blocks, scale, precision,
+      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
       device before a run trusts it.
     title: what a fused kernel is called in tables.
@@ -130,6 +131,7 @@ def attend(
   bidirectional_blocks: bool,
   scale: float,
   precision: "Precision",
+  rules: "Rules | None" = None,
 ) -> "jax.Array":
   """Causal self-attention of rows over themselves, by the kernel that ``choose`` picked.
 
@@ -141,11 +143,14 @@ def attend(
     bidirectional_blocks: tokens of one image see each other.
     scale: multiplies the scores.
     precision: flags.
+    rules: how the batch lies on the mesh in use; None: ``partition.RULES``.
 
   Returns:
     [B, T, N, V] in ``dtype``.
   """
+  from maxtext_like.layers.partition import RULES
+
   return kernel(name).run(
     q_BTNH, k_BSKH, v_BSKV, tokens,
-    window=window, bidirectional_blocks=bidirectional_blocks, scale=scale, precision=precision,
+    window=window, bidirectional_blocks=bidirectional_blocks, scale=scale, precision=precision, rules=rules or RULES,
   )  # fmt: skip

@@ -8,11 +8,10 @@ B batch, T position, N query heads, K key-value heads, H head.
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.partition import batch_axes
+from maxtext_like.layers.partition import RULES, Rules
 
 _LANES = 128
 # Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.
@@ -27,6 +26,7 @@ def splash_attention(
   *,
   window: int | None,
   scale: float,
+  rules: Rules = RULES,
   interpret: bool = False,
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
@@ -39,6 +39,7 @@ def splash_attention(
     tokens: segments; image blocks are not supported.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the queries, in float32 before they are rounded to their dtype again.
+    rules: how the batch lies on the mesh in use.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
@@ -56,7 +57,7 @@ def splash_attention(
     k, v = k_BTKH, v_BTKH
   kernel = _rows(q.shape[2], T + missing, window, interpret)
   arguments = tuple(x.swapaxes(1, 2) for x in (q, k, v)) + (() if segments is None else (segments,))
-  out_BNTH = _on_each_device(kernel, arguments)
+  out_BNTH = _on_each_device(kernel, arguments, rules)
   out_BTNH = out_BNTH.swapaxes(1, 2)[:, :T]
   if tokens.segments is None:
     return out_BTNH
@@ -97,24 +98,21 @@ def _rows(heads: int, length: int, window: int | None, interpret: bool):
   return batch
 
 
-def _on_each_device(function, arguments: tuple[jax.Array, ...]) -> jax.Array:
+def _on_each_device(function, arguments: tuple[jax.Array, ...], rules: Rules) -> jax.Array:
   """The function of arrays with a leading batch dimension, run by every device of the mesh in use on its own rows."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return function(*arguments)
-  axes, ways = batch_axes(mesh), 1
-  for axis in axes:
-    ways *= mesh.shape[axis]
   # Rows that do not divide among the devices are worked on by all of them.
-  spec = PartitionSpec(axes if axes and arguments[0].shape[0] % ways == 0 else None)
+  spec = rules.rows(arguments[0].shape[0], mesh)
   specs = (spec,) * len(arguments)
   return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arguments)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_blocks, scale, precision) -> jax.Array:
+def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_blocks, scale, precision, rules) -> jax.Array:
   del bidirectional_blocks, precision
   with jax.named_scope("splash_attention"):
-    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale)
+    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules)
 
 
 def _refuses(case: Case) -> list[str]:

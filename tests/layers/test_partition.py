@@ -1,0 +1,57 @@
+"""Sharding rules are a value: the default ones, and others that parameters and activations of a whole model obey."""
+
+import dataclasses
+
+import jax
+import pytest
+from equations import named
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from maxtext_like.layers.param import shardings
+from maxtext_like.layers.partition import RULES
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+OTHERS = dataclasses.replace(RULES, batch="data", sequence="fsdp", embed=None, heads="fsdp", expert="data")
+
+
+def test_each_mesh_axis_splits_one_dimension_and_only_where_it_divides():
+  spec = lambda shape, axes: RULES.spec(shape, axes, MESH)
+  assert spec((8, 3), ("embed", "mlp")) == PartitionSpec("fsdp")
+  assert spec((3, 8), ("mlp", "embed")) == PartitionSpec(None, "fsdp")
+  assert spec((6, 8), ("embed", "q_lora")) == PartitionSpec(None, "fsdp")  # 6 does not divide by 4, so the next may
+  assert spec((8, 8), ("embed", "q_lora")) == PartitionSpec("fsdp")
+  assert spec((16, 8), ("batch", "embed")) == PartitionSpec(("data", "fsdp"))
+  assert spec((5,), (None,)) == PartitionSpec()
+  single = AbstractMesh((1, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+  assert RULES.spec((16,), ("batch",), single) == PartitionSpec("fsdp")  # an axis of one device splits nothing
+
+
+def test_an_axis_without_a_rule_is_an_error():
+  with pytest.raises(ValueError, match="no sharding rule for the logical axis 'embd'; there are batch, sequence, embed"):
+    RULES.spec((8,), ("embd",), MESH)
+
+
+@pytest.mark.parametrize("rules", [RULES, OTHERS])
+def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder):
+  """Traced on a mesh of devices that are not there: where every array shall lie is in the program."""
+  decoder = tiny_decoder("gemma4-moe", changes={"num_experts": 6}, scan_layers=False)
+  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, rules=rules))
+  spec = decoder.params()
+  places = jax.tree.map(lambda s: s.spec, shardings(spec, MESH, decoder.cfg.rules))
+  layer = places["stack_0"]["layer_0"]
+  default = rules is RULES
+  assert layer["attention"]["q"] == (PartitionSpec(None, "fsdp") if default else PartitionSpec(None, None, "fsdp"))
+  experts = PartitionSpec(None, None, "fsdp") if default else PartitionSpec(None, "data")
+  assert layer["moe"]["experts"]["gate"] == experts
+  p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), spec)
+  batch = {"tokens": jax.ShapeDtypeStruct((8, 12), "int32")}
+  rows, stream = ("data", "fsdp"), PartitionSpec(("data", "fsdp"))
+  if not default:
+    rows, stream = ("data",), PartitionSpec("data", "fsdp")
+  with jax.sharding.use_abstract_mesh(MESH):
+    constraints = named(decoder, p, batch, name="sharding_constraint")
+    (local, *_) = named(decoder, p, batch, name="shard_map")
+  assert len(constraints) >= 1 + len(decoder.layers)  # behind the embedding, and behind every layer
+  assert {e.params["sharding"].spec for e in constraints} == {stream}
+  split = [axis for spec in local.params["in_specs"] for axis in spec if axis is not None]
+  assert set(split) == {rows if len(rows) > 1 else rows[0]}
