@@ -190,6 +190,7 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
   monkeypatch.setattr(failed_step, "keep", full)
   with pytest.raises(NonFiniteError) as error:
     toy_loop(toy_config(*OVERFLOWING, "finite_check_steps=0", "max_skipped_steps=2"), tmp_path).run(0)
+  assert str(error.value).count("what to try") == 1
   assert str(error.value).splitlines()[-1] == "not kept for maxtext-like replay: [Errno 28] No space left on device"
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult, model_order
-from maxtext_like.training.what_to_try import what_to_try
 from tests.training.toy import toy_config, with_precision
 
 LABELS = ["final_norm.scale", "layers.10.mlp.up", "layers.2.mlp.up", "embedding.table"]
@@ -172,18 +171,6 @@ def test_a_state_that_spoils_itself_is_not_saved():
   error = g.observe(spoilt)[1]
   assert error is not None
   assert "parameters in 1 of 4 arrays, first final_norm.scale after an update that was finite by proof" in str(error)
-
-
-def test_keys_to_try_leave_out_what_is_safe_already():
-  config = with_precision(toy_config(), dtype="bfloat16", float32_qk_product=False, residual_dtype=None)
-  tips = what_to_try(config, "loss0")
-  assert tips[0] == "float32_qk_product=true"
-  assert "float32_logits=true" not in tips
-  assert "residual_dtype=float32" in tips
-  assert tips[-1] == "dtype=float32"
-  assert not any("gate_logits" in tip for tip in tips)  # a dense model has no router
-  training = dataclasses.replace(config.training, learning_rate=7.0)
-  assert what_to_try(dataclasses.replace(config, training=training), "parameters") == ["a lower learning_rate (now 7)"]
 
 
 def test_model_order():
