@@ -29,19 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.config.load import load_config
+from maxtext_like.config.precision_keys import KEYS
 from maxtext_like.models import row_norms
 from maxtext_like.training import ahead_of_time, step
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import TOPOLOGIES
-
-FLAGS = ("float32_qk_product", "float32_logits", "float32_gate_logits", "float32_weight_sum", "cast_logits_to_fp32")
-INDEXER = ("indexer_float32_logits",)
-GATE = ("float32_gate_product",)
-
-
-def values(keys: tuple[str, ...], value: str) -> list[str]:
-  return [f"{key}={value}" for key in keys]
 
 
 def lower(program: TrainProgram, *, checked: bool = True, careful: bool = False, platform: str | None = None) -> Any:
@@ -91,9 +84,11 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgr
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
   config = load_config(model, words).config
-  keys = [key for key in FLAGS if config.model.has("experts") or ("gate_logits" not in key and "weight_sum" not in key)]
-  keys += [*INDEXER] * config.model.has("indexer") + [*GATE] * (name == "flags")
-  return build(*values(tuple(keys), "true")), build(*values(tuple(keys), "false"))
+  flags = [key for key in KEYS.values() if key.mends == "forward" and key.safer is True]
+  keys = [key.name for key in flags if not key.lacking(config.model, config.vision)]
+  if name == "gates":
+    keys.remove("float32_gate_product")
+  return build(*(f"{key}=true" for key in keys)), build(*(f"{key}=false" for key in keys))
 
 
 def batch(program: TrainProgram) -> dict[str, jax.Array]:
