@@ -137,7 +137,7 @@ def place_of(decoder: Decoder, path: str) -> Place:
     return Place(scopes)
   s, j = stacks[parts[where]], int(parts[inner].removeprefix("layer_"))
   rows = [(i, int(p.removeprefix("row_"))) for i, p in enumerate(parts[:where]) if re.fullmatch(r"row_\d+", p)]
-  layer = lambda row: s.first + row * len(s.block) + j
+  layer = lambda row: s.first + row * len(s.layers) + j
   first, length = 0, s.repeats
   if rows:
     at, first = rows[-1]
@@ -207,7 +207,7 @@ def translate(report: Report, decoder: Decoder, state: State) -> Report:
       stack = next((s for s in decoder.stacks if keys and s.name == keys[0]), None)
       if t.op == "tag" and stack is not None:
         j, label = int(keys[1].removeprefix("layer_")), ".".join(keys[2:])
-        layers = tuple(stack.first + row * len(stack.block) + j for row in range(stack.repeats))
+        layers = tuple(stack.first + row * len(stack.layers) + j for row in range(stack.repeats))
         groups.setdefault((label, t.direction, t.dtype, t.loops), []).append((layers, 0, t))
       else:
         rest.append(dataclasses.replace(t, label=".".join(keys) or t.path))

@@ -18,7 +18,7 @@ def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:
   for s in decoder.stacks:
     if path[0] == s.name:
       j, rest = int(path[1].removeprefix("layer_")), ".".join(path[2:])
-      return [f"layers.{s.first + row * len(s.block) + j}.{rest}" for row in range(s.repeats)]
+      return [f"layers.{s.first + row * len(s.layers) + j}.{rest}" for row in range(s.repeats)]
   return [".".join(path)]
 
 

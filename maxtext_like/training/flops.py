@@ -74,7 +74,7 @@ def _multiplies(keys: tuple[str, ...], rank: int, tied: bool) -> bool:
 
 def _layer_of(decoder: Decoder, keys: tuple[str, ...]) -> Any:
   stack = next(s for s in decoder.stacks if s.name == keys[0])
-  return stack.block[int(keys[1].removeprefix("layer_"))]
+  return stack.layers[int(keys[1].removeprefix("layer_"))]
 
 
 def _indexer_alone(decoder: Decoder, selection: Selection) -> bool:

@@ -200,7 +200,7 @@ def make_program(
     parts=t.gradient_accumulation_steps,
     grad_dtype=config.precision.grad_dtype,
     router_bias=find_router_bias(decoder, config.model.router_bias_rate) if everything else None,
-    probed_stacks={s.name: (s.repeats, len(s.block)) for s in decoder.stacks} if config.logging.numerics_every else None,
+    probed_stacks={s.name: (s.repeats, len(s.layers)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     careful=not optimizer.usually_proved,
   )

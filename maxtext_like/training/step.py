@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.context import PROBED
-from maxtext_like.layers.probe import slots
+from maxtext_like.layers.probe import sinks
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
 from maxtext_like.numerics import probes
 from maxtext_like.training import loss_scale
@@ -206,8 +206,8 @@ class TrainStep:
     cotangent = (1.0 if scale is None else scale) / weight
 
     def scaled_loss(trained, batch):
-      params, probe_slots = trained
-      loss, _, aux = self.apply(merge(params, frozen), batch, cotangent, probe_slots)
+      params, sink = trained
+      loss, _, aux = self.apply(merge(params, frozen), batch, cotangent, sink)
       # Terms that are means over the tokens of a microbatch count by its share of the tokens.
       share = jnp.sum(batch["segments"] > 0) / present
       means = {name: value * share for name, value in aux["means"].items()}
@@ -220,7 +220,7 @@ class TrainStep:
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
-    trained = (params, slots(PROBED, (layers,)) if self.probed_stacks else {})
+    trained = (params, sinks(PROBED, (layers,)) if self.probed_stacks else {})
     if self.parts == 1:
       (_, out), (grads, cotangents) = value_and_grad(trained, batch)
       seen = {"forward": out.pop("probes"), "backward": cotangents}

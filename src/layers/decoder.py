@@ -1,4 +1,4 @@
-"""The whole decoder: an embedding, stacks of equal blocks run by ``lax.scan``, a final norm and a head.
+"""The whole decoder: an embedding, stacks of equal rows of layers run by ``lax.scan``, a final norm and a head.
 
 B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 """
@@ -64,7 +64,7 @@ class DecoderConfig:
     image_token_id: the token whose embedding an image's features take the place of.
     placeholder_ids: tokens that stand for images, video and sound, and have no row of their own (Gemma 4).
     pad_token_id: the token that is looked up in their place, in the per-layer table too.
-    scan_layers: run a stack by ``lax.scan``; False unrolls the same blocks over the same stacked parameters.
+    scan_layers: run a stack by ``lax.scan``; False unrolls the same rows over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
     rules: how parameters and activations are split over a mesh.
   """
@@ -119,7 +119,7 @@ class Decoder:
   def locate(self, layer: int) -> tuple[str, int, str]:
     """Where layer i's parameters are: params[stack][layer_name][...][row]. Returns (stack, row, layer_name)."""
     for s in self.stacks:
-      row, j = divmod(layer - s.first, len(s.block))
+      row, j = divmod(layer - s.first, len(s.layers))
       if 0 <= row < s.repeats:
         return s.name, row, f"layer_{j}"
     raise ValueError(f"layer {layer} of a model with layers 0 to {len(self.layers) - 1}")
@@ -202,9 +202,9 @@ class Decoder:
     caches = {}
     for s in self.stacks:
       caches[s.name] = {}
-      for j, layer in enumerate(s.block):
+      for j, layer in enumerate(s.layers):
         slots, shapes = layer.mixer.cache_shapes(length)
-        dtype = functools.reduce(jnp.promote_types, {block[j].precision.dtype for _, block in s.split(self.layers)})
+        dtype = functools.reduce(jnp.promote_types, {row[j].precision.dtype for _, row in s.split(self.layers)})
         arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), dtype) for name, shape in shapes.items()}
         caches[s.name][f"layer_{j}"] = arrays
     return caches
@@ -310,7 +310,7 @@ class Decoder:
       per_layer: of ``enter``.
       cache, probes: as in ``hidden``.
     """
-    period = len(s.block)
+    period = len(s.layers)
 
     def cut(x):  # [L, ...] of all layers to [repeats, period, ...] of this stack's
       return x[s.first : s.first + s.repeats * period].reshape(s.repeats, period, *x.shape[1:])
@@ -359,7 +359,7 @@ class Decoder:
   def _cached(self, name: str, cache: dict | None) -> int:
     """Slots in the cache of the layers that lend keys and values under this name."""
     for s in self.stacks:
-      for j, layer in enumerate(s.block):
+      for j, layer in enumerate(s.layers):
         if cache is not None and name in layer.mixer.lent():
           return next(iter(cache[s.name][f"layer_{j}"].values())).shape[2]
     return 0
@@ -400,7 +400,7 @@ class Decoder:
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
       for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
         # A scan of one row is no loop once it is compiled.
-        alone = len(s.block) == 1 and len(part[0]) > 1
+        alone = len(s.layers) == 1 and len(part[0]) > 1
 
         def body(carry, row, layers=layers, alone=alone):
           return self.run_row(s, layers, carry, row, ctx, alone_in_scan=alone)
@@ -426,7 +426,7 @@ def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
     for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load", *probes):
       values = [a[key] for a in layers if key in a]
       if values:
-        together = jnp.stack(values, axis=1)  # [repeats, layers of the block that have it, ...]
+        together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
         found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
   joined = {key: jnp.concatenate(values) for key, values in found.items()}
   reduce = {"rescued": jnp.sum, "load_balance_loss": jnp.sum, "indexer_loss": jnp.mean}
@@ -440,8 +440,8 @@ def _captured(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
   out = {}
   for s, aux in collected:
     for row in range(s.repeats):
-      for j in range(len(s.block)):
-        number = f"layer{s.first + row * len(s.block) + j:02d}"
+      for j in range(len(s.layers)):
+        number = f"layer{s.first + row * len(s.layers) + j:02d}"
         for key, value in aux[f"layer_{j}"].items():
           kind, _, rest = key.partition(".")
           if kind in CAPTURES:

@@ -203,11 +203,11 @@ class Experts:
     c = self.cfg
     B, T, D = x_BTD.shape
     k = c.num_experts_per_tok
-    order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] slots, grouped by expert
+    order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] choices, grouped by expert
     sizes = jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32)
     rows = self.precision.cast(x_BTD).reshape(B * T, D)[order // k]
     out, rescued = self._gated(p, rows, lambda x, w: product(self._products, "MD,EDF->MF", x, w, groups=sizes))
-    # Back to the order of slots; each has its own place, so this is a permutation and not a scatter that adds.
+    # Back to the order of choices; each has its own place, so this is a permutation and not a scatter that adds.
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, k, D)
     return self._combine(out, weights), rescued
 

@@ -17,7 +17,8 @@ from maxtext_like.layers.partition import RULES, Mesh, Rules
 
 Spec = Any  # a nested dict of Param
 
-# Rows of at most this many numbers get their random bits from one program together: a program each is slow to compile.
+# Rows of at most this many numbers get their random bits from one program together. With a program each gemma3-tiny's 54 arrays
+# compile in 18 s instead of 5 on a CPU, deepseek3.2-tiny's 42 in 26 s instead of 7; a large model has few such rows.
 SMALL_ROW = 1 << 17
 
 

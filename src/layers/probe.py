@@ -1,13 +1,13 @@
 """Probes: identities inside a layer that hand out what passes through them, forward and backward, without callbacks.
 
 The forward statistics of a probed array are returned as a value; those of its cotangent are the "gradient" of a dummy
-argument, the slot: whatever scan, remat or vmap the layer sits in, ``jax.grad`` brings them out in the slots' own shape.
+argument, the sink: whatever scan, remat or vmap the layer sits in, ``jax.grad`` brings them out in the sinks' own shape.
 
-    def block(x, inputs):                                            # the body of a scan over (params, slots)
-      params, slot = inputs
-      x, seen = probe(layer(params, x), slot["residual"])
+    def block(x, inputs):                                            # the body of a scan over (params, sinks)
+      params, sink = inputs
+      x, seen = probe(layer(params, x), sink["residual"])
       return x, {"residual": seen}
-    (value, forward), (grads, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, slots(["residual"], (L,)))
+    (value, forward), (grads, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, sinks(["residual"], (L,)))
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ WIDTH = 2
 _INFINITY = int(np.float32(np.inf).view(np.int32))
 
 
-def slots(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Array]:
-  """A zero slot, float32 [*shape, 2], for each name; shape is the loop's, usually (layers,)."""
+def sinks(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Array]:
+  """A zero sink, float32 [*shape, 2], for each name; shape is the loop's, usually (layers,)."""
   return {name: jnp.zeros((*shape, WIDTH), jnp.float32) for name in names}
 
 
@@ -40,26 +40,26 @@ def summary(x: jax.Array) -> jax.Array:
   return jnp.stack([jax.lax.bitcast_convert_type(largest, jnp.float32), bad.astype(jnp.float32)])
 
 
-def probe(x: jax.Array, slot: jax.Array) -> tuple[Any, jax.Array]:
-  """(x, summary(x)): x unchanged, and after ``jax.grad`` the slot's gradient is the summary of x's cotangent.
+def probe(x: jax.Array, sink: jax.Array) -> tuple[Any, jax.Array]:
+  """(x, summary(x)): x unchanged, and after ``jax.grad`` the sink's gradient is the summary of x's cotangent.
 
   Args:
     x: floating array of any shape.
-    slot: float32 [2]; its value is not used.
+    sink: float32 [2]; its value is not used.
 
   Raises:
-    ValueError: x is not floating, or the slot is not float32 [2] (a scan must slice its leading axis off).
+    ValueError: x is not floating, or the sink is not float32 [2] (a scan must slice its leading axis off).
   """
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(f"probe: expects a floating array, got {jax.typeof(x).str_short()}")
-  if slot.shape != (WIDTH,) or slot.dtype != jnp.float32:
-    raise ValueError(f"probe: the slot must be float32 [{WIDTH}], got {slot.dtype} {list(slot.shape)}; scan over the slots")
-  return _tap(x, slot), summary(x)
+  if sink.shape != (WIDTH,) or sink.dtype != jnp.float32:
+    raise ValueError(f"probe: the sink must be float32 [{WIDTH}], got {sink.dtype} {list(sink.shape)}; scan over the sinks")
+  return _tap(x, sink), summary(x)
 
 
 @jax.custom_vjp
-def _tap(x, slot):
+def _tap(x, sink):
   return x
 
 
-_tap.defvjp(lambda x, slot: (x, None), lambda _, g: (g, summary(g)))
+_tap.defvjp(lambda x, sink: (x, None), lambda _, g: (g, summary(g)))

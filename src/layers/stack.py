@@ -10,39 +10,39 @@ from maxtext_like.layers.param import stack
 
 @dataclass(frozen=True)
 class Stack:
-  """``repeats`` copies of a block of layers, the first of which is the model's layer ``first``."""
+  """``repeats`` equal rows of a few layers each, the first of which is the model's layer ``first``."""
 
   name: str
   first: int
-  block: tuple[Block, ...]
+  layers: tuple[Block, ...]
   repeats: int
 
   def params(self) -> dict:
-    return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.block)}, self.repeats)
+    return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.layers)}, self.repeats)
 
   def split(self, layers: Sequence[Block]) -> list[tuple[int, tuple[Block, ...]]]:
-    """The stack cut where the precision of its layers changes: (rows, block) for each run of equal rows.
+    """The stack cut where the precision of its layers changes: (rows, their layers) for each run of equal rows.
 
     Args:
       layers: all layers of the model, with their own precisions.
     """
-    period = len(self.block)
+    period = len(self.layers)
     rows = [tuple(layers[self.first + r * period : self.first + (r + 1) * period]) for r in range(self.repeats)]
-    return [(len(list(same)), block) for block, same in itertools.groupby(rows)]
+    return [(len(list(same)), row) for row, same in itertools.groupby(rows)]
 
 
 def find_stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
-  """Cuts a list of layers into stacks of a repeating block.
+  """Cuts a list of layers into stacks of a repeating row.
 
-  From the left, each cut takes the block whose repetition covers most layers, and of those the shortest: Gemma's 5 local
-  and 1 global layer are one block of 6, DeepSeek's dense layers and its MoE layers are two stacks of single layers.
+  From the left, each cut takes the row whose repetition covers most layers, and of those the shortest: Gemma's 5 local
+  and 1 global layer are one row of 6, DeepSeek's dense layers and its MoE layers are two stacks of single layers.
   """
   stacks, at = [], 0
   while at < len(layers):
     best, repeats = 1, 1
     for period in range(1, (len(layers) - at) // 2 + 1):
-      block, n = layers[at : at + period], 1
-      while layers[at + n * period : at + (n + 1) * period] == block:
+      row, n = layers[at : at + period], 1
+      while layers[at + n * period : at + (n + 1) * period] == row:
         n += 1
       if n > 1 and n * period > best * repeats:
         best, repeats = period, n

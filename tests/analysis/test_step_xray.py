@@ -154,8 +154,8 @@ def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
 
 
 def test_places_in_the_model_and_names_of_lines():
-  block = SimpleNamespace(name="stack_0", first=0, block=(None, None, None), repeats=2)
-  decoder: Any = SimpleNamespace(stacks=(block, SimpleNamespace(name="stack_1", first=6, block=(None,), repeats=2)))
+  block = SimpleNamespace(name="stack_0", first=0, layers=(None, None, None), repeats=2)
+  decoder: Any = SimpleNamespace(stacks=(block, SimpleNamespace(name="stack_1", first=6, layers=(None,), repeats=2)))
   place = place_of(decoder, "jit(f)/while/scan/stack_0/layer_2/checkpoint/mlp/jit(_einsum)")
   assert (place.scopes, place.layers, place.axis) == (("mlp",), (2, 5), 1)
   place = place_of(decoder, "row_1/stack_1/layer_0/attention")

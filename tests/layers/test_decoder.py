@@ -233,7 +233,7 @@ def test_an_unknown_capture_is_refused(tiny_decoder):
 def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
   """A stack of blocks of two layers with experts: rows 0, 1, 2, 3 and not 0, 2, 1, 3."""
   decoder = tiny_decoder("gemma4-moe", changes={"num_decoder_layers": 4, "inhomogeneous_layer_cycle_interval": 2})
-  assert [(len(s.block), s.repeats) for s in decoder.stacks] == [(2, 2)]
+  assert [(len(s.layers), s.repeats) for s in decoder.stacks] == [(2, 2)]
   p = random_params(decoder.params())
   for i in range(4):
     stack, row, name = decoder.locate(i)
@@ -261,7 +261,7 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
   """
   changes = {"num_decoder_layers": 3, "num_kv_shared_layers": 2, "layer_types": ("global",) * 3}
   decoder = tiny_decoder("gemma4-e2b", changes=changes)
-  assert [(len(s.block), s.repeats) for s in decoder.stacks] == [(1, 1), (1, 2)]
+  assert [(len(s.layers), s.repeats) for s in decoder.stacks] == [(1, 1), (1, 2)]
   p = random_params(decoder.params())
   rows = [jax.tree.map(lambda a, r=row: a[r], p[stack][name]) for stack, row, name in map(decoder.locate, range(3))]
   ctx = Context(batch["positions"], Tokens(batch["segments"]))

@@ -14,9 +14,9 @@ def shape(pattern):
   stacks: Any = find_stacks(letters)
   assert [s.name for s in stacks] == [f"stack_{i}" for i in range(len(stacks))]
   # Unrolled, the stacks are the pattern again.
-  assert "".join("".join(s.block) * s.repeats for s in stacks) == pattern
-  assert [s.first for s in stacks] == np.cumsum([0] + [len(s.block) * s.repeats for s in stacks])[:-1].tolist()
-  return [(len(s.block), s.repeats) for s in stacks]
+  assert "".join("".join(s.layers) * s.repeats for s in stacks) == pattern
+  assert [s.first for s in stacks] == np.cumsum([0] + [len(s.layers) * s.repeats for s in stacks])[:-1].tolist()
+  return [(len(s.layers), s.repeats) for s in stacks]
 
 
 @pytest.mark.parametrize(

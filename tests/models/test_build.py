@@ -38,7 +38,7 @@ def built(model) -> Any:
 def test_pattern_and_stacks(name):
   decoder = decoder_of(name)
   stacks, special = RELEASED[name]
-  assert [(len(s.block), s.repeats) for s in decoder.stacks] == stacks
+  assert [(len(s.layers), s.repeats) for s in decoder.stacks] == stacks
   for i, layer in enumerate(decoder.layers):
     if isinstance(layer.cfg.mixer, MLAConfig):
       assert (layer.cfg.ffn.experts is not None) == (i in special)

@@ -43,7 +43,7 @@ def test_the_family_is_one_small_folder():
 def test_released_models(name: str, tied: bool, parameters: int):
   config = load_config(name).config
   decoder: Any = build_decoder(config.model, Precision())
-  assert [(len(s.block), s.repeats) for s in decoder.stacks] == [(1, config.model.num_decoder_layers)]
+  assert [(len(s.layers), s.repeats) for s in decoder.stacks] == [(1, config.model.num_decoder_layers)]
   block, c = decoder.layers[0].cfg, decoder.cfg
   assert (c.tied, "head" in decoder.params(), c.embedding.scale_by_sqrt_dim, c.final_soft_cap) == (tied, not tied, False, None)
   assert (block.sandwich, block.mixer.window, block.mixer.scale, block.mixer.rope.theta) == (False, None, 128**-0.5, 1e6)

@@ -12,20 +12,20 @@ from maxtext_like.numerics import probes
 LAYERS, WIDTH = 7, 5
 
 
-def forward(ws, slots, x, remat):
+def forward(ws, sinks, x, remat):
   def block(x, inputs):
-    w, slot = inputs
+    w, sink = inputs
     x = x + jnp.tanh(x @ w)
-    if slot is None:
+    if sink is None:
       return x, {}
-    x, seen = probing.probe(x, slot["residual"])
+    x, seen = probing.probe(x, sink["residual"])
     return x, {"residual": seen}
 
-  return lax.scan(jax.checkpoint(block) if remat else block, x, (ws, slots))
+  return lax.scan(jax.checkpoint(block) if remat else block, x, (ws, sinks))
 
 
-def loss(ws, slots, x, remat=True, scale=1.0):
-  y, seen = forward(ws, slots, x, remat)
+def loss(ws, sinks, x, remat=True, scale=1.0):
+  y, seen = forward(ws, sinks, x, remat)
   return scale * (y.astype(jnp.float32) ** 2).sum(), seen
 
 
@@ -33,13 +33,13 @@ def loss(ws, slots, x, remat=True, scale=1.0):
 def case():
   ws = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) * 0.1
   x = jax.random.normal(jax.random.key(1), (3, WIDTH))
-  return ws, probing.slots(["residual"], (LAYERS,)), x
+  return ws, probing.sinks(["residual"], (LAYERS,)), x
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_values_equal_a_loop_written_out_and_gradients_are_untouched(case, remat):
-  ws, slots, x = case
-  (value, seen), (grads, back) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)(ws, slots, x, remat)
+  ws, sinks, x = case
+  (value, seen), (grads, back) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)(ws, sinks, x, remat)
   plain_value, plain_grads = jax.value_and_grad(lambda ws: loss(ws, None, x, remat)[0])(ws)
   np.testing.assert_allclose(value, plain_value, rtol=1e-6)
   np.testing.assert_allclose(grads, plain_grads, rtol=1e-5, atol=1e-6)
@@ -59,9 +59,9 @@ def test_values_equal_a_loop_written_out_and_gradients_are_untouched(case, remat
 
 
 def test_a_backward_overflow_is_counted_at_its_layer_only_in_the_backward(case):
-  ws, slots, x = case
+  ws, sinks, x = case
   ws = ws.astype(jnp.float16) * 8
-  (_, seen), back = jax.value_and_grad(lambda s: loss(ws, s, x.astype(jnp.float16), scale=5e3), has_aux=True)(slots)
+  (_, seen), back = jax.value_and_grad(lambda s: loss(ws, s, x.astype(jnp.float16), scale=5e3), has_aux=True)(sinks)
   assert not np.any(seen["residual"][:, 1])
   bad = np.asarray(back["residual"][:, 1]) > 0
   assert bad[0]
@@ -70,8 +70,8 @@ def test_a_backward_overflow_is_counted_at_its_layer_only_in_the_backward(case):
 
 
 def test_metrics_and_trees(case):
-  ws, slots, x = case
-  (_, seen), (grads, back) = jax.value_and_grad(loss, (0, 1), has_aux=True)(ws.at[2, 0, 0].set(jnp.nan), slots, x)
+  ws, sinks, x = case
+  (_, seen), (grads, back) = jax.value_and_grad(loss, (0, 1), has_aux=True)(ws.at[2, 0, 0].set(jnp.nan), sinks, x)
   flat = probes.metrics({"forward": seen, "backward": back})
   assert set(flat) == {f"numerics/{d}/residual/{k}" for d in ("forward", "backward") for k in ("max", "nonfinite")}
   np.testing.assert_array_equal(flat["numerics/forward/residual/nonfinite"] > 0, [False, False, *[True] * 5])
@@ -85,8 +85,8 @@ def test_metrics_and_trees(case):
 
 
 def test_wrong_slots_are_refused(case):
-  _, slots, x = case
-  with pytest.raises(ValueError, match="scan over the slots"):
-    probing.probe(x, slots["residual"])
+  _, sinks, x = case
+  with pytest.raises(ValueError, match="scan over the sinks"):
+    probing.probe(x, sinks["residual"])
   with pytest.raises(ValueError, match="floating array"):
-    probing.probe(jnp.arange(3), slots["residual"][0])
+    probing.probe(jnp.arange(3), sinks["residual"][0])

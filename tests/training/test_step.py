@@ -102,8 +102,8 @@ def test_the_loss_is_told_the_cotangent_that_arrives(words):
   config = toy_config(*SGD, *words)
   step, state = toy_step(config, pieces=3, decoder=toy_decoder(config.precision.dtype))
 
-  def apply(p, batch, cotangent, probe_slots):
-    loss, weight, aux = step.apply(p, batch, cotangent, probe_slots)
+  def apply(p, batch, cotangent, probes):
+    loss, weight, aux = step.apply(p, batch, cotangent, probes)
     return spoil_unless_equal(loss, cotangent), weight, aux
 
   new, metrics = jax.jit(dataclasses.replace(step, apply=apply))(state, toy_batch(), CHECK)

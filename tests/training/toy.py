@@ -32,7 +32,7 @@ class ToyDecoder:
 
   @property
   def stacks(self):
-    return (SimpleNamespace(name="stack_0", first=0, block=(None,), repeats=LAYERS),)
+    return (SimpleNamespace(name="stack_0", first=0, layers=(None,), repeats=LAYERS),)
 
   def params(self) -> Any:
     layer = {

@@ -92,14 +92,14 @@ class LanguageModelling:
     p: Any,
     batch: dict[str, jax.Array],
     cotangent: jax.Array | None = None,
-    probe_slots: dict[str, jax.Array] | None = None,
+    probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
     """The loss summed over the real targets, their number, and aux; see ``Objective``.
 
     The terms are "cross_entropy" and, with a weight, "z_loss", without a gradient of their own. The means are the model's:
     "load_balance_loss" with experts, "indexer_loss" with an indexer.
     """
-    x_BTD, aux = self.decoder.hidden(p, batch, probes=probe_slots or None)
+    x_BTD, aux = self.decoder.hidden(p, batch, probes=probes or None)
 
     def piece(head, x, targets):
       losses = token_losses(self.decoder.head(head, x), targets, self.z_loss)

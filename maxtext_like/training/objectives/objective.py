@@ -53,7 +53,7 @@ class Objective(Protocol):
     p: Any,
     batch: dict[str, jax.Array],
     cotangent: jax.Array | None = None,
-    probe_slots: dict[str, jax.Array] | None = None,
+    probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
     """The loss of a batch.
 
@@ -62,7 +62,7 @@ class Objective(Protocol):
       batch: arrays as ``batch`` describes them.
       cotangent: float32 scalar, what the sum will be multiplied by where gradients are taken of it; None: 1. Gradients are
         right with any but 0; this one keeps float16 in range where they are made in the forward pass.
-      probe_slots: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
+      probes: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
 
     Returns:
       sum: float32 scalar, summed over what counts, so that parts of a batch add up to the whole.

@@ -40,7 +40,7 @@ class Preference:
   def weight(self, batch):
     return batch["tokens"].shape[0]
 
-  def __call__(self, p, batch, cotangent=None, probe_slots=None):
+  def __call__(self, p, batch, cotangent=None, probes=None):
     rows = {name: x.reshape(-1, T) for name, x in batch.items()}
 
     def likelihoods(params):
