@@ -136,9 +136,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
     """
     found = cls.verdict(state, params)
     if found.skipped_in_row >= max_skipped:
-      raise NonFiniteError(
-        f"update {found}; nothing of it was applied. `maxtext_like.numerics.xray` of the step tells the cause"
-      )
+      raise NonFiniteError(f"update {found}; nothing of it was applied. `maxtext_like.xray` of the step tells the cause")
     return found
 
 
