@@ -16,6 +16,7 @@ from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.models.registry import FAMILIES
 
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
@@ -30,6 +31,7 @@ class TrainingConfig(Checked):
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "save_attention"]
+  grouped_product: grouped.Choice
   attention: Choice
   per_device_batch_size: int
   max_target_length: int

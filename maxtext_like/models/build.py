@@ -9,6 +9,7 @@ from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder, RematPolicy
 from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.registry import FAMILIES
 
@@ -27,6 +28,7 @@ def build_decoder(
   scan_layers: bool = True,
   remat_policy: RematPolicy = "none",
   attention: Choice = "auto",
+  grouped_product: grouped.Choice = "auto",
   platform: str = "cpu",
 ) -> Decoder:
   """The decoder of a configuration.
@@ -39,6 +41,7 @@ def build_decoder(
     scan_layers: ``lax.scan`` over equal blocks, or the same blocks unrolled.
     remat_policy: what a layer keeps for the backward pass.
     attention: the kernel, "auto" for the fastest that honours mask and flags.
+    grouped_product: the kernel of experts, likewise.
     platform: "cpu", "gpu" or "tpu", where the program will run.
 
   Returns:
@@ -53,7 +56,9 @@ def build_decoder(
     dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
-  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy)
+  operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
+  by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands)).name
+  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, grouped=by)
   if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:

@@ -126,6 +126,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       scan_layers=t.scan_layers,
       remat_policy=t.remat_policy,
       attention=t.attention,
+      grouped_product=t.grouped_product,
       platform=platform,
     )
   except ValueError as error:

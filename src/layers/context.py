@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.cache import Step, joined, stored
+from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.probe import probe
@@ -46,6 +47,7 @@ class Context:
     step: where the tokens stand after those of the caches, in generation.
     capture: names of ``CAPTURES`` to hand out in aux.
     rules: how activations are split over the mesh in use.
+    grouped: the kernel that multiplies tokens with their experts.
     cache: what this layer holds of earlier tokens, in generation; empty where it borrows another's.
     probes: float32 [2] for each of ``PROBED`` (see ``layers.probe``); None: nothing is probed.
     per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
@@ -59,6 +61,7 @@ class Context:
   step: Step | None = None
   capture: frozenset[str] = field(default=frozenset(), metadata={"static": True})
   rules: Rules = field(default=RULES, metadata={"static": True})
+  grouped: Name = field(default="ragged_dot", metadata={"static": True})
   cache: dict[str, jax.Array] | None = None
   probes: dict[str, jax.Array] | None = None
   per_layer_input: jax.Array | None = None

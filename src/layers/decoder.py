@@ -15,6 +15,7 @@ from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
+from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, image_blocks
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import RULES, Rules
@@ -67,6 +68,7 @@ class DecoderConfig:
     scan_layers: run a stack by ``lax.scan``; False unrolls the same rows over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
     rules: how parameters and activations are split over a mesh.
+    grouped: the kernel that multiplies tokens with their experts.
   """
 
   embedding: EmbeddingConfig
@@ -81,6 +83,7 @@ class DecoderConfig:
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
   rules: Rules = RULES
+  grouped: Name = "ragged_dot"
 
   @property
   def lookup(self) -> Lookup:
@@ -268,7 +271,13 @@ class Decoder:
     types = batch.get("token_types")
     tokens = Tokens(batch.get("segments"), None if types is None else image_blocks(types))
     return Context.of(
-      batch["tokens"], batch.get("positions"), tokens, step=step, capture=frozenset(capture), rules=self.cfg.rules
+      batch["tokens"],
+      batch.get("positions"),
+      tokens,
+      step=step,
+      capture=frozenset(capture),
+      rules=self.cfg.rules,
+      grouped=self.cfg.grouped,
     )
 
   def enter(self, p: dict, batch: dict, ctx: Context, cache: dict | None = None) -> tuple[Carry, jax.Array | None, Aux]:

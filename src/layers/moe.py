@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.weight import cast, product
+from maxtext_like.layers.weight import Groups, cast, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ class Experts:
 
   @jax.named_scope("experts")
   def __call__(
-    self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array, rules: Rules = RULES
+    self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array, rules: Rules = RULES, by: Name = "ragged_dot"
   ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of the chosen experts' outputs.
 
@@ -180,6 +181,7 @@ class Experts:
       x_BTD: normed input.
       weights, experts: [B, T, k] of the router.
       rules: how the batch lies on the mesh in use.
+      by: the kernel of the grouped products.
 
     Returns:
       [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
@@ -188,25 +190,25 @@ class Experts:
     mesh = jax.sharding.get_abstract_mesh()
     batch, whole = PartitionSpec() if mesh.empty else rules.rows(x_BTD.shape[0], mesh), PartitionSpec()
     if not any(batch):
-      return self._local(p, x_BTD, weights, experts)
+      return self._local(p, x_BTD, weights, experts, by)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
 
     def local(p, x, w, e):
-      out, rescued = self._local(p, x, w, e)
+      out, rescued = self._local(p, x, w, e, by)
       return out, jax.lax.psum(rescued, batch[0])
 
     return jax.shard_map(local, mesh=mesh, in_specs=(whole, batch, batch, batch), out_specs=(batch, whole))(
       p, x_BTD, weights, experts
     )
 
-  def _local(self, p, x_BTD, weights, experts):
+  def _local(self, p, x_BTD, weights, experts, by):
     c = self.cfg
     B, T, D = x_BTD.shape
     k = c.num_experts_per_tok
     order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] choices, grouped by expert
-    sizes = jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32)
+    groups = Groups(jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32), by)
     rows = self.precision.cast(x_BTD).reshape(B * T, D)[order // k]
-    out, rescued = self._gated(p, rows, lambda x, w: product(self._products, "MD,EDF->MF", x, w, groups=sizes))
+    out, rescued = self._gated(p, rows, lambda x, w: product(self._products, "MD,EDF->MF", x, w, groups=groups))
     # Back to the order of choices; each has its own place, so this is a permutation and not a scatter that adds.
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, k, D)
     return self._combine(out, weights), rescued
@@ -299,7 +301,7 @@ class MoE:
     """
     c = self.cfg
     weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
-    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules)
+    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
     ctx.note("rescued", rescued)
     if c.shared_experts:
       with jax.named_scope("shared_experts"):

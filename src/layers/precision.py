@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.grouped.registry import Name, kernel
 from maxtext_like.layers.partition import vary_alike
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -124,9 +125,16 @@ class Precision:
       return _float32_product(spec, self.matmul_precision, *vary_alike(x, y))
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
-  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, groups_E: jax.Array) -> jax.Array:
-    """[M, F]: each of the groups of consecutive rows of x times its own matrix; operands and result in ``dtype``."""
-    return jax.lax.ragged_dot(self.cast(x_MD), self.cast(y_EDF), groups_E, precision=self.matmul_precision)
+  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:
+    """[M, F]: each of the groups of consecutive rows of x times its own matrix; operands and result in ``dtype``.
+
+    Args:
+      x_MD: rows, sorted by group.
+      y_EDF: a matrix for each group.
+      sizes_E: int32, rows of each group.
+      by: the kernel.
+    """
+    return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

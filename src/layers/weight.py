@@ -14,7 +14,21 @@ from typing import Any
 
 import jax
 
+from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.precision import Precision
+
+
+@dataclass(frozen=True)
+class Groups:
+  """Rows that are sorted by the entry of a weight which each is multiplied with, as tokens by their expert.
+
+  Attributes:
+    sizes: int32 [E], rows of each entry.
+    kernel: what multiplies them.
+  """
+
+  sizes: jax.Array
+  kernel: Name = "ragged_dot"
 
 
 class Weight(abc.ABC):
@@ -27,7 +41,7 @@ class Weight(abc.ABC):
     equation: str,
     x: jax.Array,
     *,
-    groups: jax.Array | None = None,
+    groups: Groups | None = None,
     float32: bool = False,
     unbounded: bool = False,
   ) -> jax.Array:
@@ -48,7 +62,7 @@ def product(
   x: jax.Array,
   weight: Any,
   *,
-  groups: jax.Array | None = None,
+  groups: Groups | None = None,
   float32: bool = False,
   unbounded: bool = False,
 ) -> jax.Array:
@@ -60,13 +74,13 @@ def product(
       x has its own entry: "MD,EDF->MF" for rows sorted by expert.
     x: activations.
     weight: an array or a ``Weight``.
-    groups: int32 [E], how many rows of x belong to each entry of the weight's first axis.
+    groups: which rows of x belong to each entry of the weight's first axis.
     float32, unbounded: as of ``Precision.einsum``; not with groups.
   """
   if isinstance(weight, Weight):
     return weight.product(precision, equation, x, groups=groups, float32=float32, unbounded=unbounded)
   if groups is not None:
-    return precision.grouped(x, weight, groups)
+    return precision.grouped(x, weight, groups.sizes, groups.kernel)
   return precision.einsum(equation, x, weight, float32=float32, unbounded=unbounded)
 
 

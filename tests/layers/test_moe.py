@@ -1,6 +1,7 @@
 """Mixture of experts: routers against numpy, the grouped product against every expert on every token, loads and losses."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from equations import dtypes, equations
 from written_out import gelu, rms, sigmoid, silu, tree64
 
+from maxtext_like.layers.kernels.grouped.registry import NAMES
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
@@ -147,7 +149,7 @@ def written_experts(p, x, weights, experts, act=gelu):
   return out
 
 
-def both_ways(cfg, precision, p, x, weights, experts):
+def both_ways(cfg, precision, p, x, weights, experts, by="ragged_dot"):
   """(grouped, dense): output, and gradients in parameters, input and weights."""
   layer = Experts(cfg, precision)
   cotangent = f32(np.random.default_rng(3).normal(size=(B, T, D)))
@@ -160,18 +162,19 @@ def both_ways(cfg, precision, p, x, weights, experts):
   @jax.jit
   def run(p, x, w):
     grad = jax.grad(loss, (0, 1, 2), has_aux=True)
-    return grad(p, x, w, layer), grad(p, x, w, layer.dense)
+    return grad(p, x, w, functools.partial(layer, by=by)), grad(p, x, w, layer.dense)
 
   return run(p, f32(x), f32(weights))
 
 
+@pytest.mark.parametrize("by", NAMES)
 @pytest.mark.parametrize("case", ["spread", "all to expert 2"])
-def test_grouped_is_dense_and_both_are_the_formula(case, random_params):
+def test_grouped_is_dense_and_both_are_the_formula(case, by, random_params):
   p = random_params(Experts(SOFTMAX, FLOAT32).params())
   weights, experts = routing()
   if case != "spread":
     experts[:] = [2, 5]  # no expert drops a token, however many it gets
-  (grouped, out), (dense, dense_out) = both_ways(SOFTMAX, FLOAT32, p, X, weights, experts)
+  (grouped, out), (dense, dense_out) = both_ways(SOFTMAX, FLOAT32, p, X, weights, experts, by)
   expected = written_experts(tree64(p), X, weights, experts)
   np.testing.assert_allclose(out, expected, atol=3e-6)
   np.testing.assert_allclose(dense_out, expected, atol=3e-6)
@@ -287,16 +290,18 @@ sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import conftest, test_moe
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.moe import MoE
 assert len(jax.devices()) == 8
 mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 rng = np.random.default_rng(0)
 x, cotangent = (jnp.asarray(rng.normal(size=(8, 3, test_moe.D)), jnp.float32) for _ in range(2))
-for cfg in (test_moe.SOFTMAX, test_moe.SIGMOID):
+for cfg, by in [(test_moe.SOFTMAX, "ragged_dot"), (test_moe.SOFTMAX, "tiles"), (test_moe.SIGMOID, "tiles")]:
   layer = MoE(cfg, test_moe.FLOAT32)
   p = conftest._random_params(layer.params())
   def loss(p, x):
-    out, aux = layer.alone(p, x)
+    ctx = Context.of(x, grouped=by).collecting()
+    out, aux = layer(p, x, ctx), ctx.aux
     return jnp.sum(out * cotangent), (out, aux["moe_load"], aux["rescued"])
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
   alone = step(p, x)

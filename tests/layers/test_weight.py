@@ -66,7 +66,7 @@ class Scaled(Weight):
     e = Equation.of(equation)
     y = product(precision, equation, x, self.values, groups=groups, **flags)
     if groups is not None:
-      return y * jnp.repeat(self.scale[:, 0], groups, axis=0, total_repeat_length=y.shape[0])
+      return y * jnp.repeat(self.scale[:, 0], groups.sizes, axis=0, total_repeat_length=y.shape[0])
     return y * jnp.einsum(f"{e.weight}->{''.join(c for c in e.result if c in e.weight)}", self.scale)[self._spread(e)]
 
   def _spread(self, e):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Case, GroupedKernel
+from maxtext_like.layers.partition import vary_alike
 
 _FEWEST, _MOST = 8, 256
 
@@ -34,7 +35,6 @@ def _group_of(tile: jax.Array, first_tiles: jax.Array) -> jax.Array:
   return jnp.searchsorted(first_tiles, tile, side="right") - 1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
   """x[m] @ w[group of m] for every row m.
 
@@ -47,7 +47,12 @@ def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.
   Returns:
     [M, F] in x's dtype, accumulated in float32.
   """
-  return _rows_times_groups(x_MD, w_GDF, sizes, precision, transposed=False)
+  return _product(*vary_alike(x_MD, w_GDF), sizes, precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x, w, sizes, precision):
+  return _rows_times_groups(x, w, sizes, precision, transposed=False)
 
 
 def _rows_times_groups(x, w, sizes, precision, *, transposed):
@@ -65,11 +70,12 @@ def _rows_times_groups(x, w, sizes, precision, *, transposed):
     return jax.lax.dynamic_update_slice_in_dim(out, made.astype(x.dtype), at, 0)
 
   out = jnp.zeros((x.shape[0] + R, w.shape[1] if transposed else w.shape[2]), x.dtype)
+  out, _ = vary_alike(out, x)
   return jax.lax.fori_loop(0, tiles, one, out)[: x.shape[0]]
 
 
 def _forward(x, w, sizes, precision):
-  return product(x, w, sizes, precision), (x, w, sizes)
+  return _product(x, w, sizes, precision), (x, w, sizes)
 
 
 def _backward(precision, saved, g):
@@ -97,11 +103,11 @@ def _groups_of_rows(x, g, sizes, precision):
     before = jax.lax.dynamic_index_in_dim(dw, group, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(dw, before + made, group, 0)
 
-  dw = jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32)
+  dw, _ = vary_alike(jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32), x)
   return jax.lax.fori_loop(0, tiles, one, dw)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _avoided(case: Case) -> str:
