@@ -14,7 +14,7 @@ import pytest
 from equations import dtypes, equations
 from written_out import gelu, rms, sigmoid, silu, tree64
 
-from maxtext_like.layers.kernels.grouped.registry import NAMES
+from maxtext_like.layers.kernels.grouped.registry import NAMES, Name
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
@@ -149,7 +149,7 @@ def written_experts(p, x, weights, experts, act=gelu):
   return out
 
 
-def both_ways(cfg, precision, p, x, weights, experts, by="ragged_dot"):
+def both_ways(cfg, precision, p, x, weights, experts, by: Name = "ragged_dot"):
   """(grouped, dense): output, and gradients in parameters, input and weights."""
   layer = Experts(cfg, precision)
   cotangent = f32(np.random.default_rng(3).normal(size=(B, T, D)))
