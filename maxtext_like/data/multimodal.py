@@ -15,8 +15,9 @@ import numpy as np
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.data.images import BadImageError, TowerImage, load_image, require_pillow, tower_arrays
-from maxtext_like.data.pack import IGNORED, ImageSpan, Row
+from maxtext_like.data.pack import ImageSpan, Row
 from maxtext_like.errors import UserError
+from maxtext_like.targets import IGNORED
 
 
 def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:

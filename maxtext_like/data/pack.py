@@ -8,11 +8,11 @@ import numpy as np
 
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.errors import UserError
+from maxtext_like.targets import IGNORED
 
 if TYPE_CHECKING:
   from maxtext_like.data.images import TowerImage
 
-IGNORED = -100  # a target without loss
 KEYS = ("tokens", "targets", "positions", "segments")
 
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_like.data import jsonl, loader, sources
-from maxtext_like.data.pack import IGNORED, KEYS
+from maxtext_like.data.pack import KEYS
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
+from maxtext_like.targets import IGNORED
 
 
 def write(path, texts):

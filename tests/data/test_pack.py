@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.pack import IGNORED, BlockShuffle, Document, Packer, Row
+from maxtext_like.data.pack import BlockShuffle, Document, Packer, Row
 from maxtext_like.errors import UserError
+from maxtext_like.targets import IGNORED
 
 
 class Listed:

@@ -12,10 +12,10 @@ from maxtext_like.api.outputs import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.layers.kernels.attention.blockwise import BLOCK
+from maxtext_like.targets import IGNORED
 from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "long"
-IGNORED = -100
 CASES = {path.parent.name: json.loads(path.read_text())["runs"] for path in sorted(GOLDEN.glob("*/meta.json"))}
 QUICK_RUNS = {
   "gemma3": ("w129", "w513", "packed"),

@@ -16,8 +16,8 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
 from maxtext_like.strict_json import printable
+from maxtext_like.targets import IGNORED
 
-IGNORED = -100
 TEXT_INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
 _SIZE_LIMIT = 8 << 30  # bytes of all arrays, unpacked
 

@@ -15,9 +15,9 @@ from jax.custom_derivatives import SymbolicZero
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.placed import Model, Shapes
+from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
 
-IGNORED = -100  # the target that does not count, as in Hugging Face and PyTorch
 PIECE_BYTES = 1 << 30  # of float32 logits of one piece on one device
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.param import Param, init
-from maxtext_like.training.objectives.language_modelling import IGNORED, token_losses
+from maxtext_like.targets import IGNORED
+from maxtext_like.training.objectives.language_modelling import token_losses
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.step import UNKNOWN, TrainStep
 from maxtext_like.training.trainable import select
