@@ -16,7 +16,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.sampling import Sampling, draw
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.partition import whole
+from maxtext_like.layers.partition import on_every_device
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled program.
 PROMPT_MULTIPLE = 16
@@ -202,4 +202,4 @@ def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, k
     return after | {"rescued": rescued}, (token, state["finite"], state["rescued"])
 
   state, (tokens, finite, rescued) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
-  return state, whole(tokens), whole(finite), whole(rescued)
+  return state, *map(on_every_device, (tokens, finite, rescued))

@@ -188,7 +188,7 @@ class Experts:
     """
     p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = jax.sharding.get_abstract_mesh()
-    batch, whole = PartitionSpec() if mesh.empty else rules.rows(x_BTD.shape[0], mesh), PartitionSpec()
+    batch, everywhere = PartitionSpec() if mesh.empty else rules.rows(x_BTD.shape[0], mesh), PartitionSpec()
     if not any(batch):
       return self._local(p, x_BTD, weights, experts, by)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
@@ -197,7 +197,7 @@ class Experts:
       out, rescued = self._local(p, x, w, e, by)
       return out, jax.lax.psum(rescued, batch[0])
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(whole, batch, batch, batch), out_specs=(batch, whole))(
+    return jax.shard_map(local, mesh=mesh, in_specs=(everywhere, batch, batch, batch), out_specs=(batch, everywhere))(
       p, x_BTD, weights, experts
     )
 

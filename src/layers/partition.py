@@ -89,7 +89,7 @@ class Rules:
 RULES = Rules()
 
 
-def whole(x: jax.Array) -> jax.Array:
+def on_every_device(x: jax.Array) -> jax.Array:
   """x on every device of the mesh in use, so that any process can read it; x itself when no mesh is set."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
