@@ -63,7 +63,7 @@ def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **ke
   Raises:
     UserError: anything wrong with the checkpoint, the overrides or ``out``; nothing is left behind.
   """
-  from maxtext_like.checkpoint import companions
+  from maxtext_like.checkpoint import accompanying_files
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import new_directory, read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
@@ -85,7 +85,7 @@ def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **ke
       shutil.copyfile(file, part / FOLDER / file.name)
     (part / "model.yml").write_text(model_file(config, str(place)), encoding="utf-8")
     extra = {"hugging_face": {"source": str(place.resolve())}}
-    tokenizer = {file.name: file.read_bytes() for file in companions.beside(place)}
+    tokenizer = {file.name: file.read_bytes() for file in accompanying_files.beside(place)}
     manager = CheckpointManager(
       part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
     )
@@ -127,8 +127,8 @@ def export_checkpoint(
   from maxtext_like.checkpoint import manifest, restore
   from maxtext_like.checkpoint.huggingface.export import export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
-  from maxtext_like.checkpoint.sources import find_step
   from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.weight_sources import find_step
   from maxtext_like.layers.param import abstract
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
@@ -163,14 +163,14 @@ def _origin(step: Path, stored: Any) -> "Origin":
   """What the model inherits from the Hugging Face checkpoint that its weights began with; the tokenizer is the step's own."""
   from dataclasses import replace
 
-  from maxtext_like.checkpoint import companions
+  from maxtext_like.checkpoint import accompanying_files
 
   origin = _beginning(step, stored)
-  own = companions.beside(step / companions.FOLDER)
+  own = accompanying_files.beside(step / accompanying_files.FOLDER)
   if not any(file.name.startswith("tokenizer.") for file in own):
     return origin
   names = {file.name for file in own}
-  rest = [file for file in origin.files if file.name in companions.OF_THE_MODEL and file.name not in names]
+  rest = [file for file in origin.files if file.name in accompanying_files.OF_THE_MODEL and file.name not in names]
   return replace(origin, files=(*own, *rest))
 
 
@@ -178,7 +178,7 @@ def _beginning(step: Path, stored: Any) -> "Origin":
   """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
   from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
-  from maxtext_like.checkpoint.sources import find_step
+  from maxtext_like.checkpoint.weight_sources import find_step
 
   seen: set[Path] = set()
   while step not in seen:

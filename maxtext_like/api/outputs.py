@@ -141,7 +141,7 @@ def evaluator(
   import numpy as np
 
   from maxtext_like.api.compared_layer import ForwardLayer
-  from maxtext_like.training.faces import make_apply
+  from maxtext_like.training.module_api import make_apply
 
   layer = ForwardLayer(weights.decoder, padding_idx=config.model.pad_token_id)
   apply = make_apply(layer, config.training.module_api)

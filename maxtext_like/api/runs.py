@@ -34,7 +34,7 @@ class Run:
   @property
   def checkpoint(self) -> Path | None:
     """The newest complete checkpoint; None: it keeps none."""
-    from maxtext_like.checkpoint.sources import find_step
+    from maxtext_like.checkpoint.weight_sources import find_step
 
     return find_step(self.directory)
 

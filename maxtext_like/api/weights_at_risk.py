@@ -118,8 +118,8 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     config, loaded = load_checkpoint_config(directory, given)
     weights = open_weights(directory, config, loaded)
     return loaded.config.model, weights.decoder, weights.part, [*loaded.notes, *weights.notes]
-  from maxtext_like.checkpoint.slices import StoredArrays
-  from maxtext_like.checkpoint.sources import find_step
+  from maxtext_like.checkpoint.partial_read import StoredArrays
+  from maxtext_like.checkpoint.weight_sources import find_step
   from maxtext_like.config.load import load_config as load_file
   from maxtext_like.models.build import build_decoder, precision_of
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_like import atomic
-from maxtext_like.checkpoint import companions, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.checkpoint.steps import StepDirectories
@@ -86,7 +86,7 @@ class CheckpointManager:
     backoff_seconds: wait after the first failure; doubles with each.
     patience_seconds: how long a save waits for the one before it, before it is skipped. Enough for a small state, so that
       small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
-    tokenizer: files that every step carries, by name (``companions.of_tokenizer``).
+    tokenizer: files that every step carries, by name (``accompanying_files.of_tokenizer``).
     fence: entered around every rename and removal in ``directory``; raises, or never returns, when that is another's by now.
     saved: takes a step when it is whole and has its name; called by the thread of the save.
     watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
@@ -342,7 +342,7 @@ class CheckpointManager:
   def _complete(self, step: int, record: manifest.Manifest) -> None:
     """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""
     path = self._steps.saving(step)
-    companions.write(path, self._tokenizer)
+    accompanying_files.write(path, self._tokenizer)
     manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
     self._steps.commit(step)
     atomic.sync_directory(self.directory)

@@ -18,11 +18,11 @@ from typing import Any
 import xxhash
 
 from maxtext_like import atomic
-from maxtext_like.checkpoint import companions
+from maxtext_like.checkpoint import accompanying_files
 
 FILE_NAME = "COMPLETE.json"
 STATE_NAME = "state"  # what orbax writes, beside the manifest
-PARTS = (STATE_NAME, companions.FOLDER)
+PARTS = (STATE_NAME, accompanying_files.FOLDER)
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 16 << 20
 

@@ -7,7 +7,7 @@ import jax
 
 from maxtext_like.checkpoint import restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
-from maxtext_like.checkpoint.sources import find_step, no_checkpoint
+from maxtext_like.checkpoint.weight_sources import find_step, no_checkpoint
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.models.placed import Model
 from maxtext_like.models.row_norms import row_labels, row_squares

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxtext_like.config.vision import PatchVision, SquareVision, VisionConfig
-from maxtext_like.data.files import NotRegularError, open_regular
+from maxtext_like.data.input_files import NotRegularError, open_regular
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from maxtext_like import strict_json
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.data.lines import KEPT_BYTES, BlockCache, LineFile
 from maxtext_like.errors import UserError
@@ -54,7 +54,7 @@ class JsonLines:
         begin + row for begin, lines in zip(begins, self._lines, strict=True) if len(lines) for row in lines.blocks
       ]
     if not self._stops[-1]:
-      size = sum(data_files.sizes(self._files))
+      size = sum(input_files.sizes(self._files))
       raise UserError(
         f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
       )
@@ -128,4 +128,4 @@ class JsonLines:
     return tuple(paths)
 
   def fingerprint(self) -> dict[str, str]:
-    return data_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
+    return input_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])

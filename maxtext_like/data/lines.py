@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES
 from maxtext_like.data.packed import SPACING_BYTES, Packed, kind_of
 from maxtext_like.errors import UserError
@@ -117,7 +117,7 @@ class LineFile:
     """One line. UserError: the file has changed; else as `files.read_bytes`."""
     start, length = int(self.index.starts[row]), self.size(row)
     if self._packed is None:
-      return data_files.read_bytes(self.path, start, length, check=self._check)
+      return input_files.read_bytes(self.path, start, length, check=self._check)
     number = int(np.searchsorted(self.blocks, row, side="right")) - 1
     begin = int(self.index.starts[self.blocks[number]])
     block = self._cache.get((self.path, number), lambda: self._unpack(number))
@@ -133,7 +133,7 @@ class LineFile:
     try:
       self._check(os.stat(self.path))
     except OSError as error:
-      raise data_files.reading_failed(self.path, error) from error
+      raise input_files.reading_failed(self.path, error) from error
     parts, wanted = [], stop - begin
     for piece in self._packed.pieces(begin):
       parts.append(piece[:wanted])
@@ -170,11 +170,11 @@ class LineFile:
       yield from self._packed.pieces(note=note)
       return
     try:
-      with data_files.open_regular(self.path) as file:
+      with input_files.open_regular(self.path) as file:
         while block := file.read(BLOCK_BYTES):
           yield block
     except OSError as error:
-      raise data_files.reading_failed(self.path, error) from error
+      raise input_files.reading_failed(self.path, error) from error
 
   def _check(self, now: os.stat_result) -> None:
     """UserError if the file is another one by now. What was appended to it does no harm."""

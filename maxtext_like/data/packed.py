@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.errors import UserError
 
 PIECE_BYTES = 2**20  # what comes out at once, about
@@ -46,7 +46,7 @@ def kind_of(path: str) -> str | None:
   Raises:
     UserError: compressed in another way; a name that says otherwise than the contents.
   """
-  head = data_files.read_bytes(path, 0, 8)
+  head = input_files.read_bytes(path, 0, 8)
   found = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
   if found not in (None, "gzip", "zstd"):
     raise UserError(f"{path} is {found} compressed; only gzip and zstd are read: unpack it first")
@@ -95,15 +95,15 @@ class Packed:
   def _unpack(self, point: Point, note: bool) -> Iterator[bytes]:
     unpack = self._gunzip if self._kind == "gzip" else self._unzstd
     try:
-      with data_files.open_regular(self.path) as file:
+      with input_files.open_regular(self.path) as file:
         size = os.fstat(file.fileno()).st_size
         position = point.unpacked
         for piece in unpack(file, point, note):
           position += len(piece)
-          data_files.check_expansion(self.path, size, position)
+          input_files.check_expansion(self.path, size, position)
           yield piece
     except OSError as error:
-      raise data_files.reading_failed(self.path, error) from error
+      raise input_files.reading_failed(self.path, error) from error
 
   def _gunzip(self, file: Any, point: Point, note: bool) -> Iterator[bytes]:
     file.seek(point.packed)

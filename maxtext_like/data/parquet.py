@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.errors import RetryableError, UserError
 
@@ -61,19 +61,19 @@ class Parquet:
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
       unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == self._field)
-      data_files.check_expansion(f"{path}, row group {group}", size, unpacked)
+      input_files.check_expansion(f"{path}, row group {group}", size, unpacked)
       if row_group.num_rows:
         yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO
 
   def _open(self, path: str, *, dictionary: bool = False) -> Any:
     try:
-      data_files.require_regular(path, os.stat(path).st_mode)
+      input_files.require_regular(path, os.stat(path).st_mode)
       return self._arrow.parquet.ParquetFile(
         path, page_checksum_verification=True, read_dictionary=[self._field] if dictionary else None
       )
     except self._arrow.ArrowInvalid as error:
       raise UserError(f"{path}: not a readable parquet file: {error}") from error
-    except (FileNotFoundError, PermissionError, data_files.NotRegularError) as error:
+    except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
       self._raise_oserror(path, error)
@@ -151,7 +151,7 @@ class Parquet:
     try:
       now = _stamp(path)
     except OSError as error:
-      raise data_files.reading_failed(path, error) from error
+      raise input_files.reading_failed(path, error) from error
     if now == self._stamps[number]:
       return
     if _footer(path) != self._footers[number]:
@@ -159,7 +159,7 @@ class Parquet:
     self._stamps[number] = now
 
   def fingerprint(self) -> dict[str, str]:
-    return data_files.fingerprint(self._files, self._footers)
+    return input_files.fingerprint(self._files, self._footers)
 
 
 def _footer(path: str) -> str:
@@ -167,9 +167,9 @@ def _footer(path: str) -> str:
   import xxhash
 
   size = os.path.getsize(path)
-  tail = data_files.read_bytes(path, max(0, size - 8), 8)
+  tail = input_files.read_bytes(path, max(0, size - 8), 8)
   length = int.from_bytes(tail[:4], "little") + 8
-  return f"footer xxh3 {xxhash.xxh3_128_hexdigest(data_files.read_bytes(path, max(0, size - length)))}"
+  return f"footer xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - length)))}"
 
 
 def _stamp(path: str) -> tuple[int, int]:

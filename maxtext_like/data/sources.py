@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import files as data_files
-from maxtext_like.data import jsonl
+from maxtext_like.data import input_files, jsonl
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
 from maxtext_like.data.packed import SUFFIXES as PACKED
@@ -73,14 +72,14 @@ def open_documents(
     return stdlib()
   if data.dataset not in SUFFIXES:
     raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
-  files = data_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
+  files = input_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
   if data.dataset == "jsonl" and (twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED})):
     logger.warning(
       "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
       key, twice[0], os.path.splitext(twice[0])[0], len(twice),
     )  # fmt: skip
   if key == "eval_path":
-    trained = data_files.find(data.dataset_path, SUFFIXES[data.dataset], data.dataset)
+    trained = input_files.find(data.dataset_path, SUFFIXES[data.dataset], data.dataset)
     if common := sorted(set(files) & set(trained)):
       logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
   if data.dataset == "text":

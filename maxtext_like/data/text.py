@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.errors import UserError
 
@@ -43,7 +43,7 @@ class TextFiles:
     Raises UserError when there is no text in any of them.
     """
     self._files = list(files)
-    self._sizes = data_files.sizes(self._files)
+    self._sizes = input_files.sizes(self._files)
     if not sum(self._sizes):
       raise UserError(f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
     self._piece_bytes = piece_bytes
@@ -70,7 +70,7 @@ class TextFiles:
     """The start of the piece whose nominal start is byte `position`."""
     if position <= 0 or position >= self._sizes[file]:
       return max(0, min(position, self._sizes[file]))
-    window = data_files.read_bytes(self._files[file], position - 1, WINDOW_BYTES)
+    window = input_files.read_bytes(self._files[file], position - 1, WINDOW_BYTES)
     newline = window.find(b"\n")
     if newline >= 0:
       return position + newline
@@ -84,7 +84,7 @@ class TextFiles:
     if not self._whole:
       return position
     begin = max(0, position - self._longest)
-    window, at = data_files.read_bytes(self._files[file], begin, 2 * self._longest), position - begin
+    window, at = input_files.read_bytes(self._files[file], begin, 2 * self._longest), position - begin
     for spelling in self._whole:
       start = window.find(spelling, max(0, at - len(spelling) + 1))
       if 0 <= start < at:
@@ -95,7 +95,7 @@ class TextFiles:
     file, piece = self._locate(index)
     start = self._boundary(file, piece * self._piece_bytes)
     end = self._boundary(file, (piece + 1) * self._piece_bytes)
-    data = data_files.read_bytes(self._files[file], start, end - start)
+    data = input_files.read_bytes(self._files[file], start, end - start)
     if start == 0:
       data = data.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -121,7 +121,7 @@ class TextFiles:
         yield bad
 
   def fingerprint(self) -> dict[str, str]:
-    return data_files.fingerprint(self._files)
+    return input_files.fingerprint(self._files)
 
 
 def stdlib_files(folder: str | None = None) -> list[str]:

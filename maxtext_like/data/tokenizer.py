@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maxtext_like.config import hub
-from maxtext_like.data.files import open_regular
+from maxtext_like.data.input_files import open_regular
 from maxtext_like.data.special_tokens import SPELLINGS, Spellings
 from maxtext_like.errors import UserError
 

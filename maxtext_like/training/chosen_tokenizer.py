@@ -4,9 +4,9 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from maxtext_like.checkpoint import companions, manifest
-from maxtext_like.checkpoint.sources import find_step
+from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.tokenizer import AUTO, BytesTokenizer
@@ -47,8 +47,8 @@ def of_step(step: Path) -> str:
     stored = manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
-  if any(name.startswith(f"{companions.FOLDER}/tokenizer.") for name in stored.files):
-    return str(step / companions.FOLDER)
+  if any(name.startswith(f"{accompanying_files.FOLDER}/tokenizer.") for name in stored.files):
+    return str(step / accompanying_files.FOLDER)
   named = stored.config.get("data", {}).get("tokenizer", "bytes")
   if named in ("bytes", AUTO):
     return "bytes"
@@ -59,7 +59,7 @@ def of_step(step: Path) -> str:
 
 def _is_whole(step: Path) -> bool:
   """The tokenizer's files in a complete step are what was written."""
-  files = {name: entry for name, entry in manifest.read(step).files.items() if name.startswith(f"{companions.FOLDER}/")}
+  files = {name: entry for name, entry in manifest.read(step).files.items() if name.startswith(f"{accompanying_files.FOLDER}/")}
   return all(manifest.hash_file(step / name)[1] == entry["xxh3_128"] for name, entry in files.items())
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from maxtext_like.checkpoint import compatibility, manifest, mirror
-from maxtext_like.checkpoint.sources import require_source
+from maxtext_like.checkpoint.weight_sources import require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.problems import Problem, error_of
 from maxtext_like.config.schema import Config
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.training import standing
@@ -83,7 +83,7 @@ def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> 
   for entry in [paths] if isinstance(paths, str) else paths or ():
     path = os.path.expanduser(entry)
     if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
-      data_files.find(entry, (), dataset, key)
+      input_files.find(entry, (), dataset, key)
 
 
 def _manifest(step: Path) -> manifest.Manifest | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.read_weights import read_weights
-from maxtext_like.checkpoint.sources import find_step, no_checkpoint
+from maxtext_like.checkpoint.weight_sources import find_step, no_checkpoint
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State

@@ -15,7 +15,7 @@ from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
 from maxtext_like.sharding.mesh import Mesh, replicated, use_mesh
 from maxtext_like.training import loss_scale
-from maxtext_like.training.faces import ModuleApi, make_apply
+from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import OBJECTIVES
 from maxtext_like.training.optimizers.registry import make_optimizer

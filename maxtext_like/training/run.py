@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from maxtext_like.checkpoint.manager import CheckpointManager
-from maxtext_like.checkpoint.sources import require_source
 from maxtext_like.checkpoint.tree import flatten, total_bytes
+from maxtext_like.checkpoint.weight_sources import require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource

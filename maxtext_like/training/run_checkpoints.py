@@ -1,6 +1,6 @@
 """The checkpoints of a run: what stands there before it begins, who writes them, and their second place."""
 
-from maxtext_like.checkpoint import companions, manifest, restore
+from maxtext_like.checkpoint import accompanying_files, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.steps import StepDirectories
@@ -46,7 +46,7 @@ def open_manager(
     interval=c.checkpoint_interval,
     max_to_keep=c.max_to_keep,
     asynchronous=c.async_checkpointing,
-    tokenizer=companions.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
+    tokenizer=accompanying_files.of_tokenizer(data.tokenizer.files) if data.tokenizer else None,
     fence=directory.exclusive,
     saved=saved,
     watch=watchdog.watch,

@@ -8,8 +8,8 @@ import pytest
 
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.manager import CheckpointManager
-from maxtext_like.checkpoint.sources import find_step
 from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import UserError
 
 STATE = {"x": jnp.arange(3.0)}

@@ -112,7 +112,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 
 def test_bombs_are_refused_by_what_the_file_says(tmp_path, monkeypatch):
   """Texts that unpack to far more than the file holds, and rows that hold nothing at all."""
-  monkeypatch.setattr("maxtext_like.data.files.UNPACKED_UP_TO", 2**20)
+  monkeypatch.setattr("maxtext_like.data.input_files.UNPACKED_UP_TO", 2**20)
   monkeypatch.setattr("maxtext_like.data.parquet.ROWS_UP_TO", 2**10)
   path = write(tmp_path / "a.parquet", ["x" * 10**6] * 4, compression="zstd", use_dictionary=False)
   with pytest.raises(UserError, match=r"a\.parquet, row group 0: [\d,]+ bytes become 4,000,\d+ or more.*decompression bomb"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data import text as data_text
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.data.text import TextFiles, stdlib_files
@@ -92,14 +92,14 @@ def test_naming_files(tmp_path, monkeypatch):
   write(tmp_path / "x" / ".hidden.txt", "h")
   write(tmp_path / "x" / ".git" / "d.txt", "d")
   os.mkfifo(tmp_path / "x" / "pipe")
-  assert data_files.find(str(tmp_path / "x"), (), "text") == [a, b]
-  assert data_files.find(str(tmp_path / "**" / "*.txt"), (), "text") == sorted([a, b, c])
-  assert data_files.find([b, str(tmp_path / "x"), a], (), "text") == [a, b]
-  assert data_files.find(c, (), "text") == [c], "the name of a file is not a glob"
+  assert input_files.find(str(tmp_path / "x"), (), "text") == [a, b]
+  assert input_files.find(str(tmp_path / "**" / "*.txt"), (), "text") == sorted([a, b, c])
+  assert input_files.find([b, str(tmp_path / "x"), a], (), "text") == [a, b]
+  assert input_files.find(c, (), "text") == [c], "the name of a file is not a glob"
   monkeypatch.chdir(tmp_path)
-  assert data_files.find("x/a.txt", (), "text") == [a]
+  assert input_files.find("x/a.txt", (), "text") == [a]
   monkeypatch.setenv("HOME", str(tmp_path))
-  assert data_files.find("~/x/y", (), "text") == [b]
+  assert input_files.find("~/x/y", (), "text") == [b]
 
 
 def test_naming_no_file(tmp_path):
@@ -123,7 +123,7 @@ def test_naming_no_file(tmp_path):
     if path:
       where = [str(tmp_path / p) if p else p for p in path] if isinstance(path, list) else str(tmp_path / path)
     with pytest.raises(UserError, match=message):
-      data_files.find(where, suffixes, "text")
+      input_files.find(where, suffixes, "text")
 
 
 def test_an_unreadable_file(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="Permission denied"):
       documents.read(0)
   with pytest.raises(UserError, match=r"a\.txt: no permission"):
-    data_files.find(path, (), "text")
+    input_files.find(path, (), "text")
 
 
 def test_a_file_that_disappears(tmp_path):
@@ -157,9 +157,9 @@ def test_fingerprint_sees_contents_and_ignores_place_and_time(tmp_path, monkeypa
   write(tmp_path / "two" / "b.txt", "B.txt")
   changed = TextFiles(moved).fingerprint()
   assert {name for name in first if first[name] != changed[name]} == {"b.txt"}
-  monkeypatch.setattr(data_files, "HASH_CONTENTS_UP_TO", 3)
+  monkeypatch.setattr(input_files, "HASH_CONTENTS_UP_TO", 3)
   assert "modified 1000000000" in TextFiles(moved).fingerprint()["a.txt"]
-  monkeypatch.setattr(data_files, "LIST_FILES_UP_TO", 1)
+  monkeypatch.setattr(input_files, "LIST_FILES_UP_TO", 1)
   assert set(TextFiles(moved).fingerprint()) == {"2 files"}
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import MODEL, TrainRuns
 
 from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config

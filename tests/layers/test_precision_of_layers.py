@@ -15,7 +15,7 @@ from maxtext_like.layers.context import Context
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
-from maxtext_like.training.faces import make_apply
+from maxtext_like.training.module_api import make_apply
 from tests.layers.test_decoder import UNOPTIMISED, objective
 
 # As written: XLA on a CPU leaves out roundings to bfloat16 and back where it may.

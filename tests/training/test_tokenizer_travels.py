@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_like.checkpoint import companions, manifest
+from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
@@ -58,7 +58,7 @@ def trained(place: Path) -> Path:
 
 
 def files_of(step: Path) -> set[str]:
-  return {path.name for path in (step / companions.FOLDER).iterdir()}
+  return {path.name for path in (step / accompanying_files.FOLDER).iterdir()}
 
 
 def generate(*words: str) -> int:

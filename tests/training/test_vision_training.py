@@ -14,7 +14,7 @@ from PIL import Image
 
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main

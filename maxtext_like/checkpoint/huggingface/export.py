@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxtext_like.checkpoint import companions
+from maxtext_like.checkpoint import accompanying_files
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
-from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
+from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
@@ -55,7 +55,7 @@ def read_origin(directory: Path) -> Origin:
   config = read_config(directory)
   raw = parse_file(directory / "config.json", limit=4 << 20)
   return Origin(
-    files=companions.beside(directory),
+    files=accompanying_files.beside(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
     nested=config.multimodal and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.safetensors import FLOAT8, Entry, SafetensorsFile, refuse_pickle
+from maxtext_like.checkpoint.huggingface.tensor_file import FLOAT8, Entry, SafetensorsFile, refuse_pickle
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import parse_file, printable
 

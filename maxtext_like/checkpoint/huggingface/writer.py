@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.safetensors import DTYPES
 from maxtext_like.checkpoint.huggingface.shards import INDEX, SINGLE
+from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.errors import UserError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

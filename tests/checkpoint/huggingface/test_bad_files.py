@@ -35,7 +35,7 @@ def test_malformed_safetensors_files(tmp_path: Path, capsys: pytest.CaptureFixtu
   source = tmp_path / "source"
   source.mkdir()
   shutil.copy(GOLDEN / "gemma3_text/checkpoint/config.json", source)
-  some = dict(list(MALFORMED.items())[::2])  # test_safetensors.py reads them all
+  some = dict(list(MALFORMED.items())[::2])  # test_tensor_file.py reads them all
   assert len(some) > 20
   for what, (content, reason) in some.items():
     (source / "model.safetensors").write_bytes(content)

@@ -15,8 +15,8 @@ from maxtext_like import load
 from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face, read_origin
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.shards import Shards
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.cli.main import main

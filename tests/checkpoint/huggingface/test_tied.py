@@ -12,8 +12,8 @@ import pytest
 from maxtext_like import load
 from maxtext_like.api.outputs import forward
 from maxtext_like.checkpoint.huggingface.config import read_config
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.shards import Shards
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write

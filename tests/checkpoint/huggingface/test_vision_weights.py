@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.checkpoint.huggingface.config import read_config
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write

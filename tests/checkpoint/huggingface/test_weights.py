@@ -15,7 +15,7 @@ from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface import weights as weights_module
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face
-from maxtext_like.checkpoint.huggingface.safetensors import SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.weights import Weights, load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write

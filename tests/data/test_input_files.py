@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.data import files as data_files
+from maxtext_like.data import input_files
 from maxtext_like.data.images import BadImageError, load_image
 from maxtext_like.data.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
@@ -27,17 +27,17 @@ def odd(tmp_path, monkeypatch):
 def test_odd_files_are_refused_at_once(odd):
   vision = load_config("gemma4-tiny", ["use_multimodal=true"]).config.vision
   for name, kind in odd.items():
-    with pytest.raises(data_files.NotRegularError, match=f"{kind}, not a regular file"):
-      data_files.open_regular(name)
+    with pytest.raises(input_files.NotRegularError, match=f"{kind}, not a regular file"):
+      input_files.open_regular(name)
     with pytest.raises(BadImageError, match=f"^{kind}, not a regular file"):
       load_image(name, vision)
     with pytest.raises(UserError, match=f"{name}: {kind}, not a regular file"):
-      data_files.read_bytes(name)
+      input_files.read_bytes(name)
     if kind != "a folder":
       with pytest.raises(UserError, match=f"'{name}' is not a regular file"):
         load_tokenizer(name)
       with pytest.raises(UserError, match=f"{name} is {kind}, not a regular file"):
-        data_files.find(name, (), "text")
+        input_files.find(name, (), "text")
 
 
 def test_a_fifo_beside_a_tokenizer(odd, tmp_path):
@@ -55,6 +55,6 @@ def test_a_file_that_a_fifo_takes_the_place_of_between_look_and_open(tmp_path, m
   regular = os.stat(path)
   path.unlink()
   os.mkfifo(path)
-  monkeypatch.setattr(data_files.os, "stat", lambda *_: regular)
-  with pytest.raises(data_files.NotRegularError, match="a FIFO"):
-    data_files.open_regular(path)
+  monkeypatch.setattr(input_files.os, "stat", lambda *_: regular)
+  with pytest.raises(input_files.NotRegularError, match="a FIFO"):
+    input_files.open_regular(path)

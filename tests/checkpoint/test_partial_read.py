@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.checkpoint.manager import CheckpointManager
-from maxtext_like.checkpoint.slices import StoredArrays
+from maxtext_like.checkpoint.partial_read import StoredArrays
 from maxtext_like.errors import UserError
 
 PARAMS = {"stack_0": {"w": jnp.arange(2 * 3 * 5, dtype=jnp.bfloat16).reshape(2, 3, 5)}, "scalar": jnp.float32(2.5)}

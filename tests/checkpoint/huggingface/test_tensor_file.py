@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.checkpoint.huggingface.safetensors import DTYPES, HEADER_LIMIT, SafetensorsFile
+from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES, HEADER_LIMIT, SafetensorsFile
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import printable
