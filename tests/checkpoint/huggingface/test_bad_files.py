@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_like.cli.main import main
-from tests.checkpoint.huggingface.test_safetensors import MALFORMED
+from tests.checkpoint.huggingface.test_tensor_file import MALFORMED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CONFIGS = {
