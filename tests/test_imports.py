@@ -118,7 +118,7 @@ def test_every_file_has_its_place_in_the_order():
     ("training.run", "from maxtext_like import cli", True),
     ("training.run", "from maxtext_like import load_config", True),
     ("training.run", "from maxtext_like import __version__", False),
-    ("training.run", "from maxtext_like.numerics import probes\nfrom . import loop", False),
+    ("training.run", "from maxtext_like.numerics import probe_statistics\nfrom . import loop", False),
     ("numerics.plan", "from maxtext_like.config import schema", True),
     ("numerics.plan", "from maxtext_like.layers import probe", False),
     ("layers.mlp", "from maxtext_like.errors import UserError", True),

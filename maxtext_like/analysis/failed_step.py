@@ -21,7 +21,7 @@ from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError
-from maxtext_like.numerics.report import Report
+from maxtext_like.numerics.xray_report import Report
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch, State
 

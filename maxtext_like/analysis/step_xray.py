@@ -23,9 +23,9 @@ from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.numerics import plan
 from maxtext_like.numerics.cause import Loop
 from maxtext_like.numerics.explain import Cause
-from maxtext_like.numerics.report import Report, Tensor
-from maxtext_like.numerics.statistics import Stats
+from maxtext_like.numerics.tensor_statistics import Stats
 from maxtext_like.numerics.xray import XRay, xray
+from maxtext_like.numerics.xray_report import Report, Tensor
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram

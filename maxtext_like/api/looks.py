@@ -12,7 +12,7 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.schema import Config
-  from maxtext_like.numerics.report import Report
+  from maxtext_like.numerics.xray_report import Report
 
 SHOWN = 20
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.numerics import jaxprs, statistics
+from maxtext_like.numerics import jaxprs, tensor_statistics
+from maxtext_like.numerics.measured_tensors import hands_on
 from maxtext_like.numerics.plan import SUBSET, Block, Frame, Node, Plan, Site
-from maxtext_like.numerics.thin import hands_on
 
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
@@ -116,7 +116,7 @@ def search(plan: Plan, data, n_outputs: int) -> Findings:
 
 def _any_bad(data) -> bool:
   if isinstance(data, dict):
-    return any(bool(statistics.bad(v).any()) if k == "rows" else _any_bad(v) for k, v in data.items())
+    return any(bool(tensor_statistics.bad(v).any()) if k == "rows" else _any_bad(v) for k, v in data.items())
   return isinstance(data, list | tuple) and any(_any_bad(v) for v in data)
 
 
@@ -270,7 +270,7 @@ def over_shards(data, axis: int = 0):
     if isinstance(tree, list | tuple):
       return [walk(v, key) for v in tree]
     if key == "rows":
-      return statistics.merge_axis(tree, axis)
+      return tensor_statistics.merge_axis(tree, axis)
     if key == "branch":
       return np.moveaxis(tree, axis, -1)
     return tree.min(axis) if key == "first_bad" else tree.max(axis)
@@ -291,7 +291,7 @@ def _bad_iterations(data, length: int) -> np.ndarray:
   def walk(tree):
     if isinstance(tree, dict):
       if "rows" in tree:
-        bad = statistics.bad(tree["rows"])
+        bad = tensor_statistics.bad(tree["rows"])
         found[:] |= bad.reshape(length, -1).any(1)
       for v in tree.values():
         walk(v)
@@ -304,10 +304,10 @@ def _bad_iterations(data, length: int) -> np.ndarray:
 
 
 def _signs(row) -> Signs:
-  positive, infinite = int(row[statistics.POS_INF]), int(row[statistics.INF])
+  positive, infinite = int(row[tensor_statistics.POS_INF]), int(row[tensor_statistics.INF])
   found = {"+"} if positive else set()
   found |= {"-"} if infinite != positive else set()
-  return frozenset(found | ({"nan"} if row[statistics.NAN] else set()))
+  return frozenset(found | ({"nan"} if row[tensor_statistics.NAN] else set()))
 
 
 def _signs_out(op: str, operands: Sequence[Value]) -> Signs:
@@ -372,5 +372,5 @@ def _union(values: Sequence[Value]) -> Value:
 def _stacked(values: list[Value]) -> Value:
   whole = _union(values) if values else _CLEAN
   rows = [v.row for v in values if v.row is not None]
-  row = statistics.merge_axis(np.stack(rows)) if rows else None
+  row = tensor_statistics.merge_axis(np.stack(rows)) if rows else None
   return Value(whole.fault, whole.signs, row, whole.full, values, whole.carried, whole.sure)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.numerics import statistics
+from maxtext_like.numerics import tensor_statistics
 from maxtext_like.numerics.cause import Fault, Loop, Operand
-from maxtext_like.numerics.statistics import Stats, decode
+from maxtext_like.numerics.tensor_statistics import Stats, decode
 
 _INFIX = {"mul": "x", "add": "+", "add_any": "+", "sub": "-", "div": "/", "dot_general": "@", "ragged_dot_general": "@"}
 _NEAR_ZERO = (
@@ -131,7 +131,7 @@ def number(x: float) -> str:
   """Two significant digits: 1.8e3, 0, 65504 stays 65504."""
   if not math.isfinite(x):
     return "?" if math.isnan(x) else str(x)
-  if x == 0 or (abs(x) < 1e5 and x == int(x) and (abs(x) < 1e3 or x in statistics.LIMITS.values())):
+  if x == 0 or (abs(x) < 1e5 and x == int(x) and (abs(x) < 1e3 or x in tensor_statistics.LIMITS.values())):
     return str(int(x))
   mantissa, exponent = f"{x:.1e}".split("e")
   return f"{mantissa}e{int(exponent)}"
@@ -155,7 +155,7 @@ def _term(op: str, position: int, r: Range) -> str:
 def _words(op, raw, operands: tuple[Range, ...], result: str, stats: Stats, dtype, params) -> str:
   floats = [(i, r) for i, (r, o) in enumerate(zip(operands, raw, strict=True)) if o.float]
   terms = [_term(op, i, r) for i, r in floats]
-  limit = statistics.limit(dtype)
+  limit = tensor_statistics.limit(dtype)
   # What float32 would have held, when that is the whole story: finite there, beyond the limit here.
   wide = float(stats.wide)
   if op == "convert_element_type":

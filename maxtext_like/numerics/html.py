@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from maxtext_like.numerics.report import Report, Tensor, severity, worst_index
-from maxtext_like.numerics.statistics import FORMATS
+from maxtext_like.numerics.tensor_statistics import FORMATS
+from maxtext_like.numerics.xray_report import Report, Tensor, severity, worst_index
 
 # Nine points of matplotlib's cividis (Nuñez, Anderton, Renslow 2018), dark to light.
 _CIVIDIS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "fee838")

@@ -16,7 +16,7 @@ import numpy as np
 from jax import core, lax
 
 from maxtext_like.layers.partition import vary
-from maxtext_like.numerics import jaxprs, statistics
+from maxtext_like.numerics import jaxprs, tensor_statistics
 from maxtext_like.numerics.plan import Block, Frame, Node, Plan
 
 _NEVER = np.iinfo(np.int32).max
@@ -37,7 +37,7 @@ class Interpreter:
     inputs = [*zip(self.plan.inputs, args, strict=True), *zip(self.plan.consts, frame.block.consts, strict=True)]
     for site, value in inputs:
       if site is not None:
-        rows[site.row] = statistics.row(jnp.asarray(value), full=site.full, flag=site.flag)
+        rows[site.row] = tensor_statistics.row(jnp.asarray(value), full=site.full, flag=site.flag)
     return self.frame(frame, args, (), rows)
 
   def frame(self, frame: Frame, args: Sequence[Any], axes: tuple[str, ...], rows: list[Any] | None = None):
@@ -46,7 +46,7 @@ class Interpreter:
     children: list[Any] = [None] * len(frame.children)
     assert frame.block is not None
     outs = self.block(frame.block, args, axes, rows, children)
-    return outs, {"rows": vary(statistics.stack(rows), axes), "children": children}
+    return outs, {"rows": vary(tensor_statistics.stack(rows), axes), "children": children}
 
   def block(self, block: Block, args, axes, rows, children) -> list[Any]:
     env: dict[Any, Any] = {}
@@ -71,10 +71,10 @@ class Interpreter:
     for site, out in zip(node.sites, outs, strict=False):
       if site is not None and site.measured:
         wide = _widened(node, operands) if site.wide else None
-        rows[site.row] = statistics.row(out, full=site.full, wide=wide, flag=site.flag)
+        rows[site.row] = tensor_statistics.row(out, full=site.full, wide=wide, flag=site.flag)
     if node.tag is not None:
       by_row = node.tag.rows > 0
-      rows[node.tag.row] = statistics.rows_of(outs[0]) if by_row else statistics.row(outs[0])
+      rows[node.tag.row] = tensor_statistics.rows_of(outs[0]) if by_row else tensor_statistics.row(outs[0])
     return outs
 
   def run_call(self, node: Node, operands, axes, rows, children):
@@ -198,7 +198,7 @@ def _map(on_rows, on_other, *trees):
 
 def _blank(shape, axes):
   """Data in which nothing has happened."""
-  blank = _map(lambda s: jnp.broadcast_to(statistics.neutral(), s.shape), lambda s: jnp.zeros(s.shape, s.dtype), shape)
+  blank = _map(lambda s: jnp.broadcast_to(tensor_statistics.neutral(), s.shape), lambda s: jnp.zeros(s.shape, s.dtype), shape)
   return jax.tree.map(lambda x: vary(x, axes), blank)
 
 
@@ -210,9 +210,9 @@ def _rows_of(data) -> list[Any]:
 
 
 def _bad(rows):
-  return (rows[..., statistics.NAN] != 0) | (rows[..., statistics.INF] != 0)
+  return (rows[..., tensor_statistics.NAN] != 0) | (rows[..., tensor_statistics.INF] != 0)
 
 
 def _merge(old, new):
   """Data of an earlier and a later run of the same frame: rows merge, loop counters and branches are the later ones."""
-  return _map(statistics.merge, lambda _, b: b, old, new)
+  return _map(tensor_statistics.merge, lambda _, b: b, old, new)

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.numerics import jaxprs, statistics
+from maxtext_like.numerics import jaxprs, tensor_statistics
 
 # The output holds exactly the values of the operands: measuring it again tells nothing, taint passes through unchanged.
 EXACT = frozenset(
@@ -132,7 +132,7 @@ class _Builder:
   def site(self, frame: Frame, op: str, path: str, sources, direction: str, aval, derived: bool = False, reads=()) -> Site:
     source = sources[0] if sources else ""
     full = not self.light and not derived and (self.only is None or bool(self.only.search(f"{path} {source} {op}")))
-    wide = op in statistics.WIDENED and statistics.overflows_early(aval.dtype)
+    wide = op in tensor_statistics.WIDENED and tensor_statistics.overflows_early(aval.dtype)
     where = (len(frame.sites), op, path, sources, direction, aval.dtype, tuple(aval.shape))
     site = Site(*where, full, wide, self.order, derived, reads=reads)
     self.order += 1

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.numerics import cause
+from maxtext_like.numerics import cause, xray_report
 from maxtext_like.numerics import plan as planning
-from maxtext_like.numerics import report as reporting
 from maxtext_like.numerics.interpreter import Interpreter
-from maxtext_like.numerics.report import Report
-from maxtext_like.numerics.thin import Thin
+from maxtext_like.numerics.measured_tensors import Thin
+from maxtext_like.numerics.xray_report import Report
 
 _ROUNDS = 5  # programs that one look at a thin plan may take: the fault's region, what may mask it, ...
 _FAULTS, _UNSURE = 8, 64  # the first ones that are looked at in detail
@@ -41,7 +40,7 @@ def xray(
       is found whatever `only` says.
     while_history: iterations of each while loop (and within 4 MiB) that are told apart; later ones are merged.
     thin: measure key tensors only, compiled in a fraction of the time, and the origin of a fault in a second program when
-      there is one (see thin.py). The first cause is the same.
+      there is one (see measured_tensors.py). The first cause is the same.
     key: with thin, a regular expression as `only`: what it finds is measured fully too.
     before_run: called with each program (jax.stages.Compiled) before it runs, to look at the memory it needs.
 
@@ -78,7 +77,7 @@ class XRay:
         break
       detail |= wanted
     assert seen is not None
-    return reporting.build(*seen, findings, jax.tree.unflatten(out_tree, outs), output_names)
+    return xray_report.build(*seen, findings, jax.tree.unflatten(out_tree, outs), output_names)
 
   def lower(self, *args, **kwargs):
     """The instrumented program, lowered for these arguments (jax.stages.Lowered)."""

@@ -23,7 +23,7 @@ import numpy as np
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import sinks
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
-from maxtext_like.numerics import probes
+from maxtext_like.numerics import probe_statistics
 from maxtext_like.training import loss_scale
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers.optimizer import Optimizer
@@ -100,7 +100,7 @@ class TrainStep:
     loss = sum(losses["loss"].values())
 
     if self.probed_stacks:
-      by_layer = probes.by_layer(grads, self.probed_stacks)
+      by_layer = probe_statistics.by_layer(grads, self.probed_stacks)
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
@@ -232,7 +232,7 @@ class TrainStep:
         (_, out), (grads, cotangents) = value_and_grad(trained, part)
         seen = {"forward": out.pop("probes"), "backward": cotangents}
         sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[0], (out, grads))
-        return (sums, jax.tree.map(probes.joined, total[1], seen)), None
+        return (sums, jax.tree.map(probe_statistics.joined, total[1], seen)), None
 
       (_, out), (_, cotangents) = jax.eval_shape(value_and_grad, trained, jax.tree.map(lambda x: x[0], split))
       seen = {"forward": out.pop("probes"), "backward": cotangents}
@@ -258,4 +258,4 @@ def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> M
   metrics["rescued"] = losses["rescued"]
   if scaling:
     metrics["loss_scale"] = scaling["scale"]
-  return metrics | probes.metrics(losses["probes"])
+  return metrics | probe_statistics.metrics(losses["probes"])

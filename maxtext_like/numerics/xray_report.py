@@ -11,7 +11,7 @@ import numpy as np
 from maxtext_like.numerics import cause as cause_search
 from maxtext_like.numerics.explain import Cause, explain, number
 from maxtext_like.numerics.plan import Frame, Plan, Site
-from maxtext_like.numerics.statistics import FORMATS, Stats, decode
+from maxtext_like.numerics.tensor_statistics import FORMATS, Stats, decode
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ import pytest
 from jax import lax
 
 from maxtext_like.numerics import html as html_page
-from maxtext_like.numerics import statistics
+from maxtext_like.numerics import tensor_statistics
 from maxtext_like.numerics.xray import xray
 
 
 def stats_of(x, **options):
-  row = jax.jit(lambda x: statistics.stack([statistics.row(x, **options)])[0])(x)
-  return statistics.decode(row, full=options.get("full", True), dtype=x.dtype)
+  row = jax.jit(lambda x: tensor_statistics.stack([tensor_statistics.row(x, **options)])[0])(x)
+  return tensor_statistics.decode(row, full=options.get("full", True), dtype=x.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
@@ -67,10 +67,10 @@ def test_a_scalar_is_measured_like_an_array(dtype, value):
 
 def test_rows_merge_like_one_tensor():
   a, b = jnp.asarray([1.0, -2.0, 0.0]), jnp.asarray([jnp.inf, 1e-30, 7.0])
-  rows = np.stack([np.asarray(statistics.stack([statistics.row(v)])[0]) for v in (a, b)])
-  both = statistics.decode(statistics.stack([statistics.row(jnp.concatenate([a, b]))])[0])
-  for merged in (statistics.merge_axis(rows), np.asarray(statistics.merge(rows[0], rows[1]))):
-    s = statistics.decode(merged)
+  rows = np.stack([np.asarray(tensor_statistics.stack([tensor_statistics.row(v)])[0]) for v in (a, b)])
+  both = tensor_statistics.decode(tensor_statistics.stack([tensor_statistics.row(jnp.concatenate([a, b]))])[0])
+  for merged in (tensor_statistics.merge_axis(rows), np.asarray(tensor_statistics.merge(rows[0], rows[1]))):
+    s = tensor_statistics.decode(merged)
     for name in ("count", "max", "min_nonzero", "nan", "inf", "zero", "subnormal", "negative"):
       np.testing.assert_array_equal(getattr(s, name), getattr(both, name), err_msg=name)
 
@@ -99,7 +99,7 @@ def test_json_is_strict_and_complete():
   assert len(document["tensors"]) == len(report.tensors)
   dot = next(t for t in document["tensors"] if t["op"] == "dot_general")
   assert len(dot["stats"]["max"]) == 6
-  assert set(dot["stats"]["headroom"]) == set(statistics.FORMATS)
+  assert set(dot["stats"]["headroom"]) == set(tensor_statistics.FORMATS)
 
 
 class Reader(html.parser.HTMLParser):
@@ -158,8 +158,8 @@ def test_colours_fall_in_lightness_with_headroom_and_text_stays_readable():
 def test_a_tensor_that_is_nan_throughout_has_no_headroom(level):
   """Its largest finite number is that of no number at all, and 0 would leave infinitely many bits."""
   x = jnp.full((3, 5), jnp.nan)
-  rows = statistics.stack([statistics.row(x, full=level == "full", flag=level == "flag")])
-  s = statistics.decode(rows, full=level == "full")
+  rows = tensor_statistics.stack([tensor_statistics.row(x, full=level == "full", flag=level == "flag")])
+  s = tensor_statistics.decode(rows, full=level == "full")
   assert np.isnan(s.max).all()
   assert all(np.isnan(bits).all() for bits in s.headroom.values())
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from maxtext_like.layers import probe as probing
-from maxtext_like.numerics import probes
+from maxtext_like.numerics import probe_statistics
 
 LAYERS, WIDTH = 7, 5
 
@@ -72,15 +72,15 @@ def test_a_backward_overflow_is_counted_at_its_layer_only_in_the_backward(case):
 def test_metrics_and_trees(case):
   ws, sinks, x = case
   (_, seen), (grads, back) = jax.value_and_grad(loss, (0, 1), has_aux=True)(ws.at[2, 0, 0].set(jnp.nan), sinks, x)
-  flat = probes.metrics({"forward": seen, "backward": back})
+  flat = probe_statistics.metrics({"forward": seen, "backward": back})
   assert set(flat) == {f"numerics/{d}/residual/{k}" for d in ("forward", "backward") for k in ("max", "nonfinite")}
   np.testing.assert_array_equal(flat["numerics/forward/residual/nonfinite"] > 0, [False, False, *[True] * 5])
-  rows = probes.rows({"w": ws.at[3].set(4.0).at[4, 0, 0].set(jnp.inf), "ids": jnp.arange(LAYERS)}, LAYERS)
+  rows = probe_statistics.rows({"w": ws.at[3].set(4.0).at[4, 0, 0].set(jnp.inf), "ids": jnp.arange(LAYERS)}, LAYERS)
   assert rows.shape == (LAYERS, 2)
   assert rows[3, 0] == 4.0
   np.testing.assert_array_equal(rows[:, 1], [0, 0, 0, 0, 1, 0, 0])
-  assert probes.tree({"a": jnp.asarray([1.0, -3.0]), "b": jnp.asarray([jnp.nan])}).tolist() == [3.0, 1.0]
-  assert probes.tree({"ids": jnp.arange(3)}).tolist() == [0.0, 0.0]
+  assert probe_statistics.tree({"a": jnp.asarray([1.0, -3.0]), "b": jnp.asarray([jnp.nan])}).tolist() == [3.0, 1.0]
+  assert probe_statistics.tree({"ids": jnp.arange(3)}).tolist() == [0.0, 0.0]
   assert grads.shape == ws.shape
 
 
