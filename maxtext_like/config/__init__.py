@@ -1,0 +1,1 @@
+"""Configuration: YAML files, keys, what they mean and what contradicts, read into typed sections."""

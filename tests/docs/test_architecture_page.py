@@ -1,0 +1,62 @@
+"""docs/architecture.md names what is there, the picture is that of the files, and no journey is longer than twenty hops."""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+JOURNEYS = {part.partition("\n")[0]: part for part in PAGE.partition("## To add")[0].split("\n### ")[1:]}
+
+
+def test_the_picture_is_current():
+  spec = importlib.util.spec_from_file_location("structure", ROOT / "docs/structure.py")
+  assert spec is not None
+  assert spec.loader is not None
+  structure: Any = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(structure)
+  assert structure.PICTURE.read_text(encoding="utf-8") == structure.draw(), "run: python docs/structure.py"
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(maxtext_like\.[\w.]+)`", PAGE))))
+def test_every_name_is_there(name):
+  parts, found = name.split("."), None
+  for cut in range(len(parts), 0, -1):
+    try:
+      found = importlib.import_module(".".join(parts[:cut]))
+      break
+    except ModuleNotFoundError:
+      continue
+  for attribute in parts[cut:]:
+    fields = getattr(found, "__dataclass_fields__", {})
+    assert hasattr(found, attribute) or attribute in fields, name
+    found = getattr(found, attribute, None)
+
+
+def test_every_file_to_add_to_is_there():
+  table = PAGE.partition("## To add")[2]
+  paths = {path for path in re.findall(r"`([\w./]+\.(?:py|md))`", table) if "<" not in path and "/" in path}
+  assert len(paths) >= 8
+  for path in paths:
+    places = [ROOT / path, ROOT / "maxtext_like" / path, ROOT / "src" / path]
+    assert any(place.exists() for place in places), path
+
+
+def test_links_lead_somewhere():
+  for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
+    assert (ROOT / "docs" / target).exists(), target
+  headings = {re.sub(r"[^\w\- ]", "", line[3:].lower()).replace(" ", "-") for line in
+              (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")}  # fmt: skip
+  for anchor in re.findall(r"CONTRIBUTING\.md#([\w-]+)", PAGE):
+    assert anchor in headings, anchor
+
+
+def test_no_journey_is_long():
+  assert len(JOURNEYS) == 3
+  for title, text in JOURNEYS.items():
+    hops = len(re.findall(r"`maxtext_like\.", text))
+    assert 8 <= hops <= 20, (title, hops)
