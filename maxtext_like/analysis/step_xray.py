@@ -79,7 +79,7 @@ def step_xray(program: TrainProgram, *, everything: bool = False) -> XRay:
     return floats | {"watched": metrics["watched"]}
 
   fit = functools.partial(_require_fit, program)
-  return xray(looked_at, thin=not everything, key=_RESIDUAL, before_run=fit)
+  return xray(looked_at, key_tensors_only=not everything, key=_RESIDUAL, before_run=fit)
 
 
 def _tagged(kind: str, tree: Any) -> Any:

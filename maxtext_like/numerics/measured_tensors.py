@@ -44,7 +44,7 @@ def hands_on(eqn, operand: int) -> bool:
   return name in _TRANSPARENT or name == "convert_element_type"
 
 
-class Thin:
+class MeasuredTensors:
   """Which sites of a full plan a thin one measures.
 
   Args:

@@ -10,7 +10,7 @@ import numpy as np
 from maxtext_like.numerics import cause, xray_report
 from maxtext_like.numerics import plan as planning
 from maxtext_like.numerics.interpreter import Interpreter
-from maxtext_like.numerics.measured_tensors import Thin
+from maxtext_like.numerics.measured_tensors import MeasuredTensors
 from maxtext_like.numerics.xray_report import Report
 
 _ROUNDS = 5  # programs that one look at a thin plan may take: the fault's region, what may mask it, ...
@@ -23,7 +23,7 @@ def xray(
   light: bool = False,
   only: str | None = None,
   while_history: int = 256,
-  thin: bool = False,
+  key_tensors_only: bool = False,
   key: str | None = None,
   before_run: Callable[[Any], None] | None = None,
 ) -> "XRay":
@@ -39,9 +39,9 @@ def xray(
     only: regular expression, searched in "path file:line op": tensors that it misses are measured lightly. The first cause
       is found whatever `only` says.
     while_history: iterations of each while loop (and within 4 MiB) that are told apart; later ones are merged.
-    thin: measure key tensors only, compiled in a fraction of the time, and the origin of a fault in a second program when
+    key_tensors_only: measure no others, compiled in a fraction of the time, and the origin of a fault in a second program when
       there is one (see measured_tensors.py). The first cause is the same.
-    key: with thin, a regular expression as `only`: what it finds is measured fully too.
+    key: with key_tensors_only, a regular expression as `only`: what it finds is measured fully too.
     before_run: called with each program (jax.stages.Compiled) before it runs, to look at the memory it needs.
 
   Raises:
@@ -49,22 +49,22 @@ def xray(
   """
   if while_history < 2:
     raise ValueError(f"xray: while_history={while_history} must be at least 2 (one iteration and the rest)")
-  return XRay(fn, light, only, while_history, thin, key, before_run)
+  return XRay(fn, light, only, while_history, key_tensors_only, key, before_run)
 
 
 class XRay:
   """The callable that xray() returns."""
 
-  def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, thin: bool, key, before_run):
+  def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, key_tensors_only: bool, key, before_run):
     self.fn, self.light, self.only, self.while_history = fn, light, only, while_history
-    self.thin, self.key, self.before_run = thin, key, before_run
+    self.key_tensors_only, self.key, self.before_run = key_tensors_only, key, before_run
     self._programs: dict[Any, tuple] = {}
 
   def __call__(self, *args, **kwargs) -> Report:
     detail: frozenset[int] = frozenset()
     seen = None
-    for _ in range(_ROUNDS if self.thin else 1):
-      arrays, (plan, run, out_tree, output_names, thin) = self._prepare(args, kwargs, detail)
+    for _ in range(_ROUNDS if self.key_tensors_only else 1):
+      arrays, (plan, run, out_tree, output_names, measured) = self._prepare(args, kwargs, detail)
       if self.before_run is not None:
         run = run.lower(arrays).compile()
         self.before_run(run)
@@ -72,7 +72,7 @@ class XRay:
       data = jax.device_get(data)
       findings = cause.search(plan, data, len(output_names))
       seen = seen or (plan, data)  # later programs measure the origin of the fault, and little else
-      wanted = _wanted(thin, findings, first=not detail) - detail if thin is not None else frozenset()
+      wanted = _wanted(measured, findings, first=not detail) - detail if measured is not None else frozenset()
       if not wanted:
         break
       detail |= wanted
@@ -112,18 +112,18 @@ class XRay:
     with_paths, out_tree = jax.tree_util.tree_flatten_with_path(shapes)
     output_names = ["output" + jax.tree_util.keystr(path) for path, _ in with_paths]
     plan = planning.build(closed, names, light=self.light, only=self.only)
-    thin = Thin(plan, detail, self.key) if self.thin else None
+    measured = MeasuredTensors(plan, detail, self.key) if self.key_tensors_only else None
     run = jax.jit(Interpreter(plan, self.while_history).program)
-    return plan, run, out_tree, output_names, thin
+    return plan, run, out_tree, output_names, measured
 
 
-def _wanted(thin: Thin, findings: cause.Findings, *, first: bool) -> frozenset[int]:
+def _wanted(measured: MeasuredTensors, findings: cause.Findings, *, first: bool) -> frozenset[int]:
   """Orders of the sites to measure in detail next: where the first faults come from, what they read, what may mask them."""
   reached = {order for _, orders in findings.reached for order in orders}
   unmasked = [f for f in findings.faults if f.order in reached][:1]
   sites = dict.fromkeys(f.site.order for f in [*unmasked, *findings.faults[: _FAULTS if first else 1]])
-  wanted = set().union(*(thin.region(order) for order in sites))
-  wanted |= set().union(*(thin.operands(order) for order in wanted))
+  wanted = set().union(*(measured.region(order) for order in sites))
+  wanted |= set().union(*(measured.operands(order) for order in wanted))
   if unmasked and unmasked[0].order not in findings.sure:
     wanted |= set(findings.unsure[:_UNSURE])
   return frozenset(wanted)

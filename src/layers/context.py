@@ -77,7 +77,7 @@ class Context:
     return cls(positions, tokens, **values)
 
   @property
-  def live(self) -> jax.Array | None:
+  def real(self) -> jax.Array | None:
     """bool [B, T]: real tokens; None: all of them."""
     return None if self.tokens.segments is None else self.tokens.segments > 0
 

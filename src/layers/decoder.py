@@ -222,8 +222,8 @@ class Decoder:
       cache: ``empty_cache``, or what the last call returned.
       step: where the tokens stand; see ``layers.cache``.
     """
-    live = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
-    x, aux = self.hidden(p, batch | {"segments": live.astype(jnp.int32)}, cache=cache, step=step)
+    real = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
+    x, aux = self.hidden(p, batch | {"segments": real.astype(jnp.int32)}, cache=cache, step=step)
     return x, aux["cache"], aux["rescued"]
 
   def hidden(

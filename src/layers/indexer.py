@@ -135,14 +135,14 @@ class Indexer:
 
 
 @jax.named_scope("indexer_loss")
-def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, live: jax.Array | None = None) -> jax.Array:
+def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, real: jax.Array | None = None) -> jax.Array:
   """Mean over tokens of KL(p || softmax(I)), the loss that trains the indexer.
 
   Args:
     scores_BTS: index scores; the gradient goes here alone.
     probs_BTS: the main attention's probabilities summed over heads, any positive scale; detached.
     mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected ones in sparse training.
-    live: bool [B, T], real tokens; a mean over no token is 0.
+    real: bool [B, T], real tokens; a mean over no token is 0.
 
   Returns:
     float32 scalar, in nats a token.
@@ -158,7 +158,7 @@ def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, l
   log_index = shifted - jnp.log(jnp.where(total == 0, 1, total))
   log_target = jnp.log(jnp.where(target > 0, target, 1))
   divergence = jnp.sum(jnp.where(target > 0, target * (log_target - log_index), 0), axis=-1)
-  counts = jnp.ones(divergence.shape, jnp.float32) if live is None else live.astype(jnp.float32)
+  counts = jnp.ones(divergence.shape, jnp.float32) if real is None else real.astype(jnp.float32)
   return jnp.sum(divergence * counts) / jnp.maximum(jnp.sum(counts), 1.0)
 
 

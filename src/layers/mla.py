@@ -219,7 +219,7 @@ class MLA:
       if c.indexer_loss_weight:
         assert probs is not None, "an indexer's loss reads the probabilities"
         heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
-        loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, ctx.live)
+        loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, ctx.real)
       ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)

@@ -273,15 +273,15 @@ class MoE:
     return spec
 
   def alone(
-    self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, live: jax.Array | None = None
+    self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, real: jax.Array | None = None
   ) -> tuple[jax.Array, Aux]:
     """The layer by itself, as a face calls it: the output and all that it notes and taps.
 
     Args:
       p, x_BTD, router_input: as in the call.
-      live: bool [B, T], real tokens; None: all of them.
+      real: bool [B, T], real tokens; None: all of them.
     """
-    tokens = Tokens(None if live is None else live.astype(jnp.int32))
+    tokens = Tokens(None if real is None else real.astype(jnp.int32))
     ctx = Context.of(x_BTD, tokens=tokens, capture=frozenset(CAPTURES)).collecting()
     return self(p, x_BTD, ctx, router_input), ctx.aux
 
@@ -307,7 +307,7 @@ class MoE:
       with jax.named_scope("shared_experts"):
         shared = self._shared(p["shared"], x_BTD, ctx)
       out = out + shared.astype(out.dtype)
-    counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.live is None else ctx.live.astype(jnp.float32)
+    counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.real is None else ctx.real.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
     load = jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok)

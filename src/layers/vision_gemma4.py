@@ -185,17 +185,17 @@ class Gemma4Vision:
       [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into.
     """
     c, precision = self.cfg, self.precision
-    live = positions[..., 0] >= 0
+    real = positions[..., 0] >= 0
     x = product(precision, "IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
     at = jnp.maximum(positions, 0)
     place = p["positions"][0][at[..., 0]] + p["positions"][1][at[..., 1]]
-    x = (x + jnp.where(live[..., None], precision.cast(place), 0)).astype(precision.residual)
+    x = (x + jnp.where(real[..., None], precision.cast(place), 0)).astype(precision.residual)
     rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
-    visible = jnp.broadcast_to(live[:, None, :], (*live.shape, live.shape[1]))
+    visible = jnp.broadcast_to(real[:, None, :], (*real.shape, real.shape[1]))
     layer = wrap(Gemma4VisionLayer(c, precision))
     x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, visible), x, p["layers"])
-    pooled, valid = self._pool(x, positions, live)
+    pooled, valid = self._pool(x, positions, real)
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
     out = product(precision, "ISD,DO->ISO", normed, p["projector"])
@@ -205,12 +205,12 @@ class Gemma4Vision:
     return ctx.tap("vision.projected", out), valid
 
   @jax.named_scope("vision_pool")
-  def _pool(self, x, positions, live):
+  def _pool(self, x, positions, real):
     """Mean over squares of pooling x pooling patches: float32 [I, S, D], and which squares hold a patch."""
     c = self.cfg
-    columns = jnp.max(jnp.where(live, positions[..., 0], 0), axis=1) + 1
+    columns = jnp.max(jnp.where(real, positions[..., 0], 0), axis=1) + 1
     square = positions[..., 0] // c.pooling + (columns // c.pooling)[:, None] * (positions[..., 1] // c.pooling)
-    square = jnp.where(live, square, -1)
+    square = jnp.where(real, square, -1)
     member = jax.nn.one_hot(square, x.shape[1] // c.pooling**2, dtype=jnp.float32)
     pooled = jnp.einsum("IPS,IPD->ISD", member, x.astype(jnp.float32), precision="highest") / c.pooling**2
     return pooled, jnp.any(member > 0, axis=1)

@@ -185,14 +185,14 @@ def test_positions_and_segments_have_defaults(family, tiny_decoder, random_param
 def test_a_layer_s_parameters_act_at_that_layer(family, compiled, batch):
   decoder, p, step = compiled(family)
   (_, (_, aux)), _ = step(p, batch)
-  live = np.asarray(batch["segments"]) > 0
+  real = np.asarray(batch["segments"]) > 0
   for i in (0, len(decoder.layers) // 2, len(decoder.layers) - 1):
     stack, row, name = decoder.locate(i)
     layer = p[stack][name]
     changed = layer | {"attention": layer["attention"] | {"o": layer["attention"]["o"].at[row].multiply(-2.0)}}
     (_, (_, after)), _ = step(p | {stack: p[stack] | {name: changed}}, batch)
     for j in range(len(decoder.layers)):
-      same = np.array_equal(np.asarray(aux[f"hidden.layer{j:02d}"])[live], np.asarray(after[f"hidden.layer{j:02d}"])[live])
+      same = np.array_equal(np.asarray(aux[f"hidden.layer{j:02d}"])[real], np.asarray(after[f"hidden.layer{j:02d}"])[real])
       assert same == (j < i), (i, j)
 
 
@@ -267,8 +267,8 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
   ctx = Context(batch["positions"], Tokens(batch["segments"]))
   weights = (batch["segments"] > 0)[..., None]
 
-  def by_hand(donor, live):
-    """The decoder's layers one after the other; consumer i's gradient to its keys and values is multiplied by live[i]."""
+  def by_hand(donor, real):
+    """The decoder's layers one after the other; consumer i's gradient to its keys and values is multiplied by real[i]."""
     x = decoder._embedding(p["embedding"], batch["tokens"])
     inputs = PerLayerInput(decoder.cfg.per_layer_input, decoder.precision)(p["ple"], batch["tokens"], x)
     own = lambda i: dataclasses.replace(ctx, per_layer_input=inputs[:, :, i])
@@ -276,7 +276,7 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
     carry, _ = decoder.layers[0](first, {"x": x, "kv": {"global": None}}, own(0))
     kv = carry["kv"]["global"]
     for i in (1, 2):
-      cut = jax.tree.map(lambda a, w=live[i - 1]: w * a + (1 - w) * jax.lax.stop_gradient(a), kv)
+      cut = jax.tree.map(lambda a, w=real[i - 1]: w * a + (1 - w) * jax.lax.stop_gradient(a), kv)
       carry, _ = decoder.layers[i](rows[i], carry | {"kv": {"global": cut}}, own(i))
     return jnp.sum(jnp.sin(carry["x"]) * weights)
 

@@ -65,17 +65,17 @@ def test_selection_has_no_gradient():
   assert (jax.grad(kept)(scores) == 0).all()
 
 
-def written_divergence(scores, probs, mask, live):
+def written_divergence(scores, probs, mask, real):
   total = 0.0
   for b, t in np.ndindex(scores.shape[:2]):
     seen = np.broadcast_to(mask, scores.shape)[b, t]
     p = np.where(seen, probs[b, t], 0)
-    if live[b, t] and p.sum() > 0:
+    if real[b, t] and p.sum() > 0:
       p = p / p.sum()
       e = np.where(seen, np.exp(scores[b, t] - scores[b, t][seen].max()), 0)
       q = e / e.sum()
       total += sum(p[s] * np.log(p[s] / q[s]) for s in range(len(p)) if p[s] > 0)
-  return total / max(live.sum(), 1)
+  return total / max(real.sum(), 1)
 
 
 def test_loss_and_gradient_against_numpy():
@@ -83,16 +83,16 @@ def test_loss_and_gradient_against_numpy():
   scores, probs = rng.normal(size=(2, T, T)), rng.uniform(size=(2, T, T)) * 3
   probs[0, 3, :2] = 0  # a probability of exactly zero
   segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0]])
-  mask, live = causal(T, segments), segments > 0
+  mask, real = causal(T, segments), segments > 0
   arrays = [jnp.asarray(a, jnp.float32) for a in (scores, probs)]
   run = jax.jit(jax.value_and_grad(indexer_loss, (0, 1)))
-  loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(live))
-  np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, live), rtol=1e-5)
+  loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(real))
+  np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, real), rtol=1e-5)
   # d KL(p || softmax(I)) / dI = softmax(I) - p, over the mean's tokens.
   target = np.where(mask, probs, 0)
   target = target / np.maximum(target.sum(-1, keepdims=True), 1e-30)
   e = np.where(mask, np.exp(scores), 0)
-  expected = np.where(live[..., None], e / np.maximum(e.sum(-1, keepdims=True), 1e-30) - target, 0) / live.sum()
+  expected = np.where(real[..., None], e / np.maximum(e.sum(-1, keepdims=True), 1e-30) - target, 0) / real.sum()
   np.testing.assert_allclose(gradient, expected, atol=1e-6)
   assert (to_probs == 0).all()
   np.testing.assert_allclose(

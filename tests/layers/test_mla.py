@@ -85,17 +85,17 @@ def written_selection(scores, mask, topk):
   return chosen
 
 
-def written_divergence(scores, probs, mask, live):
-  """Mean over live tokens of KL(heads' mean || softmax of the index scores), both over the mask."""
+def written_divergence(scores, probs, mask, real):
+  """Mean over real tokens of KL(heads' mean || softmax of the index scores), both over the mask."""
   total = 0.0
-  for b, t in np.ndindex(live.shape):
+  for b, t in np.ndindex(real.shape):
     seen = mask[b, t]
-    if live[b, t] and seen.any():
+    if real[b, t] and seen.any():
       p = probs[b, :, t][:, seen].sum(0)
       p = p / p.sum()
       e = np.exp(scores[b, t, seen] - scores[b, t, seen].max())
       total += np.sum(p * (np.log(p) - np.log(e / e.sum())))
-  return total / live.sum()
+  return total / real.sum()
 
 
 def written(c: MLAConfig, p, x):

@@ -228,9 +228,9 @@ def test_layer_statistics_and_losses(router, random_params):
   cfg = dataclasses.replace(cfg, load_balance_loss_weight=0.3)
   layer = MoE(cfg, FLOAT32)
   p = random_params(layer.params())
-  live = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], bool)
+  real = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], bool)
   given = f32(RESIDUAL) if router == "gemma4" else None
-  out, aux = jax.jit(layer.alone)(p, f32(X), given, jnp.asarray(live))
+  out, aux = jax.jit(layer.alone)(p, f32(X), given, jnp.asarray(real))
   q = tree64(p)
   weights, experts, probs = route(cfg, q["router"], RESIDUAL if router == "gemma4" else X)
   act = gelu if router == "gemma4" else silu
@@ -241,19 +241,19 @@ def test_layer_statistics_and_losses(router, random_params):
     expected = expected + (act(X @ shared["gate"]) * (X @ shared["up"])) @ shared["down"]
   np.testing.assert_allclose(out, expected, atol=5e-6)
   chosen = np.zeros(E)
-  for b, t in np.ndindex(live.shape):
-    if live[b, t]:
+  for b, t in np.ndindex(real.shape):
+    if real[b, t]:
       chosen[experts[b, t]] += 1
-  load = chosen / (live.sum() * K)
+  load = chosen / (real.sum() * K)
   np.testing.assert_allclose(aux["moe_load"], load, atol=1e-6)
   np.testing.assert_allclose(np.sum(aux["moe_load"]), 1, atol=1e-6)
-  np.testing.assert_allclose(aux["load_balance_loss"], 0.3 * E * np.sum(load * probs[live].mean(0)), rtol=1e-5)
+  np.testing.assert_allclose(aux["load_balance_loss"], 0.3 * E * np.sum(load * probs[real].mean(0)), rtol=1e-5)
   assert aux["rescued"] == 0
 
 
 def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
   layer = MoE(dataclasses.replace(SOFTMAX, load_balance_loss_weight=1.0), FLOAT32)
-  _, aux = jax.jit(layer.alone)(random_params(layer.params()), f32(X), live=jnp.zeros((B, T), bool))
+  _, aux = jax.jit(layer.alone)(random_params(layer.params()), f32(X), real=jnp.zeros((B, T), bool))
   assert (aux["moe_load"] == 0).all()
   assert aux["load_balance_loss"] == 0
 

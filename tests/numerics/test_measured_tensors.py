@@ -47,7 +47,7 @@ def sure_and_unsure(x):
   ],
 )
 def test_the_cause_is_that_of_the_full_x_ray(fn, args):
-  full, thin = xray(fn)(*args), xray(fn, thin=True)(*args)
+  full, thin = xray(fn)(*args), xray(fn, key_tensors_only=True)(*args)
   assert str(thin.first_cause) == str(full.first_cause)
   assert thin.first_cause is not None
   assert full.first_cause is not None
@@ -63,9 +63,9 @@ def test_intentional_infinities_are_clean_and_finite_programs_take_one_look():
     weights = jnp.exp((scores := jnp.where(mask, scores, -jnp.inf)) - scores.max(-1, keepdims=True))
     return (weights / weights.sum(-1, keepdims=True)) @ jnp.ones((4, 2))
 
-  assert xray(attention, thin=True)(jnp.ones((4, 4))).faults == ()
+  assert xray(attention, key_tensors_only=True)(jnp.ones((4, 4))).faults == ()
   looks = []
-  report = xray(lambda x: jnp.tanh(x @ x) + 1, thin=True, before_run=looks.append)(jnp.ones((3, 3)))
+  report = xray(lambda x: jnp.tanh(x @ x) + 1, key_tensors_only=True, before_run=looks.append)(jnp.ones((3, 3)))
   assert report.finite
   assert len(looks) == 1
 
@@ -74,7 +74,7 @@ def test_a_recurrent_network_of_flax_at_one_time_step():
   model = nn.RNN(nn.SimpleCell(features=3, activation_fn=lambda x: jnp.sqrt(x * x) * 0.1))
   x = jnp.ones((2, 6, 4)).at[1, 4].set(3e38)
   variables = model.init(jax.random.key(0), x)
-  cause = xray(lambda v, x: model.apply(v, x), thin=True)(variables, x).first_cause
+  cause = xray(lambda v, x: model.apply(v, x), key_tensors_only=True)(variables, x).first_cause
   assert cause is not None
   assert (cause.layer, cause.direction) == (4, "forward")
   assert cause.op in ("dot_general", "add", "mul")
@@ -82,7 +82,7 @@ def test_a_recurrent_network_of_flax_at_one_time_step():
 
 def test_tags_by_row_give_what_numpy_gives():
   x = jnp.arange(-6.0, 18.0).reshape(4, 3, 2)
-  report = xray(lambda x: plan.tag(x * 2, "gradient", "stack.w", by_row=True).sum(), thin=True)(x)
+  report = xray(lambda x: plan.tag(x * 2, "gradient", "stack.w", by_row=True).sum(), key_tensors_only=True)(x)
   (tag,) = (t for t in report.tensors if t.op == "tag")
   assert (tag.name, tag.direction, tag.shape, tag.loops) == ("stack.w", "gradient", (3, 2), ("rows",))
   doubled = 2 * np.asarray(x)

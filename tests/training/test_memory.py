@@ -40,7 +40,7 @@ def test_a_gpu_holds_the_gradients_of_layers_in_a_loop_twice():
     assert "copies" not in memory.table(other, None)
 
 
-def test_the_gradient_of_a_head_in_pieces_is_counted_once(monkeypatch):
+def test_the_gradient_of_a_head_in_chunks_is_counted_once(monkeypatch):
   """The loss keeps it for the backward pass, but it is the gradient already."""
   program = make_program(load_config("gemma4-tiny", ["num_vocab_tiling=4", "remat_policy=none"]).config)
   once = memory.estimate(program).activations

@@ -46,7 +46,7 @@ def run_small(model: str, *words: str) -> dict:
 
 @pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) for m in TINY])
 def test_eight_devices_give_the_losses_of_one(model):
-  # In some the loss in pieces, with a tied and an untied head: its gradients are made and added up on all devices.
+  # In some the loss in chunks, with a tied and an untied head: its gradients are made and added up on all devices.
   found = run_small(model, *(["num_vocab_tiling=3"] if model in ("gemma3-tiny", "deepseek3-tiny") else []))
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=1e-5)
@@ -60,7 +60,7 @@ def test_axes_that_do_not_fit_the_devices():
     make_program(small_config("gemma4-tiny", f"ici_data_parallelism={2 * jax.device_count() + 1}"))
 
 
-def test_more_pieces_than_positions():
+def test_more_chunks_than_positions():
   with pytest.raises(UserError, match="num_vocab_tiling = 17 is more than max_target_length = 16"):
     make_program(small_config("gemma4-tiny", "num_vocab_tiling=17"))
 

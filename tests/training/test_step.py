@@ -88,7 +88,7 @@ def test_accumulation_equals_the_large_batch(plain):
   ],
 )
 def test_the_loss_is_told_the_cotangent_that_arrives(words):
-  """In pieces its gradients are made before, so that float16 needs the right one. Another would spoil every gradient here."""
+  """In chunks its gradients are made before, so that float16 needs the right one. Another would spoil every gradient here."""
 
   @jax.custom_vjp
   def spoil_unless_equal(loss, expected):
@@ -100,7 +100,7 @@ def test_the_loss_is_told_the_cotangent_that_arrives(words):
   spoil_unless_equal.defvjp(lambda loss, expected: (loss, expected), backward)
 
   config = toy_config(*SGD, *words)
-  step, state = toy_step(config, pieces=3, decoder=toy_decoder(config.precision.dtype))
+  step, state = toy_step(config, chunks=3, decoder=toy_decoder(config.precision.dtype))
 
   def apply(p, batch, cotangent, probes):
     loss, weight, aux = step.apply(p, batch, cotangent, probes)

@@ -68,7 +68,7 @@ def toy_config(*overrides: str) -> Config:
   return load_config("gemma4-tiny", [*plain, f"max_target_length={T}", f"per_device_batch_size={B}", *overrides]).config
 
 
-def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any, Any]:
+def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any, Any]:
   """(jitted train step, initial state) of a toy decoder; of a given one the step as it is, not jitted."""
   jit = jax.jit if decoder is None else lambda step: step
   decoder = decoder or toy_decoder(config.precision.dtype)
@@ -76,7 +76,7 @@ def toy_step(config: Config, pieces: int = 1, decoder: Any = None) -> tuple[Any,
   t = config.training
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
   optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
-  objective = LanguageModelling(decoder, t.z_loss_multiplier, pieces)
+  objective = LanguageModelling(decoder, t.z_loss_multiplier, chunks)
   step = TrainStep(
     apply=objective,
     objective=objective,

@@ -1,6 +1,6 @@
-"""Language modelling: the cross entropy of the next token, as a layer over the decoder's parameters, in pieces of the sequence.
+"""Language modelling: the cross entropy of the next token, as a layer over the decoder's parameters, in chunks of the sequence.
 
-B batch, T position, D model, V vocabulary, n pieces, C positions of a piece.
+B batch, T position, D model, V vocabulary, n chunks, C positions of a chunk.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from maxtext_like.models.placed import Model, Shapes
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
 
-PIECE_BYTES = 1 << 30  # of float32 logits of one piece on one device
+PIECE_BYTES = 1 << 30  # of float32 logits of one chunk on one device
 
 
-def automatic_pieces(rows: int, length: int, vocab_size: int) -> int:
-  """The fewest pieces whose float32 logits take at most 1 GiB on a device, for ``rows`` rows there."""
+def automatic_chunks(rows: int, length: int, vocab_size: int) -> int:
+  """The fewest chunks whose float32 logits take at most 1 GiB on a device, for ``rows`` rows there."""
   return min(length, -(-rows * length * vocab_size * 4 // PIECE_BYTES))
 
 
@@ -46,15 +46,15 @@ def build(model: Model) -> "LanguageModelling":
   """The objective of a configuration.
 
   Raises:
-    UserError: more pieces than there are positions.
+    UserError: more chunks than there are positions.
   """
   t = model.config.training
-  pieces = t.num_vocab_tiling or automatic_pieces(t.per_device_batch_size, t.max_target_length, model.config.model.vocab_size)
-  if pieces > t.max_target_length:
+  chunks = t.num_vocab_tiling or automatic_chunks(t.per_device_batch_size, t.max_target_length, model.config.model.vocab_size)
+  if chunks > t.max_target_length:
     raise UserError(
-      f"num_vocab_tiling = {pieces} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"
+      f"num_vocab_tiling = {chunks} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"
     )
-  return LanguageModelling(model.decoder, t.z_loss_multiplier, pieces)
+  return LanguageModelling(model.decoder, t.z_loss_multiplier, chunks)
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class LanguageModelling:
   Attributes:
     decoder: the model.
     z_loss: weight of the z-loss; 0 for none.
-    pieces: into how many pieces of the sequence the logits are cut. With more than 1 the logits of one piece alone are in
-      memory, and are computed once; see ``_sum_of_pieces``.
+    chunks: into how many chunks of the sequence the logits are cut. With more than 1 the logits of one chunk alone are in
+      memory, and are computed once; see ``_sum_of_chunks``.
   """
 
   decoder: Decoder
   z_loss: float = 0.0
-  pieces: int = 1
+  chunks: int = 1
 
   evaluated: ClassVar[str] = "cross_entropy"
 
@@ -101,17 +101,17 @@ class LanguageModelling:
     """
     x_BTD, aux = self.decoder.hidden(p, batch, probes=probes or None)
 
-    def piece(head, x, targets):
+    def chunk(head, x, targets):
       losses = token_losses(self.decoder.head(head, x), targets, self.z_loss)
       return jnp.stack([jnp.sum(loss) for loss in losses])
 
     head = head_of(p)
-    if self.pieces == 1:
-      terms = piece(head, x_BTD, batch["targets"])
+    if self.chunks == 1:
+      terms = chunk(head, x_BTD, batch["targets"])
       loss = jnp.sum(terms)
     else:
       cotangent = jnp.ones((), jnp.float32) if cotangent is None else cotangent
-      loss, terms = _sum_of_pieces(piece, self.pieces)(head, x_BTD, batch["targets"], cotangent)
+      loss, terms = _sum_of_chunks(chunk, self.chunks)(head, x_BTD, batch["targets"], cotangent)
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:
       del terms["z_loss"]
@@ -122,12 +122,12 @@ class LanguageModelling:
     return dataclasses.replace(self, decoder=decoder)
 
   def logit_bytes(self, rows: int, length: int) -> int:
-    """Bytes of a piece's logits in float32, and of their gradient."""
-    return 2 * rows * -(-length // self.pieces) * self.decoder.cfg.embedding.vocab_size * 4
+    """Bytes of a chunk's logits in float32, and of their gradient."""
+    return 2 * rows * -(-length // self.chunks) * self.decoder.cfg.embedding.vocab_size * 4
 
   def made_in_forward(self, p: Any) -> Any:
-    """The head, whose gradient the pieces make."""
-    return head_of(p) if self.pieces > 1 else None
+    """The head, whose gradient the chunks make."""
+    return head_of(p) if self.chunks > 1 else None
 
 
 def head_of(p: Any) -> Any:
@@ -136,15 +136,15 @@ def head_of(p: Any) -> Any:
   return {name: p[name]}
 
 
-def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], pieces: int) -> Callable[..., Any]:
-  """``piece`` summed over pieces of the sequence, each of which is differentiated as soon as it is computed.
+def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chunks: int) -> Callable[..., Any]:
+  """``chunk`` summed over chunks of the sequence, each of which is differentiated as soon as it is computed.
 
   A loss is a sum, so its gradients need nothing that comes after it: taking them in the forward pass saves the second
   computation of the logits that remat would need, a quarter of the head's work (as Liger Kernel does, Hsu et al. 2024).
 
   Args:
-    piece: (head, x [B, C, D], targets [B, C]) -> its terms, float32 [2].
-    pieces: how many.
+    chunk: (head, x [B, C, D], targets [B, C]) -> its terms, float32 [2].
+    chunks: how many.
 
   Returns:
     (head, x [B, T, D], targets [B, T], cotangent []) -> (sum of all terms, the terms, which have no gradient). Gradients are
@@ -152,14 +152,14 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
   """
 
   def cut(x_BTD, targets_BT):
-    return _cut(x_BTD, pieces, 0), _cut(targets_BT, pieces, IGNORED)
+    return _cut(x_BTD, chunks, 0), _cut(targets_BT, chunks, IGNORED)
 
   @jax.custom_vjp
   def total(head, x_BTD, targets_BT, cotangent):
     del cotangent
 
     def add(terms, xs):
-      return terms + piece(head, *xs), None
+      return terms + chunk(head, *xs), None
 
     terms, _ = jax.lax.scan(add, jnp.zeros(2, jnp.float32), cut(x_BTD, targets_BT))
     return jnp.sum(terms), terms
@@ -168,18 +168,18 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
     trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be a third of the work
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
     dtypes = jax.tree.map(lambda w: w.dtype, head)
-    # The pieces' gradients of the head come in its dtype and add up: in float32, as 16 bits would round each of them.
+    # The chunks' gradients of the head come in its dtype and add up: in float32, as 16 bits would round each of them.
     head = jax.tree.map(lambda w: w.astype(jnp.float32), head)
 
     def add(sums, xs):
       terms, head_sum = sums
       x, targets = xs
       if trained:
-        part, pull_back = jax.vjp(lambda head, x: piece(head, x, targets), head, x)
+        part, pull_back = jax.vjp(lambda head, x: chunk(head, x, targets), head, x)
         d_head, dx = pull_back(jnp.full(2, cotangent))
         head_sum = jax.tree.map(jnp.add, head_sum, d_head)
       else:
-        part, pull_back = jax.vjp(lambda x: piece(head, x, targets), x)
+        part, pull_back = jax.vjp(lambda x: chunk(head, x, targets), x)
         (dx,) = pull_back(jnp.full(2, cotangent))
       return (terms + part, head_sum), dx
 
@@ -200,12 +200,12 @@ def _sum_of_pieces(piece: Callable[[Any, jax.Array, jax.Array], jax.Array], piec
   return total
 
 
-def _cut(x_BT: jax.Array, pieces: int, fill: int) -> jax.Array:
-  """[B, T, ...] as [n, B, C, ...], the last piece filled up."""
+def _cut(x_BT: jax.Array, chunks: int, fill: int) -> jax.Array:
+  """[B, T, ...] as [n, B, C, ...], the last chunk filled up."""
   T = x_BT.shape[1]
-  size = -(-T // pieces)
-  x = jnp.pad(x_BT, [(0, 0), (0, size * pieces - T)] + [(0, 0)] * (x_BT.ndim - 2), constant_values=fill)
-  return jnp.moveaxis(x.reshape(x.shape[0], pieces, size, *x.shape[2:]), 1, 0)
+  size = -(-T // chunks)
+  x = jnp.pad(x_BT, [(0, 0), (0, size * chunks - T)] + [(0, 0)] * (x_BT.ndim - 2), constant_values=fill)
+  return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
 
 
 def _joined(x_nBC: jax.Array, length: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The loss against numbers written out, and its pieces against the whole."""
+"""The loss against numbers written out, and its chunks against the whole."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.layers.param import init
-from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_pieces, token_losses
+from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_chunks, token_losses
 from tests.layers.equations import named
 from tests.training.toy import B, D, T, V, toy_batch, toy_decoder
 
@@ -32,33 +32,33 @@ def test_an_ignored_token_gives_nothing_even_where_its_logits_are_not_finite():
   np.testing.assert_allclose(losses, [[np.log(2), 0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("pieces", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7))])
-def test_pieces_equal_the_whole_with_gradients(pieces):
+@pytest.mark.parametrize("chunks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7))])
+def test_chunks_equal_the_whole_with_gradients(chunks):
   decoder = toy_decoder()
   params = init(decoder.params(), jax.random.key(1))
   batch = toy_batch(ignored=9)
 
-  def total(pieces, expected=1.0):
+  def total(chunks, expected=1.0):
     def loss(p):
-      value, _, aux = LanguageModelling(decoder, 0.01, pieces)(p, batch, jnp.float32(expected))
+      value, _, aux = LanguageModelling(decoder, 0.01, chunks)(p, batch, jnp.float32(expected))
       return 3 * value, aux["terms"]
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
-  ((whole, whole_terms), whole_grads), ((cut, cut_terms), cut_grads) = total(1), total(pieces, 3.0)
+  ((whole, whole_terms), whole_grads), ((cut, cut_terms), cut_grads) = total(1), total(chunks, 3.0)
   np.testing.assert_allclose(cut, whole, rtol=1e-6)
-  alone, weight, _ = LanguageModelling(decoder, 0.01, pieces)(params, batch)  # without gradients
+  alone, weight, _ = LanguageModelling(decoder, 0.01, chunks)(params, batch)  # without gradients
   np.testing.assert_allclose(3 * alone, whole, rtol=1e-6)
   assert weight == B * T - 9
   assert cut_terms.keys() == whole_terms.keys() == {"cross_entropy", "z_loss"}
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), cut_terms, whole_terms)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), cut_grads, whole_grads)
   # Another cotangent than the expected one arrives.
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), total(pieces, 0.5)[1], cut_grads)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), total(chunks, 0.5)[1], cut_grads)
 
 
-def test_gradients_of_pieces_add_up_in_float32_under_16_bit_weights():
-  """Each piece's is float32, so that the sum is rounded once: what the whole's gradient is rounded to."""
+def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
+  """Each chunk's is float32, so that the sum is rounded once: what the whole's gradient is rounded to."""
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
   batch = toy_batch()
   whole, cut = (
@@ -69,7 +69,7 @@ def test_gradients_of_pieces_add_up_in_float32_under_16_bit_weights():
   assert np.mean(np.asarray(cut) != np.asarray(whole)) < 0.1
 
 
-def test_pieces_compute_logits_once_and_no_gradient_of_a_frozen_head():
+def test_chunks_compute_logits_once_and_no_gradient_of_a_frozen_head():
   decoder = toy_decoder()
   params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
 
@@ -86,12 +86,12 @@ def test_pieces_compute_logits_once_and_no_gradient_of_a_frozen_head():
   assert products("head") == (1, 1)
 
 
-def test_pieces_keep_the_logits_of_one_piece_only():
+def test_chunks_keep_the_logits_of_one_piece_only():
   decoder = toy_decoder()
   params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
 
-  def sizes(pieces):
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LanguageModelling(decoder, 0.0, pieces)(p, batch)[0]))(params)
+  def sizes(chunks):
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LanguageModelling(decoder, 0.0, chunks)(p, batch)[0]))(params)
     return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
 
   assert (B, T, V) in sizes(1)
@@ -99,7 +99,7 @@ def test_pieces_keep_the_logits_of_one_piece_only():
   assert largest <= B * V
 
 
-def test_automatic_pieces():
-  assert automatic_pieces(8, 128, 512) == 1
-  assert automatic_pieces(2, 4096, 262144) == 8  # 8 GiB of logits
-  assert automatic_pieces(1, 3, 2**40) == 3
+def test_automatic_chunks():
+  assert automatic_chunks(8, 128, 512) == 1
+  assert automatic_chunks(2, 4096, 262144) == 8  # 8 GiB of logits
+  assert automatic_chunks(1, 3, 2**40) == 3

@@ -1,7 +1,7 @@
-"""The loss in pieces: each differentiated as soon as it is computed, against remat, which computes its logits twice.
+"""The loss in chunks: each differentiated as soon as it is computed, against remat, which computes its logits twice.
 
-python benchmarks/loss_pieces.py gemma4-31b num_decoder_layers=6 max_target_length=4096
-python benchmarks/loss_pieces.py gemma3-tiny vocab_size=16384 max_target_length=256 num_vocab_tiling=4 --cpu-time
+python benchmarks/loss_chunks.py gemma4-31b num_decoder_layers=6 max_target_length=4096
+python benchmarks/loss_chunks.py gemma3-tiny vocab_size=16384 max_target_length=256 num_vocab_tiling=4 --cpu-time
 
 Loss and gradients of the head and of the hidden states, nothing else of the model. The programs take turns; the table has the
 median seconds of each and its ratio to the first, and the temporary memory that XLA plans for it.
@@ -37,17 +37,17 @@ class Head:
     return self.decoder.head(p, x)
 
 
-def rematerialised(decoder: Any, pieces: int):
-  """The peer: logits of a piece are computed again for its gradient."""
+def rematerialised(decoder: Any, chunks: int):
+  """The peer: logits of a chunk are computed again for its gradient."""
 
   def loss(p, batch):
-    def piece(total, xs):
+    def chunk(total, xs):
       x, targets = xs
       return total + jnp.sum(token_losses(decoder.head(p, x), targets, 0.0)[0]), None
 
-    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], pieces, -1, *x.shape[2:]), 1, 0)
-    pieces_of = (cut(p["x"]), cut(batch["targets"]))
-    return jax.lax.scan(jax.checkpoint(piece, prevent_cse=False), jnp.zeros(()), pieces_of)[0]
+    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+    chunks_of = (cut(p["x"]), cut(batch["targets"]))
+    return jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), jnp.zeros(()), chunks_of)[0]
 
   return loss
 
@@ -60,10 +60,10 @@ def main() -> None:
   parser.add_argument("--cpu-time", action="store_true")
   args = parser.parse_args()
   program = make_program(load_config(args.model, args.words).config)
-  decoder, pieces, t = program.model.decoder, language_modelling.build(program.model).pieces, program.config.training
+  decoder, chunks, t = program.model.decoder, language_modelling.build(program.model).chunks, program.config.training
   rows, length = t.per_device_batch_size, t.max_target_length
-  if length % pieces:
-    parser.error(f"max_target_length={length} is not divided by {pieces} pieces; choose num_vocab_tiling")
+  if length % chunks:
+    parser.error(f"max_target_length={length} is not divided by {chunks} chunks; choose num_vocab_tiling")
   head = init(head_of(decoder.params()), jax.random.key(0))
   dtype = program.config.precision.dtype
   x = jax.random.normal(jax.random.key(1), (rows, length, program.config.model.emb_dim), dtype)
@@ -72,8 +72,8 @@ def main() -> None:
 
   head_only: Any = Head(decoder)
   forms = {
-    f"{pieces} pieces, logits twice (remat)": rematerialised(decoder, pieces),
-    f"{pieces} pieces, logits once (ours)": lambda p, batch: LanguageModelling(head_only, 0.0, pieces)(p, batch)[0],
+    f"{chunks} chunks, logits twice (remat)": rematerialised(decoder, chunks),
+    f"{chunks} chunks, logits once (ours)": lambda p, batch: LanguageModelling(head_only, 0.0, chunks)(p, batch)[0],
     "whole": lambda p, batch: LanguageModelling(head_only, 0.0, 1)(p, batch)[0],
   }
   compiled = {name: jax.jit(jax.value_and_grad(f)).lower(p, batch).compile() for name, f in forms.items()}
