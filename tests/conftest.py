@@ -5,6 +5,7 @@ older emitter. The first command of the README, the benchmarks and the device ta
 """
 
 import os
+import signal
 from importlib.metadata import version
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
@@ -13,3 +14,6 @@ if version("jaxlib").startswith("0.10."):  # a half of the compile time; newer o
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+
+# Under nohup or setsid a hangup is ignored, and the programs that tests start would take that over.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
