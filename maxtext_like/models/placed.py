@@ -41,6 +41,13 @@ class Model:
   decoder: Decoder
   kernels: tuple[KernelUse, ...] = ()
 
+  @property
+  def grouped_product(self) -> str | None:
+    """What multiplies tokens with their experts, and in how many layers; None: there are no experts."""
+    layers = self.decoder.layers
+    count = sum(layer.cfg.ffn.experts is not None for layer in layers)
+    return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers" if count else None
+
   @functools.cached_property
   def spec(self) -> Any:
     """The decoder's declared parameters."""

@@ -35,6 +35,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
   if any(use.worth_telling for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]
+  if (grouped := program.model.grouped_product) is not None:
+    lines.append(f"kernel  {grouped}")
   return "\n".join(lines)
 
 

@@ -223,7 +223,8 @@ class _Run:
     if processes.primary():
       directory.keep_earlier("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
-    env = provenance.describe() | {"kernels": [use.to_json() for use in program.model.kernels]}
+    used = {"kernels": [use.to_json() for use in program.model.kernels], "grouped_product": program.model.grouped_product}
+    env = provenance.describe() | used
     files.text("env.json", json.dumps(env, indent=1) + "\n")
     evaluate = None
     if opened.held_out is not None:

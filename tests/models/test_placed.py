@@ -1,0 +1,23 @@
+"""A model on its mesh: what it says of the kernels that its layers run on."""
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.models.placed import make_model
+from maxtext_like.sharding.mesh import abstract_mesh
+
+
+@pytest.mark.parametrize(
+  ("name", "platform", "said"),
+  [
+    ("deepseek3-tiny", "cpu", "tiles for experts in 3 of 4 layers"),
+    ("deepseek3-tiny", "tpu", "ragged_dot for experts in 3 of 4 layers"),
+    ("gemma3-tiny", "cpu", None),
+  ],
+)
+def test_what_multiplies_tokens_with_experts(name, platform, said):
+  config = load_config(name, ["attention=dot_product"]).config
+  model = make_model(config, mesh=abstract_mesh(config.mesh, 1), platform=platform)
+  assert model.grouped_product == said
+  asked = load_config(name, ["attention=dot_product", "grouped_product=ragged_dot"]).config
+  assert make_model(asked, mesh=abstract_mesh(config.mesh, 1), platform=platform).decoder.cfg.grouped == "ragged_dot"
