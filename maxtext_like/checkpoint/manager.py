@@ -38,7 +38,7 @@ from typing import Any
 from maxtext_like import atomic
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
-from maxtext_like.checkpoint.room import free_bytes, megabytes
+from maxtext_like.checkpoint.room import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.valid_step import newest_valid
 from maxtext_like.errors import RetryableError, UserError
@@ -187,25 +187,7 @@ class CheckpointManager:
       UserError: not even one more checkpoint fits.
     """
     size = tree.total_bytes(tree.flatten(state))
-    free = free_bytes(self.directory)
-    if free is None:
-      return
-    existing = len(self.complete_steps())
-    wanted = size * max(1, (self._max_to_keep or 1) + 1 - existing)
-    if free < size:
-      raise UserError(
-        f"{self.directory}: a checkpoint needs {megabytes(size)}, {megabytes(free)} are free; free some space, choose "
-        "another output_dir, or train without checkpoints (enable_checkpointing=false resume=false)"
-      )
-    if free < wanted:
-      _log.warning(
-        "%s: keeping %s checkpoints of %s needs %s more, %s are free; free some space or lower max_to_keep",
-        self.directory,
-        self._max_to_keep or "all",
-        megabytes(size),
-        megabytes(wanted),
-        megabytes(free),
-      )
+    require_room(self.directory, size, existing=len(self.complete_steps()), kept=self._max_to_keep)
 
   # Saving.
 
