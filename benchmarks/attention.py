@@ -64,7 +64,7 @@ def main() -> None:
           chosen: Name = choose(kernel, case).name
 
           def loss(q, k, v, chosen: Name = chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
-            out = attend(chosen, q, k, v, tokens, window=window, bidirectional_blocks=False, scale=H**-0.5, precision=precision)
+            out = attend(chosen, q, k, v, tokens, window=window, bidirectional_images=False, scale=H**-0.5, precision=precision)
             return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32)), out
 
           step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))

@@ -59,7 +59,7 @@ def switched(dtype: str, key: str, on, off, error: Callable[[Precision], float],
 def attention(length: int) -> Iterator[Row]:
   """Scale 1 and normed queries and keys, as in Gemma 4; causal."""
   B, K, G = 1, 2, 2
-  mask = attention_mask(Tokens(), B, length, window=None, bidirectional_blocks=False)
+  mask = attention_mask(Tokens(), B, length, window=None, bidirectional_images=False)
   for H in (256, 512):
     for dtype in LOW:
       unit = lambda x: x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True))

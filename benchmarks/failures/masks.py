@@ -30,7 +30,7 @@ def plain_attention(q, k, v, bias):
 @jax.jit
 def ours(q, k, v, segments):
   """The project's attention over rows of which segment 0 is padding."""
-  mask = attention_mask(Tokens(segments), B, T, window=None, bidirectional_blocks=False)
+  mask = attention_mask(Tokens(segments), B, T, window=None, bidirectional_images=False)
   return dot_product_attention(q, k, v, mask, scale=1.0, precision=Precision(dtype="float32"))[0]
 
 

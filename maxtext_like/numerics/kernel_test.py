@@ -157,7 +157,7 @@ def _kernel(shape: ShapeClass) -> Attention:
   precision = Precision(dtype=shape.dtype)  # pyright: ignore[reportArgumentType]
 
   def attention(q, k, v, tokens, *, window, scale):
-    return attend(shape.kernel, q, k, v, tokens, window=window, bidirectional_blocks=False, scale=scale, precision=precision)
+    return attend(shape.kernel, q, k, v, tokens, window=window, bidirectional_images=False, scale=scale, precision=precision)
 
   return attention
 
@@ -181,7 +181,7 @@ def _reference(window: int | None, scale: float) -> Any:
   exact = Precision(dtype="float32", matmul_precision="highest")
 
   def written_out(q, k, v, tokens, *, window, scale):
-    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_blocks=False)
+    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=False)
     return dot_product_attention(q, k, v, mask, scale=scale, precision=exact)[0]
 
   return _both_ways(written_out, "float32", window, scale)

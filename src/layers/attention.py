@@ -35,7 +35,7 @@ class AttentionConfig:
     qkv_bias, o_bias: biases on q, k and v, and on the output.
     lends: name under which later layers find this one's keys and values; None: nobody shares them.
     borrows: name of the keys and values of an earlier layer; only q and the output are projected. None: it has its own.
-    bidirectional_blocks: tokens of one image see each other in this layer.
+    bidirectional_images: tokens of one image see each other in this layer.
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
   """
@@ -54,7 +54,7 @@ class AttentionConfig:
   o_bias: bool = False
   lends: str | None = None
   borrows: str | None = None
-  bidirectional_blocks: bool = False
+  bidirectional_images: bool = False
   kernel: Choice = "auto"
   platform: str = "cpu"
 
@@ -126,7 +126,7 @@ class Attention:
       value_dim=c.head_dim,
       length=length,
       window=c.window,
-      image_blocks=c.bidirectional_blocks and images,
+      bidirectional_images=c.bidirectional_images and images,
       float32_qk_product=precision.float32_qk_product,
       float32_logits=precision.float32_logits,
     )
@@ -196,18 +196,18 @@ class Attention:
       kv = held["k"], held["v"]
     if ctx.step is not None:
       T, S = x_BTD.shape[1], kv[0].shape[1]
-      blocks = ctx.tokens.blocks if c.bidirectional_blocks else None
-      mask = cached_mask(ctx.step, T, S - T, window=c.window, blocks=blocks)
+      images = ctx.tokens.images if c.bidirectional_images else None
+      mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
     else:
-      kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=ctx.tokens.blocks is not None))
+      kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=ctx.tokens.images is not None))
       out_BTNH = attend(
         kernel.name,
         q_BTNH,
         *kv,
         ctx.tokens,
         window=c.window,
-        bidirectional_blocks=c.bidirectional_blocks,
+        bidirectional_images=c.bidirectional_images,
         scale=c.scale,
         precision=self.precision,
         rules=ctx.rules,

@@ -33,7 +33,7 @@ def capacity(window: int | None, length: int) -> int:
   return length if window is None else min(window, length)
 
 
-def cached_mask(step: Step, new: int, slots: int, *, window: int | None, blocks: jax.Array | None = None) -> jax.Array:
+def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
   """Which keys each new token sees.
 
   Args:
@@ -41,7 +41,7 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, blocks:
     new: T.
     slots: C.
     window: keys a token sees, itself included; None: all before it.
-    blocks: int32 [B, T], images among the new tokens, whose tokens see each other; None: none do.
+    images: int32 [B, T], those among the new tokens, whose tokens see each other; None: none do.
 
   Returns:
     bool [B, T, C + T].
@@ -50,8 +50,8 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, blocks:
   held = step.start - 1 - jnp.mod(step.start - 1 - slot, slots)  # the newest index before start that maps to the slot
   query = step.start + jnp.arange(new)
   key = jnp.concatenate([held, query])
-  images = None if blocks is None else jnp.pad(same_image(blocks), ((0, 0), (0, 0), (slots, 0)))
-  mask = causal(query, key, window=window, images=images)
+  same = None if images is None else jnp.pad(same_image(images), ((0, 0), (0, 0), (slots, 0)))
+  mask = causal(query, key, window=window, images=same)
   # An index before the row's first real token is padding, or (below 0) a slot that nothing was written to.
   return mask & (key[None, :] >= step.first[:, None])[:, None]
 

@@ -43,7 +43,7 @@ class Context:
 
   Attributes:
     positions: int32 [B, T], in tokens; the rotary angle.
-    tokens: segments and image blocks.
+    tokens: segments and images.
     step: where the tokens stand after those of the caches, in generation.
     capture: names of ``CAPTURES`` to hand out in aux.
     rules: how activations are split over the mesh in use.

@@ -16,7 +16,7 @@ from maxtext_like.layers.cache import Step
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.masks import Tokens, image_blocks
+from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
@@ -269,7 +269,7 @@ class Decoder:
     if unknown := set(capture) - set(CAPTURES):
       raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
     types = batch.get("token_types")
-    tokens = Tokens(batch.get("segments"), None if types is None else image_blocks(types))
+    tokens = Tokens(batch.get("segments"), None if types is None else numbered_images(types))
     return Context.of(
       batch["tokens"],
       batch.get("positions"),

@@ -18,11 +18,11 @@ class Tokens:
 
   Attributes:
     segments: int32 [B, T], 0 is padding, documents count from 1; None: every row is one document without padding.
-    blocks: int32 [B, T], 0 is text, images count from 1: tokens of one image see each other; None: no images.
+    images: int32 [B, T], 0 is text, images count from 1: tokens of one image see each other; None: no images.
   """
 
   segments: jax.Array | None = None
-  blocks: jax.Array | None = None
+  images: jax.Array | None = None
 
 
 def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
@@ -44,9 +44,9 @@ def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.
   return mask
 
 
-def same_image(blocks: jax.Array) -> jax.Array:
-  """bool [B, T, T]: which tokens belong to one image, of ``Tokens.blocks``."""
-  return (blocks[:, :, None] == blocks[:, None, :]) & (blocks[:, :, None] > 0)
+def same_image(images: jax.Array) -> jax.Array:
+  """bool [B, T, T]: which tokens belong to one image, of ``Tokens.images``."""
+  return (images[:, :, None] == images[:, None, :]) & (images[:, :, None] > 0)
 
 
 def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -54,27 +54,27 @@ def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
   return (query[:, :, None] == key[:, None, :]) & (key[:, None, :] > 0)
 
 
-def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | None, bidirectional_blocks: bool) -> jax.Array:
+def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | None, bidirectional_images: bool) -> jax.Array:
   """Which keys each query sees.
 
   Args:
-    tokens: segments and image blocks.
+    tokens: segments and images.
     batch: B, rows.
     length: T = S, positions in a row.
     window: W, the query itself and the W - 1 keys before it; None: all keys before it.
-    bidirectional_blocks: tokens of one image also see later tokens of that image (the window still cuts the past).
+    bidirectional_images: tokens of one image also see later tokens of that image (the window still cuts the past).
 
   Returns:
     bool [B or 1, T, S].
   """
   index = jnp.arange(length)
-  images = same_image(tokens.blocks) if bidirectional_blocks and tokens.blocks is not None else None
+  images = same_image(tokens.images) if bidirectional_images and tokens.images is not None else None
   mask = causal(index, index, window=window, images=images)
   return mask if tokens.segments is None else mask & same_document(tokens.segments, tokens.segments)
 
 
-def image_blocks(token_types: jax.Array) -> jax.Array:
-  """Blocks of ``Tokens``: every run of image (1) or video (2) tokens of a row is one block, numbered from 1.
+def numbered_images(token_types: jax.Array) -> jax.Array:
+  """``Tokens.images``: every run of image (1) or video (2) tokens of a row is one image, numbered from 1.
 
   Args:
     token_types: int32 [B, T]: 0 text, 1 image, 2 video; other types count as text.

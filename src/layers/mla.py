@@ -196,7 +196,7 @@ class MLA:
     if ctx.step is not None:
       visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
     else:
-      visible = attention_mask(tokens, B, T, window=None, bidirectional_blocks=False)
+      visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False)
     k, v = self.expand(p, keys["latent"], keys["k_rope"])
     mask, scores = visible, None
     if indexer:
@@ -210,7 +210,7 @@ class MLA:
       probs = None
       out_BTNV = attend(
         kernel.name, q, k, v, tokens,
-        window=None, bidirectional_blocks=False, scale=c.scale, precision=self.precision, rules=ctx.rules,
+        window=None, bidirectional_images=False, scale=c.scale, precision=self.precision, rules=ctx.rules,
       )  # fmt: skip
     else:
       out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)

@@ -16,11 +16,11 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1]])
 BLOCKS = np.array([[0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 2, 2]])
 
 
-def rule(b, i, j, *, window, segments, blocks):
+def rule(b, i, j, *, window, segments, images):
   """Gemma 3's rule, one pair at a time."""
   sees = j <= i
-  if blocks is not None:
-    sees = sees or (blocks[b, i] == blocks[b, j] and blocks[b, i] > 0)
+  if images is not None:
+    sees = sees or (images[b, i] == images[b, j] and images[b, i] > 0)
   if window is not None:
     sees = sees and j > i - window
   if segments is not None:
@@ -30,36 +30,36 @@ def rule(b, i, j, *, window, segments, blocks):
 
 @pytest.mark.parametrize("window", [None, 1, 3, T, T + 5])
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-@pytest.mark.parametrize("blocks", [None, BLOCKS])
-def test_every_pair_follows_the_rule(window, segments, blocks):
-  tokens = Tokens(*(None if a is None else jnp.asarray(a, jnp.int32) for a in (segments, blocks)))
-  got = attention_mask(tokens, 2, T, window=window, bidirectional_blocks=True)
+@pytest.mark.parametrize("images", [None, BLOCKS])
+def test_every_pair_follows_the_rule(window, segments, images):
+  tokens = Tokens(*(None if a is None else jnp.asarray(a, jnp.int32) for a in (segments, images)))
+  got = attention_mask(tokens, 2, T, window=window, bidirectional_images=True)
   rows = [
-    [[rule(b, i, j, window=window, segments=segments, blocks=blocks) for j in range(T)] for i in range(T)] for b in range(2)
+    [[rule(b, i, j, window=window, segments=segments, images=images) for j in range(T)] for i in range(T)] for b in range(2)
   ]
   np.testing.assert_array_equal(np.broadcast_to(got, (2, T, T)), np.array(rows))
 
 
 def test_a_window_holds_that_many_keys_and_the_query_is_one_of_them():
-  mask = np.asarray(attention_mask(Tokens(), 1, T, window=3, bidirectional_blocks=False)[0])
+  mask = np.asarray(attention_mask(Tokens(), 1, T, window=3, bidirectional_images=False)[0])
   assert mask.sum(1).tolist() == [1, 2, 3, 3, 3, 3, 3]
   assert mask.diagonal().all()
 
 
-def test_blocks_are_causal_in_a_layer_that_does_not_ask_for_them():
+def test_images_are_causal_in_a_layer_that_does_not_ask_for_them():
   tokens = Tokens(None, jnp.asarray(BLOCKS))
-  plain = attention_mask(tokens, 2, T, window=None, bidirectional_blocks=False)
+  plain = attention_mask(tokens, 2, T, window=None, bidirectional_images=False)
   np.testing.assert_array_equal(np.broadcast_to(plain, (2, T, T)), np.broadcast_to(np.tril(np.ones((T, T), bool)), (2, T, T)))
 
 
 def test_an_image_longer_than_the_window_sees_its_future_whole_and_its_past_cut():
-  mask = np.asarray(attention_mask(Tokens(None, jnp.asarray(BLOCKS)), 2, T, window=2, bidirectional_blocks=True))[1]
+  mask = np.asarray(attention_mask(Tokens(None, jnp.asarray(BLOCKS)), 2, T, window=2, bidirectional_images=True))[1]
   assert mask[1].tolist() == [True, True, True, True, True, False, False]
   assert mask[4].tolist() == [False, False, False, True, True, False, False]
 
 
 def test_padding_sees_nothing_and_is_seen_by_nothing():
-  mask = np.asarray(attention_mask(Tokens(jnp.asarray(SEGMENTS)), 2, T, window=None, bidirectional_blocks=True))[0]
+  mask = np.asarray(attention_mask(Tokens(jnp.asarray(SEGMENTS)), 2, T, window=None, bidirectional_images=True))[0]
   assert not mask[6].any()
   assert not mask[:, 6].any()
 

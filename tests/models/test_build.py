@@ -61,7 +61,7 @@ def test_gemma3_attention():
   for c in (local, wide):
     assert c.norm.scale_plus_one
     assert c.mixer.norm.scale_plus_one
-    assert c.mixer.bidirectional_blocks
+    assert c.mixer.bidirectional_images
     assert not (c.mixer.value_norm)
     assert not (c.layer_scalar)
     assert not c.ffn.experts
@@ -80,8 +80,8 @@ def test_gemma4_attention():
   assert (rope.kind, rope.theta, rope.proportion, rope.dim) == ("proportional", 1e6, 0.25, 512)
   assert (local.mixer.rope.kind, local.mixer.rope.theta) == ("default", 1e4)
   # Images see themselves both ways in sliding layers of the large models, and nowhere in the small ones.
-  assert (local.mixer.bidirectional_blocks, wide.mixer.bidirectional_blocks) == (True, False)
-  assert not any(layer.cfg.mixer.bidirectional_blocks for layer in decoder_of("gemma4-e2b").layers)
+  assert (local.mixer.bidirectional_images, wide.mixer.bidirectional_images) == (True, False)
+  assert not any(layer.cfg.mixer.bidirectional_images for layer in decoder_of("gemma4-e2b").layers)
   for c in (local, wide):
     assert c.mixer.value_norm
     assert c.layer_scalar

@@ -33,7 +33,7 @@ def kernel(q, k, v, tokens, *, window, scale, fault=""):
     window = window + 1
   if fault == "leaks between documents" and tokens.segments is not None:
     tokens = Tokens(jnp.minimum(tokens.segments, 1))
-  mask = attention_mask(tokens, B, T, window=window, bidirectional_blocks=False)[:, None]
+  mask = attention_mask(tokens, B, T, window=window, bidirectional_images=False)[:, None]
   scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=jnp.float32) * scale
   if fault == "a mask of -10000":
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e4), axis=-1)

@@ -34,7 +34,7 @@ def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> BlockCo
     rope=_rope(m, kind),
     window=m.sliding_window_size if kind == "sliding" else None,
     norm=_norm(m, m.head_dim),
-    bidirectional_blocks=m.use_bidirectional_image_attn,
+    bidirectional_images=m.use_bidirectional_image_attn,
     kernel=kernel,
     platform=platform,
   )

@@ -51,7 +51,7 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     # Every layer that owns keys and values lends them, so the last one before the layers that borrow is the donor.
     lends=kind if m.num_kv_shared_layers and not shared else None,
     borrows=kind if shared else None,
-    bidirectional_blocks=m.use_bidirectional_image_attn and kind == "sliding",
+    bidirectional_images=m.use_bidirectional_image_attn and kind == "sliding",
     kernel=kernel,
     platform=platform,
   )

@@ -138,8 +138,8 @@ def _exponentials(scores, mask, top):
   return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_blocks, scale, precision, rules) -> jax.Array:
-  del bidirectional_blocks, rules
+def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+  del bidirectional_images, rules
   return blockwise_attention(q_BTNH, k_BTKH, v_BTKV, tokens.segments, window=window, scale=scale, precision=precision)
 
 
@@ -147,8 +147,8 @@ def _refuses(case: Case) -> list[str]:
   reasons = []
   if case.length <= BLOCK:
     reasons.append(f"rows of {case.length} positions are one block (of {BLOCK}), which is dot_product")
-  if case.image_blocks:
-    reasons.append("the mask has bidirectional image blocks")
+  if case.bidirectional_images:
+    reasons.append("the mask has bidirectional images")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons

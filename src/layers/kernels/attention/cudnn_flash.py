@@ -16,13 +16,13 @@ def cudnn_attention(
   tokens: Tokens,
   *,
   window: int | None,
-  bidirectional_blocks: bool,
+  bidirectional_images: bool,
   scale: float,
   precision: Precision,
   rules: Rules,
 ) -> jax.Array:
-  """As ``registry.attend``; rows without image blocks."""
-  del bidirectional_blocks, precision, rules  # JAX partitions it by itself
+  """As ``registry.attend``; rows without images."""
+  del bidirectional_images, precision, rules  # JAX partitions it by itself
   B, T = q_BTNH.shape[:2]
   local = None if window is None else (window - 1, 0)
   with jax.named_scope("cudnn_attention"):
@@ -30,7 +30,7 @@ def cudnn_attention(
       return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKV, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
       )
-    mask_BTS = attention_mask(tokens, B, T, window=window, bidirectional_blocks=False)
+    mask_BTS = attention_mask(tokens, B, T, window=window, bidirectional_images=False)
     out = jax.nn.dot_product_attention(
       q_BTNH,
       k_BSKH,
@@ -58,8 +58,8 @@ def _refuses(case: Case) -> list[str]:
   if case.length % 128:
     # cuDNN's bfloat16 backward gave NaN gradients with a finite loss at length % 128 == 64 (pytorch issue 196678).
     reasons.append(f"the row length {case.length} is not a multiple of 128")
-  if case.image_blocks:
-    reasons.append("the mask has bidirectional image blocks")
+  if case.bidirectional_images:
+    reasons.append("the mask has bidirectional images")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons

@@ -52,13 +52,13 @@ def _run(
   tokens: Tokens,
   *,
   window: int | None,
-  bidirectional_blocks: bool,
+  bidirectional_images: bool,
   scale: float,
   precision: Precision,
   rules: Rules,
 ) -> jax.Array:
   del rules  # the partitioner sees through all of it
-  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_blocks=bidirectional_blocks)
+  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_images=bidirectional_images)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
 
 

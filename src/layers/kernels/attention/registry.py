@@ -41,7 +41,7 @@ class Case:
     head_dim, value_dim: H and V.
     window: keys a query sees, itself included; None: all before it.
     length: positions of a row, T = S.
-    image_blocks: tokens of one image see each other both ways.
+    bidirectional_images: tokens of one image see each other both ways.
     probabilities: the layer needs every probability written out.
     float32_qk_product, float32_logits: the precision keys of these names.
   """
@@ -54,7 +54,7 @@ class Case:
   value_dim: int
   length: int
   window: int | None = None
-  image_blocks: bool = False
+  bidirectional_images: bool = False
   probabilities: bool = False
   float32_qk_product: bool = True
   float32_logits: bool = True
@@ -67,7 +67,7 @@ class AttentionKernel:
   Attributes:
     name: as the configuration has it.
     refuses: why it cannot do a case; empty where it can.
-    run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_blocks, scale, precision,
+    run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
       rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
       device before a run trusts it.
@@ -128,7 +128,7 @@ def attend(
   tokens: "Tokens",
   *,
   window: int | None,
-  bidirectional_blocks: bool,
+  bidirectional_images: bool,
   scale: float,
   precision: "Precision",
   rules: "Rules | None" = None,
@@ -138,9 +138,9 @@ def attend(
   Args:
     name: of the kernel.
     q_BTNH, k_BSKH, v_BSKV: queries, keys and values, T = S; query head n reads key-value head n // (N / K).
-    tokens: segments and image blocks.
+    tokens: segments and images.
     window: keys a query sees, itself included; None: all before it.
-    bidirectional_blocks: tokens of one image see each other.
+    bidirectional_images: tokens of one image see each other.
     scale: multiplies the scores.
     precision: flags.
     rules: how the batch lies on the mesh in use; None: ``partition.RULES``.
@@ -152,5 +152,5 @@ def attend(
 
   return kernel(name).run(
     q_BTNH, k_BSKH, v_BSKV, tokens,
-    window=window, bidirectional_blocks=bidirectional_blocks, scale=scale, precision=precision, rules=rules or RULES,
+    window=window, bidirectional_images=bidirectional_images, scale=scale, precision=precision, rules=rules or RULES,
   )  # fmt: skip

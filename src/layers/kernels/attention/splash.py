@@ -36,7 +36,7 @@ def splash_attention(
   Args:
     q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
       head n // (N / K). H is a multiple of 128 on a TPU. A row that is not a multiple of 128 long is padded.
-    tokens: segments; image blocks are not supported.
+    tokens: segments; images are not supported.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the queries, in float32 before they are rounded to their dtype again.
     rules: how the batch lies on the mesh in use.
@@ -109,8 +109,8 @@ def _on_each_device(function, arguments: tuple[jax.Array, ...], rules: Rules) ->
   return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arguments)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_blocks, scale, precision, rules) -> jax.Array:
-  del bidirectional_blocks, precision
+def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+  del bidirectional_images, precision
   with jax.named_scope("splash_attention"):
     return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules)
 
@@ -125,8 +125,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"value heads ({case.value_dim}) differ from query heads ({case.head_dim})")
   if case.dtype != "bfloat16":
     reasons.append(f"dtype {case.dtype} is not bfloat16")
-  if case.image_blocks:
-    reasons.append("the mask has bidirectional image blocks")
+  if case.bidirectional_images:
+    reasons.append("the mask has bidirectional images")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons

@@ -22,7 +22,7 @@ SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), n
 
 
 def both(precision, segments, window, scale=0.7, block=64):
-  mask = attention_mask(Tokens(segments), B, T, window=window, bidirectional_blocks=False)
+  mask = attention_mask(Tokens(segments), B, T, window=window, bidirectional_images=False)
 
   def reference(q, k, v):
     out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision)[0]
@@ -82,10 +82,10 @@ def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
     x = [jnp.zeros((1, length, 1, 4))] * 3
     case = Case(
       platform="cpu", dtype="float32", query_heads=1, kv_heads=1, head_dim=4, value_dim=4, length=length,
-      image_blocks=blocks is not None,
+      bidirectional_images=blocks is not None,
     )  # fmt: skip
     run = lambda q, k, v: attend(
-      choose("auto", case).name, q, k, v, Tokens(None, blocks), window=window, bidirectional_blocks=blocks is not None,
+      choose("auto", case).name, q, k, v, Tokens(None, blocks), window=window, bidirectional_images=blocks is not None,
       scale=1.0, precision=Precision(dtype="float32"),
     )  # fmt: skip
     # einsum orders the dimensions as it likes; the head has 4 numbers, so the two largest are queries and keys.

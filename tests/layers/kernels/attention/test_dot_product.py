@@ -38,7 +38,7 @@ def test_against_float64(window, segments):
     *arrays("float32"),
     tokens,
     window=window,
-    bidirectional_blocks=False,
+    bidirectional_images=False,
     scale=0.3,
     precision=Precision(dtype="float32"),
   )

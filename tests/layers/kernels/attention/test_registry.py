@@ -18,7 +18,7 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
   ("cudnn_flash", GPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
   ("cudnn_flash", GPU, {"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
-  ("cudnn_flash", GPU, {"image_blocks": True}, "bidirectional image blocks"),
+  ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
   ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
   ("splash", TPU, {"platform": "cpu"}, "on TPUs, not on cpu"),
@@ -26,10 +26,10 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("splash", TPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
   ("splash", TPU, {"dtype": "float32"}, "float32 is not bfloat16"),
   ("splash", TPU, {"dtype": "float16"}, "float16 is not bfloat16"),
-  ("splash", TPU, {"image_blocks": True}, "bidirectional image blocks"),
+  ("splash", TPU, {"bidirectional_images": True}, "bidirectional images"),
   ("splash", TPU, {"probabilities": True}, "needs its probabilities"),
   ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one block"),
-  ("blockwise", GPU, {"length": 513, "image_blocks": True}, "bidirectional image blocks"),
+  ("blockwise", GPU, {"length": 513, "bidirectional_images": True}, "bidirectional images"),
   ("blockwise", GPU, {"length": 513, "probabilities": True}, "needs its probabilities"),
 ]
 

@@ -38,7 +38,7 @@ def packed(T):
 def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments):
   q, k, v, g = arrays(2, T, 2, 1, 128)
   tokens = Tokens(packed(T) if with_segments else None)
-  mask = attention_mask(tokens, 2, T, window=window, bidirectional_blocks=False)
+  mask = attention_mask(tokens, 2, T, window=window, bidirectional_images=False)
 
   def fused(q, k, v):
     return splash_attention(q, k, v, tokens, window=window, scale=SCALE, interpret=True)
