@@ -1,4 +1,4 @@
-"""Train Gemma 3/4 and DeepSeek V3/V3.2 in JAX in any precision, finite from step 1, and told exactly why when not."""
+"""Train Gemma 3/4, DeepSeek V3/V3.2 and Qwen3 in JAX in any precision, finite from step 1, and told exactly why when not."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

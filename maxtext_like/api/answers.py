@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_like.api.pretrained import Pretrained, load
+from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.generation.prompts import Prompt
@@ -48,8 +49,9 @@ class Generation:
   @property
   def text(self) -> str:
     """The only answer's. Raises ValueError where there are several."""
-    (answer,) = self.answers
-    return answer.text
+    if len(self.answers) != 1:
+      raise ValueError(f"{len(self.answers)} answers: their texts are [answer.text for answer in generation.answers]")
+    return self.answers[0].text
 
 
 def generate(
@@ -62,7 +64,7 @@ def generate(
   top_p: float = 1.0,
   min_p: float = 0.0,
   seed: int = 0,
-  stop: Sequence[str] = (),
+  stop: str | Sequence[str] = (),
   stop_ids: Iterable[int] = (),
   on_text: Callable[[int, str], None] | None = None,
 ) -> Generation:
@@ -90,15 +92,17 @@ def generate(
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
 
-  asked = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+  asked = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [prompts]
   given = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+  if not given or not all(isinstance(prompt, Prompt) for prompt in given):
+    raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: a text, a Prompt, or a list of them")
   if not isinstance(model, Pretrained):
     model = load(model, images=any(prompt.images for prompt in given))
   tokenizer, decoder = model.tokenizer, model.model.decoder
   sampling = Sampling(
     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocabulary=tokenizer.vocab_size, seed=seed
   )
-  ends = stop_tokens(tokenizer, model.files, stop, model.config.model) | set(stop_ids)
+  ends = stop_tokens(tokenizer, model.files, [stop] if isinstance(stop, str) else stop, model.config.model) | set(stop_ids)
   encoded = encode(given, tokenizer, model.config.vision)
   engine.check(encoded, decoder, max_tokens)
   params = model.params

@@ -67,11 +67,13 @@ def bisect(
     DoesNotFitError: the float32 step does not fit the memory.
     NonFiniteError: the float32 step is not finite.
   """
+  if tolerance is not None and not 0 < tolerance < float("inf"):
+    raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: as in 0.5")
   place = None
   if checkpoint is not None:
     place = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
     if not place.is_dir():
-      raise UserError(f"--checkpoint {checkpoint}: not a directory")
+      raise UserError(f"checkpoint {checkpoint}: not a directory{hub.advice(str(checkpoint))}")
   loaded = configuration_of(place, words(overrides, keys)) if config is None else load_config(config, *overrides, **keys)
   search = _prepare(loaded, place, tolerance, progress or (lambda _: None))
   result = search.run(cost_repeats=COST_REPEATS)

@@ -46,8 +46,13 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
       loaded = load_values(to_config_dict(model).to_dict(), "Config", given)
     elif isinstance(model, str | Path):
       loaded = files.load_config(model, given)
-    else:
+    elif callable(getattr(model, "to_dict", None)):
       loaded = load_values(model.to_dict(), "ConfigDict", given)
+    else:
+      raise UserError(
+        f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
+        '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
+      )
   except UserError as error:
     raise UserError(_WORD.sub("argument ", str(error))) from None
   origins = {key: _WORD.sub("argument ", origin) for key, origin in loaded.origins.items()}
@@ -62,4 +67,8 @@ def words(overrides: tuple[str, ...], keys: dict[str, Any]) -> list[str]:
 def _plain(value: Any) -> Any:
   if isinstance(value, Path):
     return str(value)
+  if isinstance(value, type) or hasattr(value, "kind"):  # dtype=jnp.bfloat16
+    import numpy as np
+
+    return np.dtype(value).name
   return value.item() if hasattr(value, "item") else value  # a number of numpy's

@@ -120,12 +120,12 @@ def export_checkpoint(
     shard_size: bytes of one file, as "5GB" or "500MB".
 
   Raises:
-    UserError: no complete checkpoint there, or ``out`` cannot be written.
+    UserError: no complete checkpoint there, no such dtype, or ``out`` cannot be written.
   """
   import jax
 
   from maxtext_like.checkpoint import manifest, restore
-  from maxtext_like.checkpoint.huggingface.export import export_hugging_face
+  from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
   from maxtext_like.checkpoint.stored_config import section
   from maxtext_like.checkpoint.weight_sources import find_step
@@ -133,6 +133,8 @@ def export_checkpoint(
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
 
+  if dtype not in (None, *EXPORT_DTYPES):
+    raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
   target, size = Path(out).expanduser(), parse_size(shard_size)
   step = find_step(Path(source).expanduser())
   if step is None:

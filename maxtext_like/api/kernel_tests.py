@@ -1,7 +1,9 @@
 """The self-test of attention kernels, for anybody's."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
+
+from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.numerics.kernel_test import Attention, CaseResult
@@ -29,7 +31,7 @@ class KernelTest:
 def kernel_self_test(
   attention: "Attention",
   *,
-  dtype: str,
+  dtype: Any,
   head_dim: int,
   query_heads: int,
   kv_heads: int,
@@ -45,16 +47,30 @@ def kernel_self_test(
   Args:
     attention: ``(q, k, v, tokens, *, window, scale) -> [B, T, N, H]`` of q [B, T, N, H], k and v [B, T, K, H], causal;
       ``tokens.segments`` int32 [B, T]: a position sees those of its own number, and 0 is padding.
-    dtype: of q, k and v: "bfloat16", "float16" or "float32".
+    dtype: of q, k and v: "bfloat16", "float16" or "float32"; or as ``jnp.bfloat16``.
     head_dim: H.
     query_heads: N of a layer.
     kv_heads: K of a layer.
     length: T.
     window: there is a sliding window, whose size ``window`` is; else it is None.
     segments: rows hold documents and padding.
+
+  Raises:
+    UserError: another dtype, or heads that do not share keys evenly.
   """
+  import numpy as np
+
+  from maxtext_like.layers.precision import Dtype
   from maxtext_like.numerics.kernel_test import self_test, shape_class
 
+  dtype = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
+  if dtype not in get_args(Dtype):
+    raise UserError(f"kernel_self_test: dtype {dtype!r}\n  fix: one of {', '.join(get_args(Dtype))}")
+  if min(head_dim, query_heads, kv_heads, length) < 1 or query_heads % kv_heads:
+    raise UserError(
+      f"kernel_self_test: head_dim={head_dim}, query_heads={query_heads}, kv_heads={kv_heads}, length={length}\n"
+      "  fix: all at least 1, and query_heads a multiple of kv_heads"
+    )
   shape = shape_class(
     "dot_product", dtype=dtype, head_dim=head_dim, query_heads=query_heads, kv_heads=kv_heads, window=window,
     segments=segments, length=length,

@@ -63,7 +63,13 @@ def forward(
   if isinstance(inputs, str | Path):
     arrays, named = read_arrays(Path(inputs).expanduser()), str(inputs)
   else:
-    arrays, named = {name: np.asarray(x) for name, x in inputs.items()}, "inputs"
+    named = "inputs"
+    try:
+      arrays = {name: np.asarray(x) for name, x in inputs.items()}
+    except (AttributeError, ValueError) as error:
+      raise UserError(
+        f'{named}: no arrays by name: {error}\n  fix: as {{"input_ids": [[5, 6, 7], [8, 9, 10]]}}, rows of one length'
+      ) from None
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
   # The tower is read where there are images for it, unless the command line has a say.
   tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []

@@ -28,7 +28,7 @@ _NO_TOKENIZER = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pretrained:
   """A model with weights. They are read when they are first asked for.
 
@@ -45,6 +45,10 @@ class Pretrained:
   own_tokenizer: "Tokenizer | None"
   files: Path | None
   notes: tuple[str, ...] = ()
+
+  def __repr__(self) -> str:
+    c = self.model.config
+    return f"Pretrained({c.model.model_name}, {c.precision.dtype}, of {self.directory})"
 
   @property
   def config(self) -> "Config":
@@ -91,10 +95,19 @@ class Pretrained:
     return nnx.merge(graph, state)
 
   def logits(self, tokens: Any) -> "jax.Array":
-    """Logits [B, T, V] of token ids [B, T], each row one document."""
-    import jax.numpy as jnp
+    """Logits [B, T, V] of token ids [B, T], each row one document.
 
-    return self._logits(self.params, jnp.asarray(tokens, jnp.int32))
+    Raises:
+      UserError: they are no ids of the vocabulary, or not of that shape.
+    """
+    import numpy as np
+
+    ids, size = np.asarray(tokens), self.config.model.vocab_size
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+      raise UserError(f"tokens: {ids.dtype} {list(ids.shape)}\n  fix: ids of [rows, positions], as [[5, 6, 7]]")
+    if (low := ids.min()) < 0 or (high := ids.max()) >= size:
+      raise UserError(f"tokens: {low if low < 0 else high}: the vocabulary has ids 0 to {size - 1}")
+    return self._logits(self.params, ids.astype(np.int32))
 
   @functools.cached_property
   def _logits(self) -> Any:

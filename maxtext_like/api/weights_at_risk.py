@@ -58,7 +58,8 @@ def risk(checkpoint: str | Path, *overrides: str, tokens: int = 4096, **keys: An
   """Reads the weights of a checkpoint, one tensor at a time, and tells how large its numbers can become. Nothing is run.
 
   Args:
-    checkpoint: a Hugging Face checkpoint or its name in this machine's cache, a run, or one of its checkpoints.
+    checkpoint: a Hugging Face checkpoint or its name in this machine's cache, a run, one of its checkpoints, or what
+      ``import_checkpoint`` made.
     overrides: words laid over its configuration, as ``"dtype=float16"``.
     tokens: that an expected maximum is over, at least 100.
     keys: the same as Python values.
@@ -108,7 +109,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     UserError: no checkpoint, a damaged one, or overrides that do not fit it.
   """
   if not directory.is_dir():
-    raise UserError(f"{directory}: no such directory")
+    raise UserError(f"{directory}: no such directory{hub.advice(str(directory))}")
   if (directory / "config.json").is_file():
     from maxtext_like.api.outputs import open_weights
     from maxtext_like.checkpoint.huggingface.config import read_config
@@ -118,18 +119,25 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     config, loaded = load_checkpoint_config(directory, given)
     weights = open_weights(directory, config, loaded)
     return loaded.config.model, weights.decoder, weights.part, [*loaded.notes, *weights.notes]
+  from maxtext_like.checkpoint.manifest import DamageError, read
   from maxtext_like.checkpoint.partial_read import StoredArrays
+  from maxtext_like.checkpoint.stored_config import load_stored
   from maxtext_like.checkpoint.weight_sources import find_step
   from maxtext_like.config.load import load_config as load_file
   from maxtext_like.models.build import build_decoder, precision_of
 
-  run_directory = next((d for d in (directory, *directory.absolute().parents[:2]) if (d / "config.yml").is_file()), None)
   step = find_step(directory)
-  if run_directory is None or step is None:
+  if step is None:
     raise UserError(
       f"{directory}: neither a run with a complete checkpoint nor a Hugging Face checkpoint (config.json)\n"
       "  fix: name a run directory, one of its checkpoints/N, or a directory with config.json and safetensors"
     )
-  config = load_file(run_directory / "config.yml", overrides).config
+  home = step.absolute().parent.parent
+  try:
+    # What import made has no configuration of a run; the step holds the model's own.
+    ran = home / "config.yml"
+    config = (load_file(ran, overrides) if ran.is_file() else load_stored(read(step).config, str(step), overrides)).config
+  except DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  return config.model, decoder, StoredArrays(step).parameter, [f"step {step.name} of {run_directory}"]
+  return config.model, decoder, StoredArrays(step).parameter, [f"step {step.name} of {home}"]

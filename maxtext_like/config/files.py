@@ -58,6 +58,11 @@ def find_config(name: str) -> Path:
     inside = configs_folder().joinpath(*path.parts[1:])
     if inside.is_file():
       return inside
+  if (path / "config.json").is_file():
+    raise UserError(
+      f"{name}: is a Hugging Face checkpoint, not a configuration file\n"
+      f"  fix: name the model, as gemma4-31b, and init_from={name}; or import it, which writes a model.yml"
+    )
   if path.is_dir():
     raise UserError(f"{name}: is a directory, not a configuration file{_hint(path.name)}")
   if path.exists():

@@ -112,10 +112,24 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
     Args:
       state: of the optimizer; also as ``nnx.Optimizer.opt_state`` has it.
       params: the tree that was trained; its paths are the names.
+
+    Raises:
+      ValueError: the state is not this class's, or of another tree.
     """
+    if not all(hasattr(state, field) for field in FiniteGuardState._fields):
+      raise ValueError(
+        f"{type(state).__name__} is not the state of a FiniteGuard\n"
+        "  fix: let it be the outermost, FiniteGuard(optax.chain(...)), or take its part of the state"
+      )
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     read = lambda x: np.asarray(jax.tree.leaves(x)[0])
+    flags = read(state.gradients)
+    if len(flags) != len(names):
+      raise ValueError(
+        f"params has {len(names)} arrays, the guard {len(flags)}\n"
+        "  fix: give the tree that was trained; of a Flax module, nnx.state(model, nnx.Param)"
+      )
     bad = lambda flags: tuple(name for name, sound in zip(names, read(flags), strict=True) if not sound)
     in_row = int(read(state.skipped_in_row))
     return Verdict(

@@ -93,7 +93,8 @@ class Progress:
     if self._task is not None:
       self._live.console.print(text, highlight=False, markup=False)
     elif self._line is not None:
-      self._line(text)
+      for line in text.split("\n"):
+        self._line(line)
     elif self._stream is not None:
       self._stream.write(f"{text}\n")  # one write, as other threads say something too
       self._stream.flush()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,3 +45,20 @@ def test_mistakes_are_those_of_an_argument():
     load_config("gemma4-tiny", stpes=2)
   with pytest.raises(UserError, match="argument 'steps'"):
     load_config("gemma4-tiny", "steps")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.dtype("bfloat16"), "bfloat16"])
+def test_a_dtype_may_be_that_of_arrays(dtype):
+  assert load_config("gemma4-tiny", dtype=dtype).config.precision.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("given", [None, 3, {"model_name": "gemma4-tiny"}])
+def test_what_is_no_configuration_is_told(given: Any):
+  with pytest.raises(UserError, match=r"is no configuration\n  fix: a model's name"):
+    load_config(given)
+
+
+def test_a_hugging_face_directory_is_told_what_it_is_for(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(UserError, match=r"is a Hugging Face checkpoint, .*\n  fix: .*init_from="):
+    load_config(tmp_path)

@@ -110,3 +110,12 @@ def test_around_the_optimizer_of_an_nnx_model():
   step(model, optimizer, jnp.ones((4, 3)))
   assert np.any(before != np.asarray(model.kernel[...]))
   assert FiniteGuard.check(optimizer.opt_state, nnx.to_pure_dict(nnx.state(model, nnx.Param))).applied
+
+
+def test_a_state_or_a_tree_that_is_not_its_own_is_told():
+  guard: Any = FiniteGuard(ADAM)
+  state = guard.init(PARAMS)
+  with pytest.raises(ValueError, match=r"not the state of a FiniteGuard\n  fix: let it be the outermost"):
+    guard.verdict((state, ()), PARAMS)
+  with pytest.raises(ValueError, match=r"params has 1 arrays, the guard 2\n  fix: give the tree that was trained"):
+    guard.verdict(state, {"a": PARAMS["a"]})

@@ -12,6 +12,7 @@ from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.tied import other_head
+from maxtext_like.config import hub
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
@@ -58,8 +59,9 @@ def read_config(directory: Path) -> HuggingFaceConfig:
   """
   path = directory / "config.json"
   if not path.is_file():
+    missing = "has no config.json" if directory.is_dir() else f"no such directory{hub.advice(str(directory))}"
     raise UserError(
-      f"{printable(directory)}: has no config.json; expected a Hugging Face checkpoint directory\n"
+      f"{printable(directory)}: {missing}; expected a Hugging Face checkpoint directory\n"
       "  fix: name one; maxtext-like export makes one of a run"
     )
   config = interpret(parse_file(path, limit=_LIMIT), printable(path))
