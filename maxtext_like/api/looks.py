@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.configuration import load_config
+from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def xray_step(
   Args:
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
-    checkpoint: a run or one of its checkpoints (whole state), or a Hugging Face one; None: what a run would start with.
+    checkpoint: a run or one of its checkpoints (whole state), or a Hugging Face one or its name in this
+      machine's cache; None: what a run would start with.
     everything: measure every tensor, not only the key ones: compiles far longer.
     keys: values laid over it.
 
@@ -101,6 +103,7 @@ def xray_step(
     DoesNotFitError: the memory does not suffice.
   """
   from maxtext_like.analysis.step_xray import xray_step as look
+  from maxtext_like.checkpoint.weight_sources import require_source
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
   from maxtext_like.training.batches import first_batch
@@ -108,6 +111,9 @@ def xray_step(
   from maxtext_like.training.program import make_program
 
   c = load_config(config, *overrides, **keys).config
+  if checkpoint is not None:
+    checkpoint = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
+    require_source(checkpoint, "checkpoint")
   use_compilation_cache(c.logging.compilation_cache_dir)
   program = make_program(c)
   memory.require_fit(program)

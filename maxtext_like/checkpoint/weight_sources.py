@@ -26,15 +26,19 @@ def find_step(directory: Path) -> Path | None:
   return None
 
 
-def require_source(source: Path) -> None:
+def require_source(source: Path, named: str = "init_from") -> None:
   """Looks for the weights of ``init_from``, whether a run needs them or goes on from a step of its own.
+
+  Args:
+    source: where they are.
+    named: what to call it in the error.
 
   Raises:
     UserError: there is no checkpoint in ``source``.
   """
   source = source.expanduser()
   if not (source / "config.json").is_file() and find_step(source) is None:
-    raise no_checkpoint(f"init_from: {source}", source)
+    raise no_checkpoint(f"{named}: {source}", source)
 
 
 def no_checkpoint(what: str, directory: Path) -> UserError:

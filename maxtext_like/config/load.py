@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_UNKNOWN = 50  # unknown keys of a file that are listed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loaded:
   """A configuration and how it came about.
 
@@ -42,6 +42,9 @@ class Loaded:
   origins: dict[str, str]
   notes: tuple[str, ...]
   path: Path
+
+  def __repr__(self) -> str:
+    return f"Loaded({self.config.model.model_name}, {self.config.precision.dtype}, of {self.path})"
 
   def to_yaml(self) -> str:
     """The resolved configuration with the origin of each value; ``load_config`` reads it back as the same ``config``.

@@ -44,7 +44,14 @@ def test_what_are_no_tokens_is_told(run, tokens):
     run.load().logits(tokens)
 
 
+def test_a_checkpoint_that_is_not_there_is_told_before_its_tokenizer_is_missed(tmp_path, caplog):
+  with pytest.raises(UserError, match=r"checkpoint: .* does not exist\n  fix: "):
+    maxtext_like.xray_step("qwen3-tiny", checkpoint=tmp_path / "none")
+  assert not caplog.records
+
+
 def test_a_model_shows_in_a_line_what_it_is(run):
+  assert repr(maxtext_like.load_config("qwen3-tiny")).startswith("Loaded(qwen3-tiny, float32, of ")
   assert repr(run.load()) == f"Pretrained(qwen3-tiny, float32, of {run.directory})"
 
 
