@@ -62,6 +62,8 @@ class FailedStep:
     """
     if applied:
       return NonFiniteError(error.what, error.remedies, ["no replay: the state before the update is gone"])
+    if jax.process_count() > 1:  # each holds a part; what x-ray reads on the way would leave them waiting for each other
+      return NonFiniteError(error.what, error.remedies, ["no replay: only runs of one process keep their failed step"])
     self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
     place = self.directory / DIRECTORY
@@ -100,12 +102,9 @@ def keep(program: TrainProgram, directory: Path, step: int, state: State, batch:
 
   Raises:
     OSError: no room.
-    UserError: several processes, each of which holds a part.
   """
   import orbax.checkpoint as ocp
 
-  if jax.process_count() > 1:
-    raise UserError("only runs of one process keep their failed step")
   flat = tree.flatten(state)
   shutil.rmtree(directory, ignore_errors=True)
   directory.mkdir(parents=True)

@@ -177,6 +177,18 @@ class CheckpointManager:
     """Returns the newest step that counts, or None. ``restore`` checks the hashes too."""
     return max(self._steps.complete(), default=None)
 
+  def newest_before(self, step: int) -> int | None:
+    """The newest complete step before this one, of those that are due rather than one that a stop has left; None: none is.
+
+    Waits for the save under way.
+
+    Raises:
+      RetryableError: as ``poll``.
+    """
+    self.wait()
+    before = processes.from_primary(lambda: [s for s in self.complete_steps() if s < step], self._peers_seconds)
+    return max([s for s in before if s % self._interval == 0] or before, default=None)
+
   def preflight(self, state: Any) -> None:
     """Compares the bytes of a state (arrays or shapes) with the free space, before anything is compiled.
 
@@ -367,7 +379,8 @@ class CheckpointManager:
     self._retry_at = time.monotonic() + delay
     free = free_bytes(self.directory)  # before the half-written step goes
     # Writers that still run may put files back; the next start cleans again.
-    shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
+    if processes.primary():  # which makes it anew when it is tried again: nobody may come late to this
+      shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
     self._checkpointer = None
     # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
     leave_behind(thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)

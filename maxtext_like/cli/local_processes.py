@@ -58,10 +58,8 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
   """
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
-  ranks = [_start(words, address, count, index, devices) for index in range(count)]
-  readers = [threading.Thread(target=_show, args=(index, rank.stdout), daemon=True) for index, rank in enumerate(ranks)]
-  for reader in readers:
-    reader.start()
+  ranks: list[subprocess.Popen[bytes]] = []
+  readers: list[threading.Thread] = []
 
   def hand_on(number: int, frame: FrameType | None) -> None:
     for rank in ranks:
@@ -71,6 +69,10 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
   # They are in a session of their own, so that a terminal's Ctrl-C comes once, from here.
   before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
   try:
+    for index in range(count):
+      ranks.append(rank := _start(words, address, count, index, devices))
+      readers.append(threading.Thread(target=_show, args=(index, rank.stdout), daemon=True))
+      readers[-1].start()
     code, since = 0, None
     while any(rank.poll() is None for rank in ranks):
       bad = [rank.returncode for rank in ranks if rank.returncode not in (None, 0)]

@@ -6,6 +6,7 @@ key-value store of JAX's coordinator, which lives in process 0; arrays never do.
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ class _Joined:
 
 _joined: _Joined | None = None
 _turns = itertools.count()
+_meetings = itertools.count()
 
 
 def index() -> int:
@@ -107,7 +110,7 @@ def _found_by_jax(launcher: str, seconds: float) -> tuple[str, int, int]:
 
 
 def barrier(name: str, seconds: float) -> None:
-  """Waits until every process is here. ``name``: of this meeting, the same in all and used once.
+  """Waits until every process is here. ``name``: of this meeting, the same in all; used again only when it is over.
 
   Raises:
     RetryableError: some did not come.
@@ -125,14 +128,39 @@ def everyone(value: str, seconds: float, name: str | None = None) -> list[str]:
   """What each process gives, in their order. Every process calls it at the same point; ``name`` as ``barrier``, for threads."""
   if _joined is None:
     return [value]
-  name = name or f"turn-{next(_turns)}"
+  # Two names in turn are enough, and the store stays small: who is at the next meeting has read what was said at this one.
+  name = name or f"meeting-{next(_meetings) % 2}"
   put(f"{name}/{_joined.index}", value)
   barrier(name, seconds)
-  return [get(f"{name}/{number}", seconds) for number in range(count())]
+  said = dict(_joined.client.key_value_dir_get(f"{_PREFIX}/{name}/"))
+  return [said[f"{_PREFIX}/{name}/{number}"] for number in range(count())]
+
+
+def require_same(values: Mapping[str, Any], seconds: float) -> None:
+  """Looks whether what each process found on its host is the same.
+
+  Args:
+    values: {what it is: a JSON value}, with the same keys in all.
+    seconds: how long to wait for the others.
+
+  Raises:
+    UserError: it differs; the same one in all of them.
+  """
+  if _joined is None:
+    return
+  said = [json.loads(value) for value in everyone(json.dumps(values), seconds)]
+  for what, here in said[0].items():
+    for number, other in enumerate(said):
+      if (there := other[what]) != here:
+        names = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        raise UserError(
+          f"the {what} of {name_of(number)} are not those of {name_of(0)}: {', '.join(names)} differs\n"
+          "  fix: a disk that all of the hosts share, or the same files on each"
+        )
 
 
 def from_primary(make: Callable[[], T], seconds: float) -> T:
-  """What process 0 makes (a JSON value), in all of them; the error that it raises instead, if it is an ``ExitError``."""
+  """What process 0 makes (a JSON value), in all of them; or its error: an ``ExitError`` as it is, others with exit code 1."""
   if _joined is None:
     return make()
   name = f"turn-{next(_turns)}"
@@ -146,15 +174,16 @@ def from_primary(make: Callable[[], T], seconds: float) -> T:
     return said["value"]
   try:
     value = make()
-  except ExitError as error:
-    put(name, json.dumps({"error": str(error), "code": error.exit_code}))
+  except Exception as error:
+    what = str(error) if isinstance(error, ExitError) else f"{name_of(0)} failed: {type(error).__name__}: {error}"
+    put(name, json.dumps({"error": what, "code": getattr(error, "exit_code", ExitError.exit_code)}))
     raise
   put(name, json.dumps({"value": value}))
   return value
 
 
 def on_primary(do: Callable[[], T], seconds: float) -> T | None:
-  """Lets process 0 do something, for which the others wait. Its result there, None elsewhere; its ``ExitError`` everywhere."""
+  """Lets process 0 do something, for which the others wait. Its result there, None elsewhere; its error everywhere."""
   results: list[T] = []
   from_primary(lambda: results.append(do()), seconds)
   return results[0] if results else None
@@ -183,6 +212,24 @@ def _milliseconds(seconds: float) -> int:
   return int(min(seconds, _JAX_SECONDS) * 1000)
 
 
+def _within(seconds: float, ask: Callable[[], T]) -> T:
+  """What the store answers: it never does while process 0 is frozen, or out of reach, and has no limit of its own.
+
+  Raises:
+    TimeoutError: it did not answer.
+  """
+  answer: Future[T] = Future()
+
+  def run() -> None:
+    try:
+      answer.set_result(ask())
+    except Exception as error:
+      answer.set_exception(error)
+
+  threading.Thread(target=run, name="store", daemon=True).start()
+  return answer.result(seconds)
+
+
 class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
   """Tells the other processes that this one lives, while it is entered, and notices which of them does not.
 
@@ -197,6 +244,8 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     self._seconds, self._lost = seconds, lost
     self._stop = threading.Event()
     self._verdict = threading.Event()
+    self._leaving = False
+    self._period = min(2.0, seconds / 5)
     self._thread: threading.Thread | None = None
 
   def __enter__(self) -> "Heartbeat":
@@ -206,6 +255,10 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
       self._outlive_aborts()
     return self
 
+  def leave(self) -> None:
+    """What is left to do needs no other process: none of them is missed any more."""
+    self._leaving = True
+
   def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
     if self._thread is None:
       return
@@ -213,7 +266,8 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     self._thread.join()
     code = getattr(error, "exit_code", 0 if error is None else 1)
     with contextlib.suppress(Exception):  # process 0 may be gone, and with it whoever would read this
-      put(f"ended/{index()}", json.dumps([code, "" if error is None else f"{error}".partition("\n")[0]]))
+      farewell = json.dumps([code, "" if error is None else f"{error}".partition("\n")[0]])
+      _within(self._seconds, lambda: put(f"ended/{index()}", farewell))
       if primary():
         self._wait_for_others()
     import jax
@@ -222,7 +276,8 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
 
   def _wait_for_others(self) -> None:
     assert _joined is not None
-    deadline = time.monotonic() + min(self._seconds, _GOODBYE_SECONDS)
+    # Longer than the others take to notice how this process ended, and to end with its exit code.
+    deadline = time.monotonic() + min(self._seconds, _GOODBYE_SECONDS) + 2 * self._period
     numbers = range(count())
     while time.monotonic() < deadline and len(_joined.client.key_value_dir_get(f"{_PREFIX}/ended/")) < count():
       time.sleep(0.05)
@@ -253,25 +308,35 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
 
   def _run(self) -> None:
     assert _joined is not None
-    period = min(2.0, self._seconds / 5)
-    seen = {number: ("", time.monotonic()) for number in range(count())}
+    client, before = _joined.client, time.monotonic()
+    seen: dict[int, tuple[str, float]] = dict.fromkeys(range(count()), ("", before))
+
+    def exchange(beat: int) -> list[dict[str, str]]:
+      put(f"beat/{index()}", str(beat))
+      return [dict(client.key_value_dir_get(f"{_PREFIX}/{what}/")) for what in ("beat", "ended")]
+
     for beat in itertools.count():
-      if self._stop.wait(period if beat else 0.0):
+      if self._stop.wait(self._period if beat else 0.0):
         return
+      if time.monotonic() - before > 4 * self._period:  # this process was stopped, and the others perhaps with it
+        seen = {number: (value, time.monotonic()) for number, (value, _) in seen.items()}
       try:
-        put(f"beat/{index()}", str(beat))
-        found = dict(_joined.client.key_value_dir_get(f"{_PREFIX}/beat/"))
-        ended = dict(_joined.client.key_value_dir_get(f"{_PREFIX}/ended/"))
+        found, ended = _within(self._seconds, functools.partial(exchange, beat))
+      except TimeoutError:
+        self._tell(f"{name_of(0)}, which holds the others together, is lost: it did not answer for {self._seconds:.0f} s")
+        return
       except Exception as error:
         self._tell(f"{name_of(0)}, which holds the others together, does not answer: {str(error).splitlines()[0]}")
         return
-      now = time.monotonic()
+      now = before = time.monotonic()
       for number, (value, since) in seen.items():
         last = found.get(f"{_PREFIX}/beat/{number}", "")
         if number == index():
           continue
         if farewell := ended.get(f"{_PREFIX}/ended/{number}"):
           code, reason = json.loads(farewell)
+          if code == 0:
+            continue  # done, as this one soon will be: process 0 writes a report, and waits for the mirror
           # What ends one may end all, each with its own words: they get time for that.
           if not self._stop.wait(min(self._seconds, _GOODBYE_SECONDS)):
             self._tell(f"{name_of(number)} ended{f': {reason}' if reason else ''}", code or RetryableError.exit_code)
@@ -284,7 +349,8 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
 
   def _tell(self, what: str, code: int = RetryableError.exit_code) -> None:
     self._verdict.set()
-    self._lost(what, code)
+    if not self._leaving:
+      self._lost(what, code)
 
 
 class Agreement:

@@ -269,7 +269,7 @@ class Loop:
     if self.spikes is None or self._spiked is None:
       return None
     (launched, spike), self._spiked = self._spiked, None
-    to = None if self.manager is None else self._checkpoint_before(self.manager, launched.step)
+    to = None if self.manager is None else self.manager.newest_before(launched.step)
     if to is None or self.manager is None:
       self.progress.say(self.spikes.add(spike))
       return None
@@ -299,13 +299,6 @@ class Loop:
     self.files.rewind(to)
     self._finished, self._unsaved_seconds, self._last_end = to, 0.0, time.perf_counter()
     return to
-
-  def _checkpoint_before(self, manager: CheckpointManager, step: int) -> int | None:
-    """The newest checkpoint before a step, rather of those that are due than one that a stop has left: as without the stop."""
-    manager.wait()
-    before = [s for s in manager.complete_steps() if s < step]
-    due = [s for s in before if s % self.program.config.checkpoint.checkpoint_interval == 0]
-    return max(due or before, default=None)
 
   def _keep_finished(self) -> None:
     """Saves the steps that an error ends the run after; what fails here is told, for the error itself must be seen.

@@ -20,11 +20,13 @@ class Profile:
     steps: the key's value, as "10-12".
     directory: of the run.
     say: takes lines for whoever watches.
+    traces: False: it only says when, so that all processes of a run wait for the same steps.
   """
 
-  def __init__(self, steps: str, directory: Path, say: Callable[[str], None]):
+  def __init__(self, steps: str, directory: Path, say: Callable[[str], None], *, traces: bool = True):
     self._first, self._last = profiled(steps)
     self._place, self._say = directory / DIRECTORY, say
+    self._traces = traces
     self._tracing = self._done = False
 
   def starts(self, step: int) -> bool:
@@ -44,7 +46,8 @@ class Profile:
     """Begins the trace."""
     self._done = True
     try:
-      jax.profiler.start_trace(self._place)
+      if self._traces:
+        jax.profiler.start_trace(self._place)
     except Exception as error:  # what the profiler of a platform raises is not documented; training does not need it
       self._say(f"no profile: {' '.join(str(error).split())[:300]}")
       return
@@ -55,6 +58,8 @@ class Profile:
     if not self._tracing:
       return
     self._tracing = False
+    if not self._traces:
+      return
     begin = time.perf_counter()
     try:
       jax.profiler.stop_trace()

@@ -60,7 +60,8 @@ def same_everywhere() -> dict[str, str]:
   """What must not differ between the processes of a run: versions, and the code itself."""
   root, digest = Path(__file__).parents[1], hashlib.sha256()
   for path in sorted([*root.rglob("*.py"), *(root / "layers").rglob("*.py")]):  # rglob does not follow a link
-    digest.update(path.read_bytes())
+    if path.is_file():  # an editor's lock is a link that leads nowhere
+      digest.update(path.read_bytes())
   versions = {f"version of {name}": _version(name) or "none" for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
   return versions | {"version of python": platform.python_version(), "code of maxtext_like": digest.hexdigest()[:16]}
 

@@ -154,6 +154,7 @@ class _Run:
         progress.say(f"data    {shares(opened.data.documents, held_out, opened.settings)}")
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
+        processes.barrier("start", watchdog.limit("compile"))  # one may have to compile what the others have in their cache
         starting.close()
         unwritten = self._loop_to_its_end(loop, page, start)
       progress.say(f"time    {summary(self._goodput.to_json())}\n{page.outcome}")
@@ -180,6 +181,8 @@ class _Run:
     open_split = lambda split: stop.interruptible(lambda: open_data(program, split, settings, alive, stop.check))
     data = stack.enter_context(contextlib.closing(open_split("train")))
     held_out = stack.enter_context(contextlib.closing(open_split("eval"))) if settings.eval_interval else None
+    identities = {f"{source.identity['split']} data": source.identity for source in (data, held_out) if source is not None}
+    processes.require_same(identities, watchdog.limit("compile"))  # one may have to look at every record first
     samples = None
     if c.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
@@ -229,7 +232,7 @@ class _Run:
     evaluate = None
     if opened.held_out is not None:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
-    profiled = c.logging.profile_steps if processes.primary() else None
+    profiled = c.logging.profile_steps
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.steps)
     loop = Loop(
       program=program,
@@ -250,7 +253,7 @@ class _Run:
       watchdog=self._watchdog,
       goodput=self._goodput,
       spikes=spikes,
-      profile=Profile(profiled, directory.path, say) if profiled else None,
+      profile=Profile(profiled, directory.path, say, traces=processes.primary()) if profiled else None,
     )
     return loop, _Page(directory.path, guard, config_yaml, env), begun.step
 
@@ -260,8 +263,11 @@ class _Run:
     outcome = "interrupted by an error of the program"
     try:
       loop.run(start)
+      self._heartbeat.leave()
       outcome = f"finished: {steps} steps, {steps - start} of them now, in {duration(time.monotonic() - begin)}"
     except ExitError as error:
+      if isinstance(error, StoppedRunError) or not isinstance(error, RetryableError):  # all end so, or have nothing to wait for
+        self._heartbeat.leave()
       outcome = str(error) if isinstance(error, StoppedRunError) else f"stopped: {error}"
       raise
     finally:

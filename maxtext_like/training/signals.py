@@ -55,7 +55,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
   """
 
   def __init__(self, agreement: Agreement | None = None) -> None:
-    self._agreement, self._asked_at = agreement, -1
+    self._agreement, self._asked_at, self._agreed = agreement, -1, False
     self._heard: signal.Signals | None = None  # by this process
     self.requested: signal.Signals | None = None
     self.training = False
@@ -152,12 +152,14 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     Raises:
       RetryableError: a process did not come to this step.
     """
-    if self._agreement is not None and step != self._asked_at and self.requested is None:
+    if self._agreement is None:
+      return self.requested is not None
+    if step != self._asked_at and not self._agreed:  # also what this one heard just before it trained is news to the others
       self._asked_at = step
       wishes = [wish for wish in self._agreement(step, self._heard.name if self._heard else "") if wish]
       if wishes:
-        self.requested = signal.Signals[wishes[0]]
-    return self.requested is not None
+        self.requested, self._agreed = signal.Signals[wishes[0]], True
+    return self._agreed
 
   def error(self, step: int, checkpoint: str | None) -> StoppedRunError:
     """Returns what ends a stopped run: exit code 42, 130 after Ctrl-C.

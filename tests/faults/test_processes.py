@@ -85,7 +85,27 @@ def test_sigterm_on_one_stops_all_at_the_same_step(train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
+def test_numbers_that_are_not_finite_end_all(train):
+  both = Ranks(train, "a", learning_rate=1e30, warmup_steps_fraction=0)
+  assert both.codes() == [3, 3], both.texts()
+  first, other = both.texts()
+  assert "no replay: only runs of one process keep their failed step" in first
+  assert "error: " in other
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_alone_is_told_by_all(train):
+  """What no collective shows: here a file of an earlier life that cannot be read."""
+  (train.output_dir / "a" / "samples.jsonl").mkdir(parents=True)
+  both = Ranks(train, "a")
+  assert both.codes() == [2, 2], both.texts()
+  assert all("samples.jsonl: Is a directory" in text for text in both.texts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)]
+)
 def test_one_is_lost(train, number, victim):
   """The other ends within the heartbeat's time and names it; the run goes on from its checkpoint."""
   both = Ranks(train, "a", steps=100_000)

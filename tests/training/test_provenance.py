@@ -3,6 +3,7 @@
 import json
 import sys
 
+from maxtext_like.training import provenance
 from maxtext_like.training.provenance import describe
 
 SECRETS = """
@@ -30,3 +31,13 @@ def test_no_secret_is_kept(monkeypatch):
   assert found["variables"]["LIBTPU_INIT_ARGS"] == "--a=b --auth_token=*** --c=***"
   assert found["variables"]["JAX_ENABLE_X64"] == "0"
   assert found["command"] == ["train.py", "a", "--api-key", "***", "dataset_path=s3://***@bucket/x"]
+
+
+def test_a_link_that_leads_nowhere_is_no_code(tmp_path, monkeypatch):
+  """An editor locks a file so."""
+  (tmp_path / "training").mkdir()
+  (tmp_path / "a.py").write_text("a = 1\n")
+  monkeypatch.setattr(provenance, "__file__", str(tmp_path / "training" / "provenance.py"))
+  code = provenance.same_everywhere()
+  (tmp_path / ".#a.py").symlink_to("me@here.123")
+  assert provenance.same_everywhere() == code

@@ -12,6 +12,7 @@ import pytest
 
 from maxtext_like import left_behind
 from maxtext_like.errors import InterruptedRunError, RetryableError
+from maxtext_like.sharding.processes import Agreement
 from maxtext_like.training.signals import StopAsked, StopRequest
 
 
@@ -134,3 +135,31 @@ def test_work_that_a_stop_leaves_behind():
       stop.interruptible(lambda: pytest.fail("it was asked before"))
     release.set()
     timer.join()
+
+
+def test_several_processes_stop_where_all_have_heard_of_it():
+  """Also of a signal that came before this one trained: the others may train by then."""
+  wishes, known = [], [""]
+
+  class Known(Agreement):
+    def __call__(self, step, wish=""):
+      wishes.append(wish)
+      return [wish, *known]
+
+  agreement = Known(1)
+  stop = StopRequest(agreement)
+  with stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while stop.requested is None:
+      time.sleep(0.01)
+    stop.training = True
+    assert stop.should_stop(3)
+    assert stop.should_stop(3)
+  assert wishes == ["SIGTERM"]
+  other = StopRequest(agreement)
+  other.training = True
+  assert not other.should_stop(3)
+  known[:] = ["SIGTERM"]
+  assert not other.should_stop(3), "asked twice about one step"
+  assert other.should_stop(4)
+  assert other.requested == signal.SIGTERM

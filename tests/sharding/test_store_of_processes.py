@@ -1,0 +1,139 @@
+"""What processes tell each other, with a store in memory in the place of JAX's."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from maxtext_like.errors import ExitError, UserError
+from maxtext_like.sharding import processes
+from maxtext_like.sharding.processes import Heartbeat
+
+OTHERS = "meeting-0", "meeting-1"
+
+
+class Store:
+  """Holds what was put; ``silent`` answers no more, as one in a frozen process."""
+
+  def __init__(self):
+    self.values, self.silent = {}, threading.Event()
+
+  def key_value_set(self, key, value, *, allow_overwrite):
+    if self.silent.is_set():
+      time.sleep(3600)
+    self.values[key] = value
+
+  def key_value_dir_get(self, prefix):
+    return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+  def blocking_key_value_get(self, key, milliseconds):
+    return self.values[key]
+
+  def wait_at_barrier(self, name, milliseconds):
+    pass
+
+
+@pytest.fixture
+def store(monkeypatch):
+  """Makes this one process 1 of 2."""
+  store = Store()
+  monkeypatch.setattr(processes, "_joined", processes._Joined(1, ("here", "there"), store))
+  return store
+
+
+@pytest.fixture
+def heartbeat(monkeypatch, store):
+  told = []
+  heartbeat = Heartbeat(0.4, lambda *what: told.append(what))
+  thread = threading.Thread(target=heartbeat._run, daemon=True)
+  beat = threading.Event()
+
+  def other_lives():
+    for number in range(1000):
+      if beat.wait(0.02):
+        return
+      store.values["maxtext_like/beat/0"] = str(number)
+
+  threading.Thread(target=other_lives, daemon=True).start()
+  thread.start()
+  yield heartbeat, told, beat
+  heartbeat._stop.set()
+  beat.set()
+  thread.join(5)
+
+
+def ends(store, code):
+  store.values["maxtext_like/ended/0"] = json.dumps([code, "its disk is full"])
+
+
+def test_one_of_which_nothing_is_heard_is_lost(heartbeat):
+  _, told, other = heartbeat
+  time.sleep(1)
+  assert not told
+  other.set()
+  time.sleep(1)
+  assert told == [("process 0 (host here) is lost: nothing was heard of it for 0 s", 42)]
+
+
+def test_a_frozen_store_is_noticed(heartbeat, store):
+  _, told, _ = heartbeat
+  store.silent.set()
+  time.sleep(1.5)
+  assert told == [("process 0 (host here), which holds the others together, is lost: it did not answer for 0 s", 42)]
+
+
+def test_one_that_ends_badly_ends_this_one_with_its_code(heartbeat, store):
+  _, told, _ = heartbeat
+  ends(store, 2)
+  time.sleep(1.5)
+  assert told == [("process 0 (host here) ended: its disk is full", 2)]
+
+
+@pytest.mark.parametrize(("code", "leaves"), [(0, False), (42, True)])
+def test_one_that_is_done_does_not_end_the_last_writes_of_this_one(heartbeat, store, code, leaves):
+  beats, told, other = heartbeat
+  if leaves:
+    beats.leave()
+  ends(store, code)
+  other.set()
+  time.sleep(1.5)
+  assert not told
+
+
+def test_meetings_leave_little_behind(store):
+  for number in range(10):
+    for name in OTHERS:
+      store.values[f"maxtext_like/{name}/0"] = f"other {number}"
+    assert processes.everyone(f"mine {number}", 1) == [f"other {number}", f"mine {number}"]
+  assert len(store.values) == 4
+
+
+@pytest.mark.parametrize(
+  ("error", "kind", "code", "said"),
+  [
+    (OSError(28, "No space left on device"), ExitError, 1, "process 0 (host here) failed: OSError: [Errno 28] No space left"),
+    (UserError("no such file"), UserError, 2, "no such file"),
+  ],
+)
+def test_any_error_of_the_first_is_the_error_of_all(monkeypatch, store, error, kind, code, said):
+  def fail():
+    raise error
+
+  monkeypatch.setattr(processes, "_joined", processes._Joined(0, ("here", "there"), store))
+  with pytest.raises(type(error)):
+    processes.from_primary(fail, 1)
+  (told,) = store.values.values()
+  monkeypatch.setattr(processes, "_joined", processes._Joined(1, ("here", "there"), store))
+  monkeypatch.setattr(store, "blocking_key_value_get", lambda *_: told)
+  with pytest.raises(kind, match=said.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")) as raised:
+    processes.from_primary(fail, 1)
+  assert raised.value.exit_code == code
+
+
+def test_what_differs_between_hosts_is_refused(store):
+  for name in OTHERS:
+    store.values[f"maxtext_like/{name}/0"] = json.dumps({"train data": {"files": "a1", "split": "train"}})
+  processes.require_same({"train data": {"files": "a1", "split": "train"}}, 1)
+  with pytest.raises(UserError, match=r"the train data of process 1 \(host there\) are not those .*: files differs"):
+    processes.require_same({"train data": {"files": "b2", "split": "train"}}, 1)
