@@ -314,6 +314,10 @@ class CheckpointManager:
           if processes.primary():
             self._complete(pending.step, record)
         except Exception as error:
+          if not self._alone:  # orbax, in the others, may wait for this one until the save's time is up
+            _log.error(
+              "checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), _reason(error)
+            )
           processes.everyone(_reason(error), self._peers_seconds, turn)
           raise
         said = processes.everyone("", self._peers_seconds, turn)
