@@ -89,9 +89,9 @@ def _arcs(edges: dict[tuple[str, str], int], boxes: dict[str, tuple[int, int]], 
     y1, y2 = height(above, edge, leave[above], 1), height(below, edge, reach[below], 0)
     x = MARGIN + BOX
     out = x + 24 + 1.25 * (WIDTH - x - 40) * (rows.index(below) - rows.index(above)) / len(rows)
-    title = html.escape(f"{above} imports {below}: {count}")
+    title = html.escape(f"{above} imports {below}")
     path = f"M{x} {y1:.1f} C{out:.1f} {y1:.1f} {out:.1f} {y2:.1f} {x} {y2:.1f}"
-    lines.append(f'<path stroke-width="{0.8 + min(count, 60) / 15:.1f}" d="{path}"><title>{title}</title></path>')
+    lines.append(f'<path stroke-width="{1.2 if count < 10 else 2.6}" d="{path}"><title>{title}</title></path>')
     lines.append(f'<circle cx="{x}" cy="{y2:.1f}" r="2.5"/>')
   return lines
 
