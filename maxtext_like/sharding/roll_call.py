@@ -107,9 +107,13 @@ def _listener(port: int) -> socket.socket:
 def _read_card(connection: socket.socket) -> Card | None:
   try:
     said = strict_json.loads(_line(connection, time.monotonic() + 10))
-    return Card(**said)
+    card = Card(**said)
   except (OSError, ValueError, TypeError):
     return None
+  numbers = (card.index, card.count, card.pid)
+  words = (card.host, *card.facts, *card.facts.values()) if isinstance(card.facts, dict) else (None,)
+  right = all(type(x) is int for x in numbers) and all(isinstance(x, str) for x in words)
+  return card if right else None
 
 
 def _differs(mine: Card, other: Card, same_index: Card | None) -> ExitError | None:

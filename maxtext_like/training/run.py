@@ -71,7 +71,7 @@ def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
     ExitError: everything else that can happen; its class has the exit code.
   """
   limits = loaded.config.watchdog
-  same = provenance.same_everywhere() | roll_call.as_facts(loaded.to_yaml(), "key")
+  same = provenance.same_everywhere() | roll_call.as_facts(masked(loaded.to_yaml()), "key")
   processes.join(same, limits.watchdog_peers_seconds)
   stop = StopRequest(Agreement(limits.watchdog_peers_seconds) if processes.count() > 1 else None)
   hears = threading.current_thread() is threading.main_thread()

@@ -75,7 +75,13 @@ def test_a_port_that_is_taken():
 def test_strangers_are_left_alone(port):
   with ThreadPoolExecutor(2) as pool:
     first = pool.submit(outcome, port, 0, 2, {})
-    for said in (b"", b"GET / HTTP/1.0\r\n\r\n\n", b'{"index": 1}\n'):
+    for said in (
+      b"",
+      b"GET / HTTP/1.0\r\n\r\n\n",
+      b'{"index": 1}\n',
+      b'{"index": "1", "count": 2, "facts": {}}\n',
+      b'{"index": 1, "count": 2, "facts": {"a": 1}}\n',
+    ):
       deadline = time.monotonic() + 10
       while time.monotonic() < deadline:
         try:
