@@ -90,8 +90,8 @@ def residual_backward() -> Row:
     return jax.jit(jax.value_and_grad(_residual_loss(norm, mlp, residual), argnums=1))
 
   plain = gradient(_plain_norm, lambda p, x: plain_mlp(p, x)["down_proj"], "float16")
-  ours = gradient(RMSNorm(norm_cfg, HALF), MLP(cfg, HALF), HALF.residual)
-  exact = gradient(RMSNorm(norm_cfg, FULL), MLP(cfg, FULL), "float32")(p, rows, 1.0)[1]
+  ours = gradient(RMSNorm(norm_cfg, HALF), MLP(cfg, HALF).alone, HALF.residual)
+  exact = gradient(RMSNorm(norm_cfg, FULL), MLP(cfg, FULL).alone, "float32")(p, rows, 1.0)[1]
   scale = 2.0**15
   (value, theirs), (_, mine) = plain(p, rows, scale), ours(p, rows, scale)
   largest = max(k for k in range(16) if finite_share(plain(p, rows, 2.0**k)[1]) == 1)

@@ -256,7 +256,7 @@ class Decoder:
       collected.append((s, aux))
     x, last = self.leave(p, carry, ctx)
     aux = _totals(collected) | _captured(collected)
-    aux["rescued"] = aux["rescued"] + first.pop("rescued", 0)
+    aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.pop("rescued", 0)
     if cache is not None:
       aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
     return x, aux | first | last

@@ -14,6 +14,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training.rounding import StochasticRounding, stochastic_round
+from maxtext_like.training.step import UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,12 +104,12 @@ def test_the_train_step_keeps_what_rounding_to_nearest_would_lose():
   state = {**state, "params": jax.tree.map(lambda p: p.astype(jnp.bfloat16), state["params"])}
   before, first = jax.device_get(state["params"]), None
   for _ in range(steps):
-    state, metrics = step(state, toy_batch(), jnp.asarray(True))
+    state, metrics = step(state, toy_batch(), UNKNOWN)
     assert not bool(metrics["skipped"])
     # No update reaches half of bfloat16's spacing at 0.125, so that to nearest no larger number would ever move.
     assert rate * float(metrics["grad_norm"]) < 0.125 * 2**-9
     first = first or jax.device_get(state["params"])
-  again, _ = step({**state, "step": jnp.zeros((), jnp.int32), "params": before}, toy_batch(), jnp.asarray(True))
+  again, _ = step({**state, "step": jnp.zeros((), jnp.int32), "params": before}, toy_batch(), UNKNOWN)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(again["params"]), first)
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(jax.device_get(state["params"])), strict=True)
   moved = sum(int(((a != b) & (np.abs(a.astype(np.float32)) > 0.125)).sum()) for a, b in pairs)

@@ -183,7 +183,11 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
     moved = (p["a"].astype(jnp.float32) - t.learning_rate * direction["a"]).astype(weight_dtype)
     finite = all(np.isfinite(np.asarray(x)).all() for x in (moved, *jax.tree.leaves(state)))
     assert finite or not proof, (keys, largest(grads), largest(p))
-    assert not proof or largest(state) <= 1.001 * float(kept), (keys, largest(grads), kept)
+    assert not proof or largest(state) <= 1.001 * float(kept) + 6e-8, (  # float16 rounds to multiples of that
+      keys,
+      largest(grads),
+      kept,
+    )
     if not wide and not (weight_dtype == "float16" and rule in ("adamw", "adafactor")):
       assert proof, (keys, largest(grads), largest(p))
   assert counts[False]
