@@ -23,7 +23,6 @@ import dataclasses
 import errno
 import logging
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -38,6 +37,7 @@ from typing import Any
 from maxtext_like import atomic
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
+from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
 from maxtext_like.checkpoint.room import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.valid_step import newest_valid
@@ -46,31 +46,6 @@ from maxtext_like.left_behind import leave_behind
 from maxtext_like.sharding import processes
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Statistics:
-  """What the saves of a run cost and how they ended. Seconds are wall clock, bytes those of the arrays."""
-
-  saved: int = 0
-  skipped_busy: int = 0
-  refused_nonfinite: int = 0
-  failures: int = 0
-  blocked_seconds: float = 0.0
-  write_seconds: float = 0.0
-  hash_seconds: float = 0.0
-
-
-@dataclasses.dataclass
-class _Pending:
-  """One save under way; the thread fills in how it ended."""
-
-  step: int
-  needed_bytes: int
-  error: BaseException | None = None
-  write_seconds: float = 0.0
-  hash_seconds: float = 0.0
-  thread: threading.Thread = dataclasses.field(init=False)
 
 
 class CheckpointManager:
@@ -138,7 +113,7 @@ class CheckpointManager:
     self._tokenizer = tokenizer or {}
     self._consecutive_failures = 0
     self._retry_at: float | None = None
-    self._pending: _Pending | None = None
+    self._pending: PendingSave | None = None
     self._checkpointer: Any = None
     self._threads_before: set[threading.Thread] = set()  # the save under way
     self._saves = 0
@@ -260,7 +235,7 @@ class CheckpointManager:
       versions=manifest.versions(),
       run=self._run,
     )
-    pending = _Pending(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
+    pending = PendingSave(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     self._saves += 1
@@ -300,10 +275,10 @@ class CheckpointManager:
     if self._checkpointer is None:
       # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
       self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False))
-      logging.getLogger("absl").addFilter(_told_by_us)
+      logging.getLogger("absl").addFilter(told_by_us)
     self._checkpointer.save(path, args=ocp.args.PyTreeSave(flat))
 
-  def _finish(self, pending: _Pending, record: manifest.Manifest, begin: float) -> None:
+  def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
     """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
     turn = f"save-{self._saves}"
     try:
@@ -316,12 +291,12 @@ class CheckpointManager:
         except Exception as error:
           if not self._alone:  # orbax, in the others, may wait for this one until the save's time is up
             _log.error(
-              "checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), _reason(error)
+              "checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), reason(error)
             )
-          processes.everyone(_reason(error), self._peers_seconds, turn)
+          processes.everyone(reason(error), self._peers_seconds, turn)
           raise
         said = processes.everyone("", self._peers_seconds, turn)
-        if wrong := [f"{processes.name_of(i)}: {reason}" for i, reason in enumerate(said) if reason]:
+        if wrong := [f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why]:
           raise RetryableError("; ".join(wrong))
         pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
     except BaseException as error:
@@ -394,7 +369,7 @@ class CheckpointManager:
       f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): "
       f"{self._steps.path(pending.step)}: "
       f"needs {megabytes(pending.needed_bytes)}, {megabytes(free) if free is not None else 'unknown'} were free: "
-      f"{_reason(pending.error)}; "
+      f"{reason(pending.error)}; "
       + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
       + ("" if last else f"; trying again in {delay:.0f} s")
     )
@@ -524,16 +499,3 @@ class CheckpointManager:
       return False
     _log.error("step %d is corrupt: %s; copied back from %s", step, damage, self._mirror)
     return True
-
-
-def _reason(error: Exception) -> str:
-  """Returns one line for an error; of TensorStore's kilobytes only what the operating system said."""
-  if isinstance(error, OSError) and error.strerror:
-    return error.strerror
-  said = re.search(r"os_error_code='(\d+)'", str(error))
-  return os.strerror(int(said[1])) if said else " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _told_by_us(entry: logging.LogRecord) -> bool:
-  """Drops orbax's two tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
-  return not any(part in str(entry.msg) for part in ("Handler Commit operations or", "_SignalingThread.run() raised"))

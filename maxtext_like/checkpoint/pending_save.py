@@ -1,0 +1,45 @@
+"""One save under way, what the saves of a run came to, and orbax's errors in a line."""
+
+import dataclasses
+import logging
+import os
+import re
+import threading
+
+
+@dataclasses.dataclass
+class Statistics:
+  """What the saves of a run cost and how they ended. Seconds are wall clock, bytes those of the arrays."""
+
+  saved: int = 0
+  skipped_busy: int = 0
+  refused_nonfinite: int = 0
+  failures: int = 0
+  blocked_seconds: float = 0.0
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class PendingSave:
+  """One save under way; the thread fills in how it ended."""
+
+  step: int
+  needed_bytes: int
+  error: BaseException | None = None
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
+  thread: threading.Thread = dataclasses.field(init=False)
+
+
+def reason(error: Exception) -> str:
+  """Returns one line for an error; of TensorStore's kilobytes only what the operating system said."""
+  if isinstance(error, OSError) and error.strerror:
+    return error.strerror
+  said = re.search(r"os_error_code='(\d+)'", str(error))
+  return os.strerror(int(said[1])) if said else " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def told_by_us(entry: logging.LogRecord) -> bool:
+  """Drops orbax's two tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
+  return not any(part in str(entry.msg) for part in ("Handler Commit operations or", "_SignalingThread.run() raised"))
