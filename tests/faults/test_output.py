@@ -1,6 +1,7 @@
 """What a run writes beside its checkpoints, on disks, pipes and terminals that fail: none of it stops a step, or the run."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -83,8 +84,8 @@ def test_a_disk_that_does_not_answer_holds_up_nothing(train):
   run = train.output_dir / "a"
   process = train.start("a", steps=2000, checkpoint_interval=100, log_interval=1)
   train.wait_for(r"step +5 of", process)
-  (run / "metrics.jsonl").unlink()
-  subprocess.run(["mkfifo", str(run / "metrics.jsonl")], check=True)
+  os.mkfifo(train.output_dir / "fifo")
+  os.rename(train.output_dir / "fifo", run / "metrics.jsonl")  # in one step: a row may be written at any moment
   train.wait_for(r"step +400 of", process, timeout=240)  # with checkpoints, which wait for rows on a disk that answers
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=240) == 42, train.log.read_text()
