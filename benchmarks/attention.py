@@ -59,7 +59,7 @@ def main() -> None:
         tokens = Tokens(segments)
         results = {}
         kernels: tuple[Choice, ...] = ("dot_product", "auto")
-        case = Case(platform=platform, dtype=dtype, query_heads=N, kv_heads=K, head_dim=H, value_dim=H, length=length)
+        case = Case(platform=platform, precision=precision, query_heads=N, kv_heads=K, head_dim=H, value_dim=H, length=length)
         for kernel in kernels:
           chosen: Name = choose(kernel, case).name
 

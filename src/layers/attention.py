@@ -116,10 +116,10 @@ class Attention:
 
   def case(self, length: int, *, images: bool) -> Case:
     """What a kernel has to do for rows of ``length`` positions, with images among them or not."""
-    c, precision = self.cfg, self.precision
+    c = self.cfg
     return Case(
       platform=c.platform,
-      dtype=precision.dtype,
+      precision=self.precision,
       query_heads=c.num_query_heads,
       kv_heads=c.num_kv_heads,
       head_dim=c.head_dim,
@@ -127,8 +127,6 @@ class Attention:
       length=length,
       window=c.window,
       bidirectional_images=c.bidirectional_images and images,
-      float32_qk_product=precision.float32_qk_product,
-      float32_logits=precision.float32_logits,
     )
 
   def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:

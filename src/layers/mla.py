@@ -151,18 +151,16 @@ class MLA:
   def case(self, length: int, *, images: bool) -> Case:
     """What a kernel has to do for rows of ``length`` positions; DeepSeek has no images."""
     del images
-    c, precision = self.cfg, self.precision
+    c = self.cfg
     return Case(
       platform=c.platform,
-      dtype=precision.dtype,
+      precision=self.precision,
       query_heads=c.num_heads,
       kv_heads=c.num_heads,
       head_dim=c.nope_dim + c.rope_dim,
       value_dim=c.value_dim,
       length=length,
       probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
-      float32_qk_product=precision.float32_qk_product,
-      float32_logits=precision.float32_logits,
     )
 
   def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:

@@ -36,18 +36,17 @@ class Case:
 
   Attributes:
     platform: "cpu", "gpu" (or "cuda") or "tpu": where the program will run.
-    dtype: of q, k and v.
+    precision: of the layer, whose ``dtype`` is that of q, k and v.
     query_heads, kv_heads: N and K.
     head_dim, value_dim: H and V.
     window: keys a query sees, itself included; None: all before it.
     length: positions of a row, T = S.
     bidirectional_images: tokens of one image see each other both ways.
     probabilities: the layer needs every probability written out.
-    float32_qk_product, float32_logits: the precision keys of these names.
   """
 
   platform: str
-  dtype: str
+  precision: "Precision"
   query_heads: int
   kv_heads: int
   head_dim: int
@@ -56,8 +55,11 @@ class Case:
   window: int | None = None
   bidirectional_images: bool = False
   probabilities: bool = False
-  float32_qk_product: bool = True
-  float32_logits: bool = True
+
+  @property
+  def dtype(self) -> str:
+    """Of q, k and v."""
+    return self.precision.dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +89,9 @@ class AttentionKernel:
 
   def surpasses(self, case: Case) -> list[str]:
     """The precision keys that are false and that the kernel does not obey, because it computes in float32 anyway."""
-    keys = {"float32_qk_product": case.float32_qk_product, "float32_logits": case.float32_logits}
-    return [key for key, asked in keys.items() if self.fused and not asked and case.dtype != "float32"]
+    if not self.fused or case.dtype == "float32":
+      return []
+    return [key for key in ("float32_qk_product", "float32_logits") if not getattr(case.precision, key)]
 
 
 def kernel(name: Name) -> AttentionKernel:

@@ -81,7 +81,7 @@ def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
   def count(length, blocks=None, window=None):
     x = [jnp.zeros((1, length, 1, 4))] * 3
     case = Case(
-      platform="cpu", dtype="float32", query_heads=1, kv_heads=1, head_dim=4, value_dim=4, length=length,
+      platform="cpu", precision=Precision(dtype="float32"), query_heads=1, kv_heads=1, head_dim=4, value_dim=4, length=length,
       bidirectional_images=blocks is not None,
     )  # fmt: skip
     run = lambda q, k, v: attend(

@@ -9,23 +9,24 @@ import pytest
 
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, choose
+from maxtext_like.layers.precision import Precision
 
-GPU = Case(platform="gpu", dtype="bfloat16", query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=256)
+GPU = Case(platform="gpu", precision=Precision(), query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=256)
 TPU = dataclasses.replace(GPU, platform="tpu")
 REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
   ("cudnn_flash", GPU, {"head_dim": 512, "value_dim": 512}, "512 is not a multiple of 8 up to 256"),
   ("cudnn_flash", GPU, {"head_dim": 12, "value_dim": 12}, "12 is not a multiple of 8"),
   ("cudnn_flash", GPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
-  ("cudnn_flash", GPU, {"dtype": "float32"}, "float32 is neither bfloat16 nor float16"),
+  ("cudnn_flash", GPU, {"precision": Precision(dtype="float32")}, "float32 is neither bfloat16 nor float16"),
   ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
   ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
   ("splash", TPU, {"platform": "cpu"}, "on TPUs, not on cpu"),
   ("splash", TPU, {"head_dim": 192, "value_dim": 192}, "192 is not a multiple of 128"),
   ("splash", TPU, {"value_dim": 64}, r"value heads \(64\) differ from query heads \(128\)"),
-  ("splash", TPU, {"dtype": "float32"}, "float32 is not bfloat16"),
-  ("splash", TPU, {"dtype": "float16"}, "float16 is not bfloat16"),
+  ("splash", TPU, {"precision": Precision(dtype="float32")}, "float32 is not bfloat16"),
+  ("splash", TPU, {"precision": Precision(dtype="float16")}, "float16 is not bfloat16"),
   ("splash", TPU, {"bidirectional_images": True}, "bidirectional images"),
   ("splash", TPU, {"probabilities": True}, "needs its probabilities"),
   ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one block"),
@@ -51,7 +52,7 @@ def test_a_kernel_of_another_platform_is_refused():
 
 
 def test_every_reason_is_told_at_once():
-  case = dataclasses.replace(GPU, platform="cpu", head_dim=512, value_dim=512, dtype="float32")
+  case = dataclasses.replace(GPU, platform="cpu", head_dim=512, value_dim=512, precision=Precision(dtype="float32"))
   with pytest.raises(ValueError, match=r"cpu.*512.*float32"):
     choose("cudnn_flash", case)
 
@@ -70,7 +71,7 @@ def test_plain_xla_goes_in_blocks_where_a_row_has_several():
 
 
 def test_flags_that_a_fused_kernel_surpasses_are_named():
-  asked = dataclasses.replace(GPU, float32_logits=False)
+  asked = dataclasses.replace(GPU, precision=Precision(float32_logits=False))
   assert registry.kernel("cudnn_flash").surpasses(asked) == ["float32_logits"]
   assert registry.kernel("cudnn_flash").surpasses(GPU) == []
   assert registry.kernel("dot_product").surpasses(asked) == []
