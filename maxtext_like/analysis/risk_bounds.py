@@ -22,21 +22,21 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Signal:
-  """All vectors offset + scale * u, where u falls into blocks of equal size and no block's 2-norm exceeds ``radius``.
+  """All vectors offset + scale * u, where u falls into groups of equal size and no group's 2-norm exceeds ``radius``.
 
-  A normed vector is one block; the normed heads of a layer are a block each; blocks of 1 bound every channel by itself.
+  A normed vector is one group; the normed heads of a layer are a group each; groups of 1 bound every channel by itself.
 
   Attributes:
     scale: float64 [C], not negative.
     std: float64 [C], expected standard deviation around the offset.
-    block: channels of a block.
-    radius: of a block.
+    group: channels of a group.
+    radius: of a group.
     offset: float64 [C], where the vectors are centred; None: 0.
   """
 
   scale: np.ndarray
   std: np.ndarray
-  block: int = 1
+  group: int = 1
   radius: float = 1.0
   offset: np.ndarray | None = None
 
@@ -58,24 +58,24 @@ class Signal:
     """The signal with every magnitude up to ``factor`` > 1 times as large, as rounding makes it."""
     scale = self.scale * factor
     if self.offset is not None:
-      # What rounding moves the offset by lies in a box, which a ball of radius sqrt(block) holds.
-      box = (factor - 1) * np.abs(self.offset) * math.sqrt(self.block) / self.radius
-      if self.block == 1:
+      # What rounding moves the offset by lies in a box, which a ball of radius sqrt(group) holds.
+      box = (factor - 1) * np.abs(self.offset) * math.sqrt(self.group) / self.radius
+      if self.group == 1:
         scale = scale + box
       else:
         # The sum of two ellipsoids is inside the one with these squared axes, for any t > 0 (here factor - 1).
         scale = np.sqrt(np.square(scale) * factor + np.square(box) * factor / (factor - 1))
-    return Signal(scale, self.std, self.block, self.radius, self.offset)
+    return Signal(scale, self.std, self.group, self.radius, self.offset)
 
   def times(self, factor: float) -> "Signal":
     """The signal multiplied by a number."""
     offset = None if self.offset is None else self.offset * factor
-    return Signal(self.scale * abs(factor), self.std * abs(factor), self.block, self.radius, offset)
+    return Signal(self.scale * abs(factor), self.std * abs(factor), self.group, self.radius, offset)
 
   def plus(self, bias: np.ndarray, u: float) -> "Signal":
     """The signal with a fixed vector added, rounded twice."""
     offset = bias if self.offset is None else self.offset + bias
-    return Signal(self.scale, self.std, self.block, self.radius, offset).grown((1 + u) ** 2)
+    return Signal(self.scale, self.std, self.group, self.radius, offset).grown((1 + u) ** 2)
 
   def added(self, other: "Signal", u: float) -> "Signal":
     """The sum of two independent signals, channel by channel, rounded once."""
@@ -120,7 +120,7 @@ def normed_by(c: NormConfig, scale: np.ndarray, u: float) -> Signal:
 def heads(one: Signal, count: int) -> Signal:
   """``count`` heads side by side, each a signal of its own like ``one``."""
   offset = None if one.offset is None else np.tile(one.offset, count)
-  return Signal(np.tile(one.scale, count), np.tile(one.std, count), one.block, one.radius, offset)
+  return Signal(np.tile(one.scale, count), np.tile(one.std, count), one.group, one.radius, offset)
 
 
 def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
@@ -137,13 +137,13 @@ def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
   squares = np.square(signal.scale * signal.radius).astype(np.float32)
   variance = np.square(signal.std).astype(np.float32)
   for w in chunks:
-    if signal.block == 1:
+    if signal.group == 1:
       spread = (signal.scale * signal.radius).astype(np.float32) @ np.abs(w)
       stds.append(np.sqrt(variance @ np.square(w)))
     else:
       w2 = np.square(w)
-      blocks = squares.reshape(-1, 1, signal.block) @ w2.reshape(-1, signal.block, w.shape[1])
-      spread = np.sqrt(blocks[:, 0]).sum(axis=0)
+      groups = squares.reshape(-1, 1, signal.group) @ w2.reshape(-1, signal.group, w.shape[1])
+      spread = np.sqrt(groups[:, 0]).sum(axis=0)
       stds.append(np.sqrt(variance @ w2))
     spread = spread.astype(np.float64) * growth
     if signal.offset is not None:
@@ -249,9 +249,9 @@ def gram(w: np.ndarray, signal: Signal) -> np.ndarray:
 
   Args:
     w: [C, N, H].
-    signal: the one-block input without an offset, C channels.
+    signal: the one-group input without an offset, C channels.
   """
-  assert signal.block == signal.scale.size, "one ball"
+  assert signal.group == signal.scale.size, "one ball"
   a = (np.moveaxis(w, 0, -1) * (signal.scale * signal.radius).astype(np.float32)).astype(np.float64)  # [N, H, C]
   return a @ a.swapaxes(-1, -2)
 

@@ -166,7 +166,7 @@ class Sizes:
     group = c.num_query_heads // c.num_kv_heads
     index = np.repeat(np.arange(c.num_kv_heads * c.head_dim).reshape(c.num_kv_heads, -1), group, axis=0).reshape(-1)
     # Probabilities make a value a convex combination of those of the keys, rounded twice.
-    spread = Signal(values.scale[index], values.std[index], values.block, values.radius).grown((1 + self.u) ** 3)
+    spread = Signal(values.scale[index], values.std[index], values.group, values.radius).grown((1 + self.u) ** 3)
     return self.put(place, "attention output", bounds.through(spread, p.columns("o", inputs=2), self.u))
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-_BLOCK = 1 << 22  # numbers that are widened at a time
+_CHUNK = 1 << 22  # numbers that are widened at a time
 _BITS = {  # bytes of a number: unsigned integers of that size
   1: np.uint8,
   2: np.uint16,
@@ -27,13 +27,13 @@ def all_finite(x: np.ndarray) -> bool:
 def described(x: np.ndarray) -> str:
   """What of an array is not finite, as "1 NaN and 2 infinite of 64 numbers, the first at [0, 3]"."""
   flat, nan, infinite, first = x.reshape(-1), 0, 0, -1
-  for start in range(0, flat.size, _BLOCK):
+  for start in range(0, flat.size, _CHUNK):
     with np.errstate(invalid="ignore"):
-      block = flat[start : start + _BLOCK].astype(np.float64)
-    bad = ~np.isfinite(block)
+      chunk = flat[start : start + _CHUNK].astype(np.float64)
+    bad = ~np.isfinite(chunk)
     if first < 0 and bad.any():
       first = start + int(bad.argmax())
-    nan, infinite = nan + int(np.isnan(block).sum()), infinite + int(np.isinf(block).sum())
+    nan, infinite = nan + int(np.isnan(chunk).sum()), infinite + int(np.isinf(chunk).sum())
   counts = [f"{n} {what}" for n, what in ((nan, "NaN"), (infinite, "infinite")) if n]
   where = [int(i) for i in np.unravel_index(max(first, 0), x.shape)]
   return f"{' and '.join(counts)} of {x.size} numbers, the first at {where}"

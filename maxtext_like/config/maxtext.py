@@ -107,7 +107,7 @@ _KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_at
 _MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
 VALUES: dict[str, Mapping[str, Meaning]] = {
-  "decoder_block": {block: Meaning(name) for name, family in FAMILIES.items() for block in family.maxtext.blocks},
+  "decoder_block": {block: Meaning(name) for name, family in FAMILIES.items() for block in family.maxtext.decoder_blocks},
   "attention": {
     "autoselected": Meaning("auto"),
     "flash": Meaning("auto", note="the fastest fused kernel that device, mask and precision allow; splash on TPU"),

@@ -74,7 +74,7 @@ class MaxText:
   """A family in MaxText.
 
   Attributes:
-    blocks: other values of ``decoder_block`` that are this family there.
+    decoder_blocks: other values of ``decoder_block`` that are this family there.
     fixed: keys that say what the family always does, with the values that are accepted.
     ignored: keys of ours that the family has not got and MaxText's files give it all the same, each with what holds instead.
     values: values of MaxText's that keys of ours do not have, by our key.
@@ -85,7 +85,7 @@ class MaxText:
     notes: what to know of a file, given the resolved values, a sentence each.
   """
 
-  blocks: tuple[str, ...] = ()
+  decoder_blocks: tuple[str, ...] = ()
   fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
   ignored: Mapping[str, str] = field(default_factory=dict)
   values: Mapping[str, Mapping[str, Meaning]] = field(default_factory=dict)

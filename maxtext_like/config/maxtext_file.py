@@ -87,7 +87,7 @@ def translate_file(entries: list[Entry], stem: str) -> tuple[list[Entry], list[s
   given = {e.key: e for e in entries}
   file = ModelFile(given, "")
   block, file.name = file.text("decoder_block"), file.text("model_name") or stem
-  family = next((name for name, f in FAMILIES.items() if block in (name, *f.maxtext.blocks)), block)
+  family = next((name for name, f in FAMILIES.items() if block in (name, *f.maxtext.decoder_blocks)), block)
   return translate_keys(_completed(entries, file, family), family)
 
 

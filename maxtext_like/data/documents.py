@@ -33,7 +33,7 @@ class Documents(Protocol):
   """Random access to documents in a fixed order that depends on the files alone."""
 
   groups: Sequence[int] | None
-  """First document of each block that is cheap to read together (parquet row groups); None: any order is fine."""
+  """First document of each group that is cheap to read together (parquet row groups); None: any order is fine."""
 
   def __len__(self) -> int: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
-from maxtext_like.data.lines import KEPT_BYTES, BlockCache, LineFile
+from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class JsonLines:
   Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, no such field, a
   field that is not a string, NaN or Infinity, a key twice in one object, a line above MAX_RECORD_BYTES.
 
-  What compressed files hold is kept in memory up to KEPT_BYTES in all; where there is more, their blocks are the groups.
+  What compressed files hold is kept in memory up to KEPT_BYTES in all; where there is more, their chunks are the groups.
   """
 
   def __init__(
@@ -44,14 +44,14 @@ class JsonLines:
     self._files = list(files)
     self._field, self._images_field, self._take_images = text_field, images_field, take_images
     self._warned = False
-    cache = BlockCache()
+    cache = ChunkCache()
     self._lines = [LineFile(file, cache) for file in self._files]
     self._stops = list(accumulate(map(len, self._lines)))
     self.groups: Sequence[int] | None = None
     if sum(lines.index.size for lines in self._lines if lines.packed) > KEPT_BYTES:
       begins = [0, *self._stops[:-1]]
       self.groups = [
-        begin + row for begin, lines in zip(begins, self._lines, strict=True) if len(lines) for row in lines.blocks
+        begin + row for begin, lines in zip(begins, self._lines, strict=True) if len(lines) for row in lines.chunks
       ]
     if not self._stops[-1]:
       size = sum(input_files.sizes(self._files))

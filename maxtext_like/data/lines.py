@@ -16,7 +16,7 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 2**22  # a block of newlines takes 40 times its size to look through
+CHUNK_BYTES = 2**22  # a chunk of newlines takes 40 times its size to look through
 KEPT_BYTES = 2**28  # of what compressed files hold, kept in memory by one data set
 TRUST_SECONDS = 60.0  # a file that is written to all the time is compared no more often than that
 BOM = b"\xef\xbb\xbf"
@@ -33,7 +33,7 @@ class LineIndex(NamedTuple):
   terminated: bool  # the file ends with a newline
 
 
-def index_lines(blocks: Iterator[bytes]) -> LineIndex:
+def index_lines(chunks: Iterator[bytes]) -> LineIndex:
   """One pass over a file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
   import xxhash
 
@@ -45,14 +45,14 @@ def index_lines(blocks: Iterator[bytes]) -> LineIndex:
     kept = ends > starts
     found.append((starts[kept], ends[kept], np.flatnonzero(kept) + number))
 
-  for block in blocks:
-    head = head + block[: len(BOM) - len(head)] if len(head) < len(BOM) else head
-    digest.update(block)
-    breaks = np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A) + size
+  for chunk in chunks:
+    head = head + chunk[: len(BOM) - len(head)] if len(head) < len(BOM) else head
+    digest.update(chunk)
+    breaks = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + size
     if len(breaks):
       keep(np.concatenate([[start], breaks[:-1] + 1]), breaks)
       start, number = int(breaks[-1]) + 1, number + len(breaks)
-    size += len(block)
+    size += len(chunk)
   keep(np.array([start]), np.array([size]))
   starts, ends, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
   if head == BOM and len(starts) and starts[0] == 0:
@@ -62,33 +62,33 @@ def index_lines(blocks: Iterator[bytes]) -> LineIndex:
   return LineIndex(starts, ends, numbers, size, f"xxh3 {digest.hexdigest()}", 0 < size == start)
 
 
-class BlockCache:
-  """Blocks of unpacked files, the least recently used dropped beyond KEPT_BYTES."""
+class ChunkCache:
+  """Chunks of unpacked files, the least recently used dropped beyond KEPT_BYTES."""
 
   def __init__(self) -> None:
-    self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+    self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
     self._size = 0
 
   def get(self, key: tuple[str, int], unpack: Callable[[], bytes]) -> bytes:
-    """The block, unpacked now if it is not there."""
-    if key not in self._blocks:
-      block = unpack()
-      self._size += len(block)
-      while self._blocks and self._size > KEPT_BYTES:
-        self._size -= len(self._blocks.popitem(last=False)[1])
-      self._blocks[key] = block
-    self._blocks.move_to_end(key)
-    return self._blocks[key]
+    """The chunk, unpacked now if it is not there."""
+    if key not in self._chunks:
+      chunk = unpack()
+      self._size += len(chunk)
+      while self._chunks and self._size > KEPT_BYTES:
+        self._size -= len(self._chunks.popitem(last=False)[1])
+      self._chunks[key] = chunk
+    self._chunks.move_to_end(key)
+    return self._chunks[key]
 
 
 class LineFile:
   """The lines of one file as it was when this was made.
 
-  A compressed file is unpacked in blocks of about SPACING_BYTES that begin at a line; blocks[i] is the first line of block i.
-  Lines of one block should be asked for together. A plain file is one block of which nothing is kept.
+  A compressed file is unpacked in chunks of about SPACING_BYTES that begin at a line; chunks[i] is the first line of chunk i.
+  Lines of one chunk should be asked for together. A plain file is one chunk of which nothing is kept.
   """
 
-  def __init__(self, path: str, cache: BlockCache):
+  def __init__(self, path: str, cache: ChunkCache):
     """Reads all of the file once. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
     self.path, self._cache = path, cache
     kind = kind_of(path)
@@ -96,10 +96,10 @@ class LineFile:
     self._stamp = _stamp(os.stat(path))
     self._trusted_until = 0.0
     self.index = index_lines(self._contents(note=True))
-    self.blocks = [0]
+    self.chunks = [0]
     if self._packed is not None and self.index.size:
       nominal = np.searchsorted(self.index.starts, np.arange(0, self.index.size, SPACING_BYTES))
-      self.blocks = np.unique(nominal[nominal < len(self)]).tolist() or [0]
+      self.chunks = np.unique(nominal[nominal < len(self)]).tolist() or [0]
 
   def __len__(self) -> int:
     return len(self.index.starts)
@@ -118,15 +118,15 @@ class LineFile:
     start, length = int(self.index.starts[row]), self.size(row)
     if self._packed is None:
       return input_files.read_bytes(self.path, start, length, check=self._check)
-    number = int(np.searchsorted(self.blocks, row, side="right")) - 1
-    begin = int(self.index.starts[self.blocks[number]])
-    block = self._cache.get((self.path, number), lambda: self._unpack(number))
-    return block[start - begin : start - begin + length]
+    number = int(np.searchsorted(self.chunks, row, side="right")) - 1
+    begin = int(self.index.starts[self.chunks[number]])
+    chunk = self._cache.get((self.path, number), lambda: self._unpack(number))
+    return chunk[start - begin : start - begin + length]
 
   def _unpack(self, number: int) -> bytes:
     assert self._packed is not None
-    first = self.blocks[number]
-    last = (self.blocks[number + 1] if number + 1 < len(self.blocks) else len(self)) - 1
+    first = self.chunks[number]
+    last = (self.chunks[number + 1] if number + 1 < len(self.chunks) else len(self)) - 1
     begin, stop = int(self.index.starts[first]), int(self.index.ends[last])
     if self.size(last) > MAX_RECORD_BYTES:
       stop = int(self.index.starts[last])  # nobody reads it
@@ -146,8 +146,8 @@ class LineFile:
     """Every line in order, in one pass; None for those above MAX_RECORD_BYTES."""
     starts, ends = self.index.starts, self.index.ends
     row, base, held = 0, 0, b""
-    for block in self._contents():
-      held += block
+    for chunk in self._contents():
+      held += chunk
       end = base + len(held)
       while row < len(starts):
         start, stop = int(starts[row]), int(ends[row])
@@ -171,8 +171,8 @@ class LineFile:
       return
     try:
       with input_files.open_regular(self.path) as file:
-        while block := file.read(BLOCK_BYTES):
-          yield block
+        while chunk := file.read(CHUNK_BYTES):
+          yield chunk
     except OSError as error:
       raise input_files.reading_failed(self.path, error) from error
 
@@ -183,9 +183,9 @@ class LineFile:
     import xxhash
 
     digest, left = xxhash.xxh3_128(), self.index.size
-    for block in self._contents():
-      digest.update(block[:left])
-      left = max(0, left - len(block))
+    for chunk in self._contents():
+      digest.update(chunk[:left])
+      left = max(0, left - len(chunk))
     if left or f"xxh3 {digest.hexdigest()}" != self.index.digest:
       raise self._changed()
     logger.warning("%s: written to under the run; its first %d bytes are the same, only they are used", self.path,

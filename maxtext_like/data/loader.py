@@ -2,7 +2,7 @@
 
   files -> documents (text, jsonl, parquet), every one looked at once                              [sources, inspection.py]
         -> order (held-out split, shuffle) -> tokens                                         [order.py, tokenise.py]
-        -> packed rows -> rows shuffled in blocks -> batches                                            [pack.py]
+        -> packed rows -> rows shuffled in buffers -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
 
 A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments; with images also what multimodal.py
@@ -22,7 +22,7 @@ from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Split, seed_for, split_indices
-from maxtext_like.data.pack import KEYS, BlockShuffle, Packer, Row, Rows
+from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.sources import DataConfig, held_out_fraction, open_documents, path_key, refuse_path
 from maxtext_like.data.special_tokens import Spellings
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
 FORMAT = 1  # of the state; changes when the same settings give another stream of rows
-BLOCK_ROWS, BLOCK_TOKENS = 128, 2**18  # BlockShuffle: rows a block, within this many tokens
+BUFFER_ROWS, BUFFER_TOKENS = 128, 2**18  # ShuffleBuffer: rows a buffer, within this many tokens
 SKIPS_LOGGED = 10
 HELD_OUT = (
   "(eval_fraction counts where eval_interval is set: eval_interval=N goes on with the documents that were held out from "
@@ -131,8 +131,8 @@ def make_data(
   packer.on_skip = _SkipLog()
   rows = packer
   if shuffle and data.packing:
-    block = max(1, min(BLOCK_ROWS, BLOCK_TOKENS // length))
-    rows = BlockShuffle(packer, block=block, seed=seed_for(data.data_shuffle_seed, "rows"))
+    size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
+    rows = ShuffleBuffer(packer, size=size, seed=seed_for(data.data_shuffle_seed, "rows"))
   identity |= {
     "files": documents.fingerprint(),
     "documents": used,
@@ -279,12 +279,12 @@ class DataSource:
     return batch
 
   def counts(self) -> dict[str, int]:
-    """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the block it is from)."""
+    """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the buffer it is from)."""
     return dict(self._counts)
 
   @property
   def epoch(self) -> float | None:
-    """Passes over the documents, up to the last batch (and the block it is from); None: data without an end."""
+    """Passes over the documents, up to the last batch (and the buffer it is from); None: data without an end."""
     return self._counts["documents"] / self.documents if self.documents else None
 
   def get_state(self) -> dict[str, Any]:

@@ -226,16 +226,16 @@ class Packer:
     self._fruitless = state["fruitless"]
 
 
-class BlockShuffle:
-  """Rows in random order inside consecutive blocks of `block` rows.
+class ShuffleBuffer:
+  """Rows in random order inside consecutive buffers of `size` rows.
 
   The rows of one long document follow each other; this spreads them over many batches. State is the inner state at
-  the start of the block and the place in it: resuming makes one block again.
+  the start of the buffer and the place in it: resuming fills one buffer again.
   """
 
-  def __init__(self, rows: Rows, *, block: int, seed: int):
-    self._rows, self._block_rows, self._seed = rows, block, seed
-    self._block, self._next = 0, 0
+  def __init__(self, rows: Rows, *, size: int, seed: int):
+    self._rows, self._size, self._seed = rows, size, seed
+    self._number, self._next = 0, 0
     self._start = rows.get_state()
     self._buffer: list[Row] = []
 
@@ -245,25 +245,26 @@ class BlockShuffle:
       self._fill()
     row = self._buffer[self._next]
     self._next += 1
-    if self._next == self._block_rows:
-      self._buffer, self._next, self._block = [], 0, self._block + 1
+    if self._next == self._size:
+      self._buffer, self._next, self._number = [], 0, self._number + 1
       self._start = self._rows.get_state()
     return row
 
   def _fill(self) -> None:
-    rows = [next(self._rows) for _ in range(self._block_rows)]
-    order = np.random.default_rng((self._seed, self._block)).permutation(self._block_rows)
+    rows = [next(self._rows) for _ in range(self._size)]
+    order = np.random.default_rng((self._seed, self._number)).permutation(self._size)
     self._buffer = [rows[index] for index in order]
 
   def counts(self) -> dict[str, int]:
     return self._rows.counts()
 
   def get_state(self) -> dict[str, Any]:
-    return {"block": self._block, "next": self._next, "rows": self._start}
+    # "block" is what checkpoints call the number of the buffer.
+    return {"block": self._number, "next": self._next, "rows": self._start}
 
   def set_state(self, state: dict[str, Any]) -> None:
     self._rows.set_state(state["rows"])
-    self._start, self._block, self._next = state["rows"], state["block"], state["next"]
+    self._start, self._number, self._next = state["rows"], state["block"], state["next"]
     self._buffer = []
     if self._next:
       self._fill()

@@ -139,14 +139,14 @@ class Packed:
     library = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     file.seek(point.packed)
     unpacked, position, decoder = point.unpacked, point.packed, None
-    while block := file.read(_ZSTD_READ):
+    while chunk := file.read(_ZSTD_READ):
       at = 0
-      while at < len(block):
+      while at < len(chunk):
         if decoder is None:
           decoder = library.decompressobj()
           if note and unpacked - self._points[-1].unpacked >= SPACING_BYTES // 16:
             self._points.append(Point(unpacked, position, None))
-        step = block[at : at + _ZSTD_STEP]
+        step = chunk[at : at + _ZSTD_STEP]
         try:
           piece = decoder.decompress(step)
         except zstandard.ZstdError as error:

@@ -38,7 +38,7 @@ def build_decoder(
     precision: dtypes and float32 flags.
     layer_precision: other values for some layers, as the configuration's key has them.
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
-    scan_layers: ``lax.scan`` over equal blocks, or the same blocks unrolled.
+    scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
     remat_policy: what a layer keeps for the backward pass.
     attention: the kernel, "auto" for the fastest that honours mask and flags.
     grouped_product: the kernel of experts, likewise.

@@ -21,7 +21,7 @@ import numpy as np
 
 from maxtext_like.numerics import jaxprs, tensor_statistics
 from maxtext_like.numerics.measured_tensors import hands_on
-from maxtext_like.numerics.plan import SUBSET, Block, Frame, Node, Plan, Site
+from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site
 
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
@@ -105,7 +105,7 @@ def search(plan: Plan, data, n_outputs: int) -> Findings:
   if not _any_bad(data):
     return Findings([], [])
   replay = _Replay()
-  assert plan.frame.block is not None
+  assert plan.frame.body is not None
   args = [replay.input(site, data["rows"], constant=False) for site in plan.inputs]
   consts = [replay.input(site, data["rows"], constant=True) for site in plan.consts]
   outs = replay.frame(plan.frame, data, args, (), consts)
@@ -145,20 +145,20 @@ class _Replay:
     return Value(fault=fault, row=row, full=site.full, carried=itself, sure=itself)
 
   def frame(self, frame: Frame, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
-    assert frame.block is not None
-    return self.block(frame.block, data, args, loops, consts)
+    assert frame.body is not None
+    return self.run_body(frame.body, data, args, loops, consts)
 
-  def block(self, block: Block, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
+  def run_body(self, body: Body, data, args, loops, consts: Sequence[Value] | None = None) -> list[Value]:
     env: dict[Any, Value] = {}
-    consts = [_constant(c) for c in block.consts] if consts is None else consts
-    env.update(zip(block.jaxpr.constvars, consts, strict=True))
-    env.update(zip(block.jaxpr.invars, args, strict=True))
+    consts = [_constant(c) for c in body.consts] if consts is None else consts
+    env.update(zip(body.jaxpr.constvars, consts, strict=True))
+    env.update(zip(body.jaxpr.invars, args, strict=True))
     read = lambda atom: _constant(atom.val) if jaxprs.is_literal(atom) else env[atom]
-    for node in block.nodes:
+    for node in body.nodes:
       operands = [read(v) for v in node.eqn.invars]
       outs = getattr(self, "replay_" + node.kind)(node, data, operands, loops)
       env.update(zip(node.eqn.outvars, outs, strict=True))
-    return [read(v) for v in block.jaxpr.outvars]
+    return [read(v) for v in body.jaxpr.outvars]
 
   def replay_leaf(self, node: Node, data, operands, loops) -> list[Value]:
     if not node.sites:  # exact: outputs hold what the operands hold
@@ -207,8 +207,8 @@ class _Replay:
     return Value(derived.fault, carried=derived.carried, sure=sure)
 
   def replay_call(self, node: Node, data, operands, loops) -> list[Value]:
-    assert node.block is not None
-    return self.block(node.block, data, operands, loops)
+    assert node.body is not None
+    return self.run_body(node.body, data, operands, loops)
 
   def replay_scan(self, node: Node, data, operands, loops) -> list[Value]:
     data = data["children"][node.child]

@@ -89,20 +89,20 @@ def read_stablehlo(module: Any) -> Reading:
     if op.operation.name == "func.func":
       functions[_text(op.attributes["sym_name"])] = op
   main = functions["main"]
-  block = main.regions[0].blocks[0]
-  arguments = {name: _element(a.type) for a in block.arguments if (name := _name(a.location))}
-  shapes = {_shape(a.type) for a in block.arguments if _name(a.location).startswith("state['params']")}
+  body = main.regions[0].blocks[0]
+  arguments = {name: _element(a.type) for a in body.arguments if (name := _name(a.location))}
+  shapes = {_shape(a.type) for a in body.arguments if _name(a.location).startswith("state['params']")}
   return Reading(
     instructions=list(_walk(main, "", functions)),
     arguments=arguments,
-    gradients=_gradient_dtypes(block, shapes),
+    gradients=_gradient_dtypes(body, shapes),
   )
 
 
 def _walk(op: Any, prefix: str, functions: dict[str, Any]) -> Iterator[Instruction]:
   for region in op.regions:
-    for block in region.blocks:
-      for inner in block.operations:
+    for body in region.blocks:
+      for inner in body.operations:
         o = inner.operation
         path = _joined(prefix, _name(o.location))
         if o.name in ("func.call", "call"):
@@ -159,7 +159,7 @@ def _shape(kind: Any) -> str:
   return found[1] if found else ""
 
 
-def _gradient_dtypes(block: Any, shapes: set[str]) -> set[str]:
+def _gradient_dtypes(body: Any, shapes: set[str]) -> set[str]:
   """Dtypes of what is multiplied by the clipping factor: arrays of a parameter's shape, outside every named part.
 
   The step widens a gradient to float32 there. A conversion that nothing else reads is that widening, and tells the dtype
@@ -167,7 +167,7 @@ def _gradient_dtypes(block: Any, shapes: set[str]) -> set[str]:
   The factor is the one scalar that most of these arrays are multiplied by.
   """
   found: dict[Any, list[str]] = {}
-  for op in block.operations:
+  for op in body.operations:
     o = op.operation
     path = _name(o.location)
     if o.name != "stablehlo.multiply" or len(_scopes(path)) > 1 or not path.endswith("/mul"):
@@ -184,7 +184,7 @@ def _gradient_dtypes(block: Any, shapes: set[str]) -> set[str]:
 
 
 def _source(value: Any) -> Any:
-  """The operation that makes a value; None for an argument of the block."""
+  """The operation that makes a value; None for an argument of the body."""
   owner = getattr(value.owner, "operation", value.owner)
   return owner if hasattr(owner, "name") and hasattr(owner, "operands") else None
 

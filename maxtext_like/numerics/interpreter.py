@@ -17,7 +17,7 @@ from jax import core, lax
 
 from maxtext_like.layers.partition import vary
 from maxtext_like.numerics import jaxprs, tensor_statistics
-from maxtext_like.numerics.plan import Block, Frame, Node, Plan
+from maxtext_like.numerics.plan import Body, Frame, Node, Plan
 
 _NEVER = np.iinfo(np.int32).max
 _HISTORY_BYTES = 4 << 20
@@ -32,9 +32,9 @@ class Interpreter:
   def program(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
     """Outputs of the planned program, and its data (see the module)."""
     frame = self.plan.frame
-    assert frame.block is not None
+    assert frame.body is not None
     rows: list[Any] = [None] * len(frame.sites)
-    inputs = [*zip(self.plan.inputs, args, strict=True), *zip(self.plan.consts, frame.block.consts, strict=True)]
+    inputs = [*zip(self.plan.inputs, args, strict=True), *zip(self.plan.consts, frame.body.consts, strict=True)]
     for site, value in inputs:
       if site is not None:
         rows[site.row] = tensor_statistics.row(jnp.asarray(value), full=site.full, flag=site.flag)
@@ -44,27 +44,27 @@ class Interpreter:
     """Outputs and data of one frame. `axes`: the manual mesh axes of the shard_maps around it."""
     rows = [None] * len(frame.sites) if rows is None else rows
     children: list[Any] = [None] * len(frame.children)
-    assert frame.block is not None
-    outs = self.block(frame.block, args, axes, rows, children)
+    assert frame.body is not None
+    outs = self.run_body(frame.body, args, axes, rows, children)
     return outs, {"rows": vary(tensor_statistics.stack(rows), axes), "children": children}
 
-  def block(self, block: Block, args, axes, rows, children) -> list[Any]:
+  def run_body(self, body: Body, args, axes, rows, children) -> list[Any]:
     env: dict[Any, Any] = {}
     last: dict[Any, int] = {}
-    for i, node in enumerate(block.nodes):
+    for i, node in enumerate(body.nodes):
       last |= {v: i for v in node.eqn.invars if not jaxprs.is_literal(v)}
-    env.update(zip(block.jaxpr.constvars, block.consts, strict=True))
-    env.update(zip(block.jaxpr.invars, args, strict=True))
+    env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+    env.update(zip(body.jaxpr.invars, args, strict=True))
     read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]
-    keep = {v for v in block.jaxpr.outvars if not jaxprs.is_literal(v)}
-    for i, node in enumerate(block.nodes):
+    keep = {v for v in body.jaxpr.outvars if not jaxprs.is_literal(v)}
+    for i, node in enumerate(body.nodes):
       operands = [read(v) for v in node.eqn.invars]
       outs = getattr(self, "run_" + node.kind)(node, operands, axes, rows, children)
       env.update(zip(node.eqn.outvars, outs, strict=True))
       for v in {v for v in node.eqn.invars if not jaxprs.is_literal(v)}:
         if last[v] == i and v not in keep:
           del env[v]  # the tracer is not needed again: lets large programs be traced in less memory
-    return [read(v) for v in block.jaxpr.outvars]
+    return [read(v) for v in body.jaxpr.outvars]
 
   def run_leaf(self, node: Node, operands, axes, rows, children):
     outs = jaxprs.bind(node.eqn, operands)
@@ -78,14 +78,14 @@ class Interpreter:
     return outs
 
   def run_call(self, node: Node, operands, axes, rows, children):
-    assert node.block is not None
+    assert node.body is not None
     eqn = node.eqn
     if jaxprs.is_remat(eqn):
       hidden = jaxprs.remat_barrier(eqn)
       behind = iter(lax.optimization_barrier([x for x, h in zip(operands, hidden, strict=True) if h]))
       operands = [next(behind) if h else x for x, h in zip(operands, hidden, strict=True)]
     operands = _constrain(operands, eqn.params.get("in_shardings"))
-    outs = self.block(node.block, operands, axes, rows, children)
+    outs = self.run_body(node.body, operands, axes, rows, children)
     return _constrain(outs, eqn.params.get("out_shardings"))
 
   def run_scan(self, node: Node, operands, axes, rows, children):

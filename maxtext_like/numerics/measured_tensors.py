@@ -7,7 +7,7 @@ be looked at, the look at its result does for both. So a thin plan measures
 - of the others, by a flag, those that nobody hands on: read only by selects, quotients, maxima, ... or leaving a loop.
 
 When something is found, its *region*, the unmeasured equations that it was computed from, is measured in a second program
-(`detail`), and the cause is exact. Compiling is what this saves: some 400 reductions for a block of three layers with their
+(`detail`), and the cause is exact. Compiling is what this saves: some 400 reductions for three layers with their
 gradients in place of 1500.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.numerics import jaxprs
-from maxtext_like.numerics.plan import Block, Frame, Node, Plan, Site
+from maxtext_like.numerics.plan import Body, Frame, Node, Plan, Site
 
 # What hands on every non-finite number of every operand.
 _TRANSPARENT = frozenset(
@@ -58,8 +58,8 @@ class MeasuredTensors:
     self._parents: dict[int, Sites] = {}
     self._handed_on: set[Site] = set()
     self._key: set[Site] = set()
-    assert plan.frame.block is not None
-    self._block(plan.frame.block, [_NONE if s is None else frozenset([s]) for s in plan.inputs])
+    assert plan.frame.body is not None
+    self._body(plan.frame.body, [_NONE if s is None else frozenset([s]) for s in plan.inputs])
     self._keep(detail)
 
   def region(self, order: int) -> set[int]:
@@ -77,23 +77,23 @@ class MeasuredTensors:
     return {parent.order for parent in self._parents.get(order, _NONE)}
 
   def _frame(self, frame: Frame) -> None:
-    assert frame.block is not None
-    self._block(frame.block, [_NONE] * len(frame.block.jaxpr.invars))
+    assert frame.body is not None
+    self._body(frame.body, [_NONE] * len(frame.body.jaxpr.invars))
 
-  def _block(self, block: Block, args: list[Sites]) -> list[Sites]:
-    env: dict[Any, Sites] = dict(zip(block.jaxpr.invars, args, strict=True))
+  def _body(self, body: Body, args: list[Sites]) -> list[Sites]:
+    env: dict[Any, Sites] = dict(zip(body.jaxpr.invars, args, strict=True))
     read = lambda atom: _NONE if jaxprs.is_literal(atom) else env.get(atom, _NONE)
-    for node in block.nodes:
+    for node in body.nodes:
       operands = [read(v) for v in node.eqn.invars]
       env.update(zip(node.eqn.outvars, self._node(node, operands), strict=True))
-    return [read(v) for v in block.jaxpr.outvars]
+    return [read(v) for v in body.jaxpr.outvars]
 
   def _node(self, node: Node, operands: list[Sites]) -> list[Sites]:
     """The sites that each output's non-finite numbers were last seen at."""
     eqn = node.eqn
     if node.kind == "call":
-      assert node.block is not None
-      return self._block(node.block, operands)
+      assert node.body is not None
+      return self._body(node.body, operands)
     if node.kind != "leaf":
       for frame in node.frames:
         self._frame(frame)
@@ -142,7 +142,7 @@ class MeasuredTensors:
         new[site.order] = kept
         rows += [kept] * max(kept.rows, 1)
       frame.sites[:] = rows
-      for node in _leaves(frame.block):
+      for node in _leaves(frame.body):
         node.sites = [None if s is None else new[s.order] for s in node.sites]
         node.tag = None if node.tag is None else new[node.tag.order]
       if frame is self.plan.frame:
@@ -157,11 +157,11 @@ def _frames(frame: Frame) -> Iterator[Frame]:
       yield from _frames(inner)
 
 
-def _leaves(block: Block | None) -> Iterator[Node]:
+def _leaves(body: Body | None) -> Iterator[Node]:
   """The leaf equations of a frame, those of inlined calls included."""
-  assert block is not None
-  for node in block.nodes:
+  assert body is not None
+  for node in body.nodes:
     if node.kind == "call":
-      yield from _leaves(node.block)
+      yield from _leaves(node.body)
     elif node.kind == "leaf":
       yield node

@@ -60,7 +60,7 @@ class Site:
 
 
 @dataclasses.dataclass(eq=False)
-class Block:
+class Body:
   """A jaxpr inside a frame, with its constants' values and one Node for each equation."""
 
   jaxpr: Any
@@ -77,7 +77,7 @@ class Node:
   path: str
   direction: str
   sites: list[Site | None] = dataclasses.field(default_factory=list)
-  block: Block | None = None  # call
+  body: Body | None = None  # call
   frames: list["Frame"] = dataclasses.field(default_factory=list)  # scan, while, shard_map: one; cond: one a branch
   child: int = -1  # position in the enclosing frame's children
   tag: Site | None = None  # leaf
@@ -87,7 +87,7 @@ class Node:
 class Frame:
   """A unit of execution: its sites own the rows of one array, its children are the data of the loops inside."""
 
-  block: Block | None = None
+  body: Body | None = None
   sites: list[Site] = dataclasses.field(default_factory=list)
   children: list[Node] = dataclasses.field(default_factory=list)
 
@@ -121,7 +121,7 @@ class _Builder:
     self.hold(jaxpr.invars, names)
     inputs = [self.input(frame, v, name) for v, name in zip(jaxpr.invars, names, strict=True)]
     const_sites = [self.input(frame, v, f"constant {v.aval.str_short()}") for v in jaxpr.constvars]
-    frame.block = self.make_block(frame, jaxpr, consts, "", "")
+    frame.body = self.make_body(frame, jaxpr, consts, "", "")
     return Plan(frame, inputs, const_sites, self.opaque)
 
   def input(self, frame: Frame, var, name: str) -> Site | None:
@@ -139,16 +139,16 @@ class _Builder:
     frame.sites.append(site)
     return site
 
-  def make_block(self, frame: Frame, jaxpr, consts, path: str, stack: str) -> Block:
-    block = Block(jaxpr, consts)
-    block.nodes = [self.node(frame, eqn, path, stack) for eqn in jaxpr.eqns]
-    return block
+  def make_body(self, frame: Frame, jaxpr, consts, path: str, stack: str) -> Body:
+    body = Body(jaxpr, consts)
+    body.nodes = [self.node(frame, eqn, path, stack) for eqn in jaxpr.eqns]
+    return body
 
   def make_frame(self, jaxpr, names: Sequence[str | None], path: str, stack: str) -> Frame:
     frame = Frame()
     inner, consts = jaxprs.open_jaxpr(jaxpr)
     self.hold(inner.invars, names)
-    frame.block = self.make_block(frame, inner, consts, path, stack)
+    frame.body = self.make_body(frame, inner, consts, path, stack)
     return frame
 
   def hold(self, variables, names: Sequence[str | None]) -> None:
@@ -180,7 +180,7 @@ class _Builder:
       node.kind = "call"
       inner, consts = jaxprs.open_jaxpr(inner)
       self.hold(inner.invars, held)
-      node.block = self.make_block(frame, inner, consts, path, stack)
+      node.body = self.make_body(frame, inner, consts, path, stack)
       self.hold(eqn.outvars, self.names_of(inner.outvars))
       return node
     loops: list[tuple[Callable[[Any], bool], str, Callable[[], list[tuple[Any, str]]]]] = [

@@ -53,11 +53,11 @@ def by_layer(params: Mapping[str, Any], stacks: Mapping[str, tuple[int, int]]) -
 
   Args:
     params: {stack: {layer_j: tree of arrays [repeats, ...]}}, as ``Decoder.params``; other entries are left out.
-    stacks: {stack: (repeats, layers of its block)} in the model's order.
+    stacks: {stack: (repeats, layers of a row)} in the model's order.
   """
   found = []
   for stack, (repeats, period) in stacks.items():
     layers = sorted(params[stack].items(), key=lambda item: int(re.sub(r"\D", "", item[0])))
-    assert len(layers) == period, "one entry for each layer of the block"
+    assert len(layers) == period, "one entry for each layer of the row"
     found.append(jnp.stack([rows(layer, repeats) for _, layer in layers], axis=1).reshape(-1, WIDTH))
   return jnp.concatenate(found)

@@ -53,7 +53,7 @@ class TrainStep:
     parts: microbatches that a batch is worked through in.
     grad_dtype: of the gradients as the optimizer sees them.
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
-    probed_stacks: {stack: (repeats, layers of its block)} of a model whose layers are probed; None: none are.
+    probed_stacks: {stack: (repeats, layers of a row)} of a model whose layers are probed; None: none are.
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
     careful: looks at an update that is not proved finite, instead of doing nothing.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever

@@ -30,14 +30,14 @@ def texts(documents):
   st.booleans(),
   st.integers(1, 40),
 )
-def test_any_text_comes_back(tmp_path_factory, values, ascii_only, newline, terminated, block):
+def test_any_text_comes_back(tmp_path_factory, values, ascii_only, newline, terminated, chunk):
   data = newline.join(json.dumps({"text": v}, ensure_ascii=ascii_only).encode() for v in values)
   path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
-  before, line_files.BLOCK_BYTES = line_files.BLOCK_BYTES, block
+  before, line_files.CHUNK_BYTES = line_files.CHUNK_BYTES, chunk
   try:
     documents = lines(path, data + newline * terminated)
   finally:
-    line_files.BLOCK_BYTES = before
+    line_files.CHUNK_BYTES = before
   assert texts(documents) == values
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.pack import BlockShuffle, Document, Packer, Row
+from maxtext_like.data.pack import Document, Packer, Row, ShuffleBuffer
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
 
@@ -111,13 +111,13 @@ def test_without_packing_a_row_is_the_head_of_a_document(sizes, length):
 
 @settings(deadline=None)
 @given(lengths, st.integers(1, 9), st.booleans(), st.integers(0, 6), st.integers(0, 40), st.integers(0, 3))
-def test_state_continues_bitwise(sizes, length, packing, block, steps, seed):
+def test_state_continues_bitwise(sizes, length, packing, buffer, steps, seed):
   documents = numbered(sizes)
   documents.insert(len(documents) // 2, None)
 
   def build():
     rows = packer(documents, length, packing, repeat=True)
-    return BlockShuffle(rows, block=block, seed=seed) if block else rows
+    return ShuffleBuffer(rows, size=buffer, seed=seed) if buffer else rows
 
   unbroken = build()
   for _ in range(steps):
@@ -137,7 +137,7 @@ def test_state_continues_bitwise(sizes, length, packing, block, steps, seed):
 
 def test_block_shuffle_permutes_each_block():
   documents = numbered([30, 41, 2, 19])
-  plain, shuffled = packer(documents, 5, repeat=True), BlockShuffle(packer(documents, 5, repeat=True), block=6, seed=1)
+  plain, shuffled = packer(documents, 5, repeat=True), ShuffleBuffer(packer(documents, 5, repeat=True), size=6, seed=1)
   orders = []
   for _ in range(4):
     expected = [tuple(next(plain).tokens) for _ in range(6)]

@@ -39,7 +39,7 @@ PLAIN = b"\xef\xbb\xbf" + b"\n\n".join(json.dumps({"text": value}).encode() for 
 
 @pytest.fixture
 def small(monkeypatch):
-  """Blocks and pieces so small that every file has many, and only a part of them is kept."""
+  """Chunks and pieces so small that every file has many, and only a part of them is kept."""
   monkeypatch.setattr(packed, "PIECE_BYTES", 4000)
   monkeypatch.setattr(packed, "_GZIP_READ", 1500)
   monkeypatch.setattr(packed, "_ZSTD_READ", 1500)
@@ -64,7 +64,7 @@ def test_every_record_from_any_place(name, tmp_path, small):
   points = documents._lines[0]._packed._points  # pyright: ignore[reportOptionalMemberAccess]
   assert len(points) > 10 or name in ("one.zst", "skippable.zst"), "one frame is entered at its beginning only"
   kept = documents._lines[0]._cache
-  assert kept._size == sum(map(len, kept._blocks.values())) <= 2**16 + 2**14 + 4000
+  assert kept._size == sum(map(len, kept._chunks.values())) <= 2**16 + 2**14 + 4000
 
 
 def test_what_fits_the_memory_is_shuffled_as_plain_files_are(tmp_path):

@@ -1,4 +1,4 @@
-"""Golden rows of more than one block of attention (tests/golden/long, made by tests/parity/long_goldens.py): windows near the
+"""Golden rows of more than one tile of attention (tests/golden/long, made by tests/parity/long_goldens.py): windows near the
 edges of blocks and tiles, padding on both sides, documents packed into a row.
 """
 
@@ -11,7 +11,7 @@ import pytest
 from maxtext_like.api.outputs import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.layers.kernels.attention.blockwise import BLOCK
+from maxtext_like.layers.kernels.attention.blockwise import TILE
 from maxtext_like.targets import IGNORED
 from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
 
@@ -55,7 +55,7 @@ def test_rows_of_several_blocks(case: str, run: str):
   with np.load(GOLDEN / case / "outputs.npz") as file:
     expected = {key.removeprefix(f"fp32.{run}."): file[key] for key in file if key.startswith(f"fp32.{run}.")}
   length = inputs["input_ids"].shape[1]
-  assert length > 2 * BLOCK
+  assert length > 2 * TILE
   window = [] if about["window"] is None else [f"sliding_window_size={about['window']}"]
   config, loaded = load_checkpoint_config(directory, ["dtype=float32", *window], length=length)
   weights = open_weights(directory, config, loaded)
@@ -80,4 +80,4 @@ def test_every_kind_of_row_is_there():
   for case, about in CASES.items():
     assert {"left", "right", "packed"} <= set(about), case
     assert any(run["gradients"] for run in about.values()), case
-  assert {run["window"] for run in CASES["gemma3"].values()} >= {BLOCK - 1, BLOCK, BLOCK + 1, 127, 128, 129}
+  assert {run["window"] for run in CASES["gemma3"].values()} >= {TILE - 1, TILE, TILE + 1, 127, 128, 129}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-BLOCK = 512  # queries of a block of attention (src/layers/kernels/attention/blockwise.py): rows of more are worked on in blocks
+TILE = 512  # queries of a tile of attention (src/layers/kernels/attention/blockwise.py): rows of more are worked on in tiles
 KINDS = ("sliding_attention", "full_attention")
 IGNORED = -100
 
@@ -97,15 +97,15 @@ def least_length(case: Case) -> int:
 
 
 def _length(r: random.Random) -> int:
-  """Short rows, for speed, and many that attention works on in blocks, often with an edge near one of theirs."""
+  """Short rows, for speed, and many that attention works on in tiles, often with an edge near one of theirs."""
   if r.random() < 0.55:
     return r.randint(4, 40)
-  return r.choice([BLOCK, BLOCK + 1, BLOCK + 2, 640, 2 * BLOCK, 2 * BLOCK + 1, r.randint(BLOCK + 1, 700), r.randint(520, 1100)])
+  return r.choice([TILE, TILE + 1, TILE + 2, 640, 2 * TILE, 2 * TILE + 1, r.randint(TILE + 1, 700), r.randint(520, 1100)])
 
 
 def _window(r: random.Random, length: int) -> int:
-  """A window, often near a block's or a tile's edge."""
-  if length <= BLOCK // 2 or r.random() < 0.25:
+  """A window, often near a tile's or a lane's edge."""
+  if length <= TILE // 2 or r.random() < 0.25:
     return r.randint(1, min(length, 40) + 2)
   return r.choice([64, 127, 128, 129, 130, 384, 385, 386, 510, 511, 512, 513, 514, 600, 640, 1024, r.randint(41, length + 2)])
 
@@ -441,9 +441,9 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
 
 
 def _packed(rng: np.random.Generator, length: int) -> np.ndarray:
-  """Positions of documents in a row; their ends stand anywhere, and often at the edge of a block."""
+  """Positions of documents in a row; their ends stand anywhere, and often at the edge of a tile."""
   edges = {int(n) for n in rng.integers(1, length, 3)} if length > 1 else set()
-  edges |= {edge for edge in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK) if edge < length and rng.random() < 0.4}
+  edges |= {edge for edge in (TILE - 1, TILE, TILE + 1, 2 * TILE) if edge < length and rng.random() < 0.4}
   starts = np.zeros(length, np.int64)
   starts[sorted(edges)] = sorted(edges)
   return np.arange(length) - np.maximum.accumulate(starts)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/long: rows of more than one block of attention (512 queries), as transformers computes them.
+"""Makes tests/golden/long: rows of more than one tile of attention (512 queries), as transformers computes them.
 
   python tests/parity/long_goldens.py        (needs the extra parity; replaces the folder)
 
-Each case is one checkpoint and several runs of it: other sliding windows near the edges of blocks (512) and of tiles (128),
-padding on the left and on the right, documents packed into a row whose ends stand at the edges of blocks. Of every run
+Each case is one checkpoint and several runs of it: other sliding windows near the edges of tiles (512) and of lanes (128),
+padding on the left and on the right, documents packed into a row whose ends stand at the edges of tiles. Of every run
 
   fp32.RUN.logits   [P, V]  at the positions ``positions`` of inputs.npz, most of them near an edge
   fp32.RUN.probe    [T]     the last hidden state of every position, projected on ``probe`` of inputs.npz
@@ -33,7 +33,7 @@ from tests.parity.draw import IGNORED, Case, Config
 from tests.parity.modules import torch, transformers
 
 OUT = Path(__file__).resolve().parents[1] / "golden" / "long"
-LENGTH = 1100  # two blocks and a part
+LENGTH = 1100  # two tiles and a part
 STEADY = 3e-5  # a third of the tolerance of the goldens
 NEAR = (0, 128, 511, 512, 513, 600, 640, 1023, 1024, 1025, 1099)
 GEMMA: Config = {
@@ -161,7 +161,7 @@ def make_inputs(rng: np.random.Generator, width: int) -> dict[str, np.ndarray]:
   labels = np.full((1, LENGTH), IGNORED)
   labels[:, near] = ids[:, near]
   left, right = np.ones((1, LENGTH), np.int64), np.ones((1, LENGTH), np.int64)
-  left[:, :530] = 0  # more than a block
+  left[:, :530] = 0  # more than a tile
   right[:, 1060:] = 0
   edges = (100, 511, 513, 1024)
   packed = np.concatenate([np.arange(b - a) for a, b in zip((0, *edges), (*edges, LENGTH), strict=True)])[None]

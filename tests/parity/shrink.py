@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.parity.draw import BLOCK, Case, least_length
+from tests.parity.draw import TILE, Case, least_length
 
 ABSENT = object()
 
@@ -46,7 +46,7 @@ def simpler(case: Case) -> list[tuple[str, Case]]:
   if case.images:
     found.append(("no images", replace(case, images=0)))
     found.append(("one image", replace(case, images=1)))
-  for length in (8, 32, BLOCK, BLOCK + 1, case.length // 2, case.length - 1):
+  for length in (8, 32, TILE, TILE + 1, case.length // 2, case.length - 1):
     if least_length(case) <= length < case.length:
       found.append((f"length {length}", replace(case, length=length)))
   found += [(f"{rows} rows", replace(case, rows=rows)) for rows in range(1, case.rows)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.checkpoint.huggingface.config import interpret
-from tests.parity.draw import BLOCK, FAMILIES, IGNORED, Case, arrays, draw
+from tests.parity.draw import FAMILIES, IGNORED, TILE, Case, arrays, draw
 from tests.parity.shrink import shrink, simpler
 
 SEEDS = range(40)
@@ -21,11 +21,11 @@ def test_our_reader_takes_what_is_drawn(family: str):
 def test_every_kind_is_drawn():
   cases = [draw(family, seed) for family in FAMILIES for seed in SEEDS]
   assert {case.form for case in cases} == {"hub", "saved", "memory"}
-  long = {case.tokens for case in cases if case.length > BLOCK}
+  long = {case.tokens for case in cases if case.length > TILE}
   assert long == {"plain", "right", "left", "left, positions", "packed", "offset"}
   assert {case.images > 0 for case in cases if "vision" in case.family} == {True, False}
-  windows = {case.text.get("sliding_window") for case in cases if case.length > BLOCK}
-  assert {BLOCK - 1, BLOCK, BLOCK + 1, 129} <= windows
+  windows = {case.text.get("sliding_window") for case in cases if case.length > TILE}
+  assert {TILE - 1, TILE, TILE + 1, 129} <= windows
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -63,16 +63,16 @@ def test_what_shrinking_tries_is_another_case_and_no_larger(family: str):
 
 
 def test_shrinking_keeps_what_fails():
-  """A fault that needs a window, two layers and a row of more than a block."""
+  """A fault that needs a window, two layers and a row of more than a tile."""
   case = next(
     case for case in (draw("gemma3", seed) for seed in SEEDS) if case.length > 600 and case.text["num_hidden_layers"] > 2
   )
 
   def fails(case: Case) -> bool:
-    return case.length > BLOCK and case.text["num_hidden_layers"] >= 2 and case.text["sliding_window"] != 4096
+    return case.length > TILE and case.text["num_hidden_layers"] >= 2 and case.text["sliding_window"] != 4096
 
   assert fails(case)
   smaller = shrink(case, fails)
   assert fails(smaller)
-  assert (smaller.length, smaller.text["num_hidden_layers"], smaller.rows) == (BLOCK + 1, 2, 1)
+  assert (smaller.length, smaller.text["num_hidden_layers"], smaller.rows) == (TILE + 1, 2, 1)
   assert (smaller.tokens, smaller.form, smaller.words) == ("plain", "hub", ())

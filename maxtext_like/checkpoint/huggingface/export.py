@@ -147,7 +147,7 @@ def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Sour
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-  """A directory beside ``out`` to write into, which becomes ``out`` when the block ends well and is removed when not.
+  """A directory beside ``out`` to write into, which becomes ``out`` when the with statement ends well and is removed when not.
 
   Raises:
     UserError: ``out`` exists and is not empty, or cannot be written.

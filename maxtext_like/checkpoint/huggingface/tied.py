@@ -16,7 +16,7 @@ EMBEDDING = "embed_tokens.weight"
 # Files, and transformers by version, put the text model below different prefixes.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
-_BLOCK_BYTES = 16 << 20  # of a tensor that are compared at a time
+_CHUNK_BYTES = 16 << 20  # of a tensor that are compared at a time
 
 
 def find_head(names: Collection[str]) -> str | None:
@@ -58,6 +58,6 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
   """Whether two tables hold the same numbers, in whatever dtypes; read no further than their first difference."""
   if a.shape != b.shape:
     return False
-  rows = max(1, _BLOCK_BYTES * len(a) // max(a.nbytes, 1))
-  blocks = (tuple(x[i : i + rows].astype(np.float32) for x in (a, b)) for i in range(0, len(a), rows))
-  return all(np.array_equal(*pair, equal_nan=True) for pair in blocks)  # NaN in both is one table that is damaged
+  rows = max(1, _CHUNK_BYTES * len(a) // max(a.nbytes, 1))
+  chunks = (tuple(x[i : i + rows].astype(np.float32) for x in (a, b)) for i in range(0, len(a), rows))
+  return all(np.array_equal(*pair, equal_nan=True) for pair in chunks)  # NaN in both is one table that is damaged

@@ -25,7 +25,7 @@ from maxtext_like.strict_json import printable
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
 _FINAL_NORM = "norm.weight"
 _SHOWN = 20
-_BLOCK_BYTES = 16 << 20  # of a tensor that are converted at a time
+_CHUNK_BYTES = 16 << 20  # of a tensor that are converted at a time
 
 
 class Weights:
@@ -167,13 +167,13 @@ class Weights:
     return out
 
   def _convert(self, part: np.ndarray, out: np.ndarray, name: str) -> None:
-    """Fills ``out``, block by block: a whole converted copy of a table would double the memory that it takes."""
-    rows = max(1, _BLOCK_BYTES * len(part) // max(out.nbytes, 1))
+    """Fills ``out``, chunk by chunk: a whole converted copy of a table would double the memory that it takes."""
+    rows = max(1, _CHUNK_BYTES * len(part) // max(out.nbytes, 1))
     for start in range(0, len(part), rows):
-      block = out[start : start + rows]
+      chunk = out[start : start + rows]
       with np.errstate(over="ignore"):
-        block[...] = _converted(part[start : start + rows], out.dtype, name, refuse=not self.finite)
-      if self.finite and not all_finite(block):  # in the cache still, and laid out in one piece
+        chunk[...] = _converted(part[start : start + rows], out.dtype, name, refuse=not self.finite)
+      if self.finite and not all_finite(chunk):  # in the cache still, and laid out in one piece
         raise self._not_finite(out.dtype, name)
 
   def _not_finite(self, dtype: np.dtype, name: str) -> Exception:

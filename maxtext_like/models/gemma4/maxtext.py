@@ -32,7 +32,7 @@ def _notes(values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 MAXTEXT = MaxText(
-  blocks=("gemma4_small",),
+  decoder_blocks=("gemma4_small",),
   fixed=FIXED | {"v_norm_with_scale": (False,), "local_rope_proportion": (1.0,), "vision_encoder_block": ("gemma4",)},
   ignored={"image_size_for_vit": "images keep their aspect ratio, up to vision_output_length tokens"},
   values={key: {"0": Meaning(None)} for key in ("global_head_dim", "global_num_kv_heads", "vocab_size_per_layer_input")},

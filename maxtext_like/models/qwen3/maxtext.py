@@ -9,7 +9,7 @@ def _complete(file: ModelFile) -> None:
 
 
 MAXTEXT = MaxText(
-  blocks=("qwen3_moe",),
+  decoder_blocks=("qwen3_moe",),
   fixed={
     "use_qk_norm": (True,),
     "use_post_attn_norm": (False,),

@@ -1,10 +1,10 @@
-"""Attention in blocks of queries, in plain XLA: half the work of a causal row, and no T x S numbers kept for the backward pass.
+"""Attention in tiles of queries, in plain XLA: half the work of a causal row, and no T x S numbers kept for the backward pass.
 
-For shapes and dtypes that no fused kernel takes. A block of queries meets only the keys that causality and the window leave
+For shapes and dtypes that no fused kernel takes. A tile of queries meets only the keys that causality and the window leave
 it, and the backward pass computes its scores again from what the forward pass keeps of a row: its maximum and its sum
 (Rabe & Staats 2021; Dao et al. 2022). Every step obeys the precision flags as the reference does.
 
-B batch, T position, K key-value heads, G queries a key-value head, H head, V value head, t queries and s keys of a block.
+B batch, T position, K key-value heads, G queries a key-value head, H head, V value head, t queries and s keys of a tile.
 """
 
 import functools
@@ -17,9 +17,9 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens, causal, masked_fill, same_document
 from maxtext_like.layers.precision import Precision
 
-BLOCK = 512  # queries; rows of at most this many are one block, for which the reference is as good
+TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 
-_Static = tuple[Precision, float, int | None, int]  # precision, scale, window, queries of a block
+_Static = tuple[Precision, float, int | None, int]  # precision, scale, window, queries of a tile
 
 
 def blockwise_attention(
@@ -31,7 +31,7 @@ def blockwise_attention(
   window: int | None,
   scale: float,
   precision: Precision,
-  block: int = BLOCK,
+  tile: int = TILE,
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
 
@@ -41,7 +41,7 @@ def blockwise_attention(
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the scores.
     precision: ``float32_qk_product`` and ``float32_logits``.
-    block: queries worked on at a time.
+    tile: queries worked on at a time.
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
@@ -49,7 +49,7 @@ def blockwise_attention(
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BTKH, v_BTKV))
-  out: Any = _attend((precision, scale, window, block), q, k, v, segments)
+  out: Any = _attend((precision, scale, window, tile), q, k, v, segments)
   return out.reshape(B, T, N, -1)
 
 
@@ -62,7 +62,7 @@ def _forward(static: _Static, q, k, v, segments) -> tuple[jax.Array, Any]:
   """[B, T, K, G, V], and what the backward pass needs."""
   precision = static[0]
   outs, tops, totals = [], [], []
-  for queries, keys in _blocks(static, q.shape[1]):
+  for queries, keys in _tiles(static, q.shape[1]):
     scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
     with jax.named_scope("softmax"):
       top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
@@ -87,7 +87,7 @@ def _backward(static: _Static, saved, g: jax.Array):
   with jax.named_scope("softmax"):
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
   dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  for (queries, keys), top, total in zip(_blocks(static, q.shape[1]), tops, totals, strict=True):
+  for (queries, keys), top, total in zip(_tiles(static, q.shape[1]), tops, totals, strict=True):
     scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
     with jax.named_scope("softmax"):
       probs = _exponentials(scores, mask, top) / total
@@ -109,12 +109,12 @@ def _backward(static: _Static, saved, g: jax.Array):
 _attend.defvjp(_forward, _backward)
 
 
-def _blocks(static: _Static, length: int) -> list[tuple[slice, slice]]:
-  """Queries of each block, and the keys that any of them may see."""
-  _, _, window, block = static
+def _tiles(static: _Static, length: int) -> list[tuple[slice, slice]]:
+  """Queries of each tile, and the keys that any of them may see."""
+  _, _, window, tile = static
   found = []
-  for start in range(0, length, block):
-    end = min(start + block, length)
+  for start in range(0, length, tile):
+    end = min(start + tile, length)
     first = 0 if window is None else max(0, start - window + 1) // 128 * 128  # whole tiles of a matrix unit
     found.append((slice(start, end), slice(first, end)))
   return found
@@ -145,8 +145,8 @@ def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_images
 
 def _refuses(case: Case) -> list[str]:
   reasons = []
-  if case.length <= BLOCK:
-    reasons.append(f"rows of {case.length} positions are one block (of {BLOCK}), which is dot_product")
+  if case.length <= TILE:
+    reasons.append(f"rows of {case.length} positions are one tile (of {TILE}), which is dot_product")
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
   if case.probabilities:

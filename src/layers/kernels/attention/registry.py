@@ -27,7 +27,7 @@ Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "splash"]
 """What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
 
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
-"""Plain XLA: the reference, and the same in blocks of queries where a row has several."""
+"""Plain XLA: the reference, and the same in tiles of queries where a row has several."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from maxtext_like.layers.partition import RULES, Rules
 
 _LANES = 128
 # Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.
-_BLOCK = 512
+_TILE = 512
 
 
 def splash_attention(
@@ -72,14 +72,14 @@ def _rows(heads: int, length: int, window: int | None, interpret: bool):
 
   shape = (length, length)
   mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-  block = next(b for b in (_BLOCK, _BLOCK // 2, _LANES) if length % b == 0)
+  tile = next(b for b in (_TILE, _TILE // 2, _LANES) if length % b == 0)
   sizes = splash.BlockSizes(
-    block_q=block,
-    block_kv=block,
-    block_q_dkv=block,
-    block_kv_dkv=block,
-    block_q_dq=block,
-    block_kv_dq=block,
+    block_q=tile,
+    block_kv=tile,
+    block_q_dkv=tile,
+    block_kv_dkv=tile,
+    block_q_dq=tile,
+    block_kv_dq=tile,
   )
 
   def batch(q, k, v, segments=None):

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: values and gradients of the reference, under every mask and flag."""
+"""Attention in tiles of queries: values and gradients of the reference, under every mask and flag."""
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,19 @@ AT = np.arange(T)
 SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), np.where(AT < 140, 3, 0)]), jnp.int32)
 
 
-def both(precision, segments, window, scale=0.7, block=64):
+def both(precision, segments, window, scale=0.7, tile=64):
   mask = attention_mask(Tokens(segments), B, T, window=window, bidirectional_images=False)
 
   def reference(q, k, v):
     out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision)[0]
     return jnp.sum(out.astype(jnp.float32) * G), out
 
-  def blocks(q, k, v):
-    out = blockwise_attention(q, k, v, segments, window=window, scale=scale, precision=precision, block=block)
+  def tiled(q, k, v):
+    out = blockwise_attention(q, k, v, segments, window=window, scale=scale, precision=precision, tile=tile)
     return jnp.sum(out.astype(jnp.float32) * G), out
 
   cast = [x.astype(precision.dtype) for x in (Q, KEYS, VALUES)]
-  return [jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*cast) for f in (reference, blocks)]
+  return [jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*cast) for f in (reference, tiled)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 50], ids=str)
@@ -63,7 +63,7 @@ def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tole
 @pytest.mark.parametrize(("product", "softmax"), [(True, True), (True, False), (False, True), (False, False)])
 def test_the_flags_decide_the_dtypes(product, softmax):
   precision = Precision(dtype="bfloat16", float32_qk_product=product, float32_logits=softmax)
-  run = lambda q, k, v: blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, block=128)
+  run = lambda q, k, v: blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, tile=128)
   equations = named(run, Q, KEYS, VALUES, name="dot_general")
   first = [str(e.outvars[0].aval.dtype) for e in equations][::2]
   assert set(first) == {"float32" if product else "bfloat16"}
@@ -78,14 +78,14 @@ def test_extreme_scores_are_finite_forward_and_backward():
 
 
 def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
-  def count(length, blocks=None, window=None):
+  def count(length, images=None, window=None):
     x = [jnp.zeros((1, length, 1, 4))] * 3
     case = Case(
       platform="cpu", precision=Precision(dtype="float32"), query_heads=1, kv_heads=1, head_dim=4, value_dim=4, length=length,
-      bidirectional_images=blocks is not None,
+      bidirectional_images=images is not None,
     )  # fmt: skip
     run = lambda q, k, v: attend(
-      choose("auto", case).name, q, k, v, Tokens(None, blocks), window=window, bidirectional_images=blocks is not None,
+      choose("auto", case).name, q, k, v, Tokens(None, images), window=window, bidirectional_images=images is not None,
       scale=1.0, precision=Precision(dtype="float32"),
     )  # fmt: skip
     # einsum orders the dimensions as it likes; the head has 4 numbers, so the two largest are queries and keys.
@@ -94,7 +94,7 @@ def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
   assert count(512) == [(512, 512)]
   assert count(1100) == [(512, 512), (512, 1024), (76, 1100)]
   assert count(1100, window=130) == [(512, 512), (512, 768), (76, 332)]
-  assert count(1100, blocks=jnp.zeros((1, 1100), jnp.int32)) == [(1100, 1100)]
+  assert count(1100, images=jnp.zeros((1, 1100), jnp.int32)) == [(1100, 1100)]
 
 
 def test_cotangents_whose_difference_leaves_float16():
@@ -105,7 +105,7 @@ def test_cotangents_whose_difference_leaves_float16():
   q, k = jnp.zeros((1, t, 1, 2), jnp.float16), jnp.ones((1, t, 1, 2), jnp.float16).at[0, 0].set(2)
 
   def out(q):
-    return blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, block=4)
+    return blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, tile=4)
 
   (dq,) = jax.vjp(out, q)[1](jnp.full((1, t, 1, 1), 4e4, jnp.float16))
   n = np.arange(1, t + 1)  # keys that a query sees, all alike: p = 1 / n, and the first key stands out by 8e4 * (1 - p)

@@ -29,7 +29,7 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("splash", TPU, {"precision": Precision(dtype="float16")}, "float16 is not bfloat16"),
   ("splash", TPU, {"bidirectional_images": True}, "bidirectional images"),
   ("splash", TPU, {"probabilities": True}, "needs its probabilities"),
-  ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one block"),
+  ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one tile"),
   ("blockwise", GPU, {"length": 513, "bidirectional_images": True}, "bidirectional images"),
   ("blockwise", GPU, {"length": 513, "probabilities": True}, "needs its probabilities"),
 ]
