@@ -112,7 +112,7 @@ def test_every_file_has_its_place_in_the_order():
 @pytest.mark.parametrize(
   ("module", "line", "at_fault"),
   [
-    ("training.run", "from maxtext_like.analysis import risk", True),
+    ("training.run", "from maxtext_like.analysis import overflow_risk", True),
     ("training.run", "def f():\n  import maxtext_like.cli.main", True),
     ("training.run", "from ..analysis import risk", True),
     ("training.run", "from maxtext_like import cli", True),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from maxtext_like.analysis.audit import fused_kernel, site_of
+from maxtext_like.analysis.program_audit import fused_kernel, site_of
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import KEYS, PrecisionKey
 from maxtext_like.config.vision import VisionConfig

@@ -8,8 +8,8 @@ from maxtext_like.api.configuration import load_config
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
-  from maxtext_like.analysis.audit import Row, Unasked
   from maxtext_like.analysis.audit_keys import KeyVerdict
+  from maxtext_like.analysis.program_audit import Row, Unasked
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.training.program import TrainProgram
 
@@ -41,12 +41,12 @@ class Audit:
 
   def to_json(self) -> dict[str, Any]:
     """The tables."""
-    from maxtext_like.analysis import audit
+    from maxtext_like.analysis import program_audit
 
     model = self.program.model
     about = {"model": model.config.model.model_name, "platform": self.platform, "topology": self.topology}
     kernels = {"kernels": [use.to_json() for use in model.kernels]}
-    return about | kernels | audit.to_json(self.rows, self.keys, self.unasked)
+    return about | kernels | program_audit.to_json(self.rows, self.keys, self.unasked)
 
   def __str__(self) -> str:
     model, topology = self.program.model, self.topology
@@ -97,7 +97,7 @@ def audit(
     )
   import jax
 
-  from maxtext_like.analysis import audit, audit_keys, lowered
+  from maxtext_like.analysis import audit_keys, lowered, program_audit
   from maxtext_like.models.build import precision_of
   from maxtext_like.numerics import hlo
 
@@ -114,12 +114,12 @@ def audit(
     return audit_keys.judge_keys(reading, precision, c.model, c.vision, weights=weights, compiled=compiled)
 
   reading = hlo.read_stablehlo(module)
-  unasked = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  unasked = program_audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
   verdicts = judged(reading, compiled=False)
   if text is not None:
     reading = hlo.read_hlo(text)
     verdicts = audit_keys.together(verdicts, judged(reading, compiled=True))
-  return Audit(program, platform, topology, audit.rows(reading), verdicts, unasked)
+  return Audit(program, platform, topology, program_audit.rows(reading), verdicts, unasked)
 
 
 def _columns(table: list[tuple[str, ...]]) -> list[str]:

@@ -10,8 +10,8 @@ from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
-  from maxtext_like.analysis.bisect import Bisection, Result
   from maxtext_like.analysis.distance import Distance
+  from maxtext_like.analysis.key_bisection import Bisection, Result
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.load import Loaded
 
@@ -110,8 +110,8 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   import numpy as np
 
   from maxtext_like.analysis import remedies
-  from maxtext_like.analysis.bisect import Bisection
   from maxtext_like.analysis.distance import Steps
+  from maxtext_like.analysis.key_bisection import Bisection
   from maxtext_like.checkpoint.read_weights import read_weights
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
@@ -146,7 +146,7 @@ def _require_loadable(loaded: "Loaded", result: "Result") -> None:
 def _report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
   """What was found, for people."""
   from maxtext_like.analysis import remedies
-  from maxtext_like.analysis.bisect import summary
+  from maxtext_like.analysis.key_bisection import summary
 
   model, precision = loaded.config.model.model_name, loaded.config.precision
   lines = [f"{model} in {precision.dtype}: {_distance(result.before)}"]
@@ -170,7 +170,7 @@ def _tolerance(search: "Bisection") -> str:
 
 
 def _table(result: "Result") -> str:
-  from maxtext_like.analysis.bisect import error_text, summary
+  from maxtext_like.analysis.key_bisection import error_text, summary
 
   rows = [("key", "without it", "with it", "step time", "mends")]
   for f in result.findings:
@@ -184,7 +184,7 @@ def _table(result: "Result") -> str:
 
 
 def _distance(d: "Distance") -> str:
-  from maxtext_like.analysis.bisect import error_text
+  from maxtext_like.analysis.key_bisection import error_text
 
   parts = [("loss", d.loss), ("gradients", d.gradient), ("worst array", d.array), ("update", d.update)]
   text = ", ".join(f"{name} {error_text(error)}" for name, error in parts)

@@ -9,7 +9,7 @@ from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
-  from maxtext_like.analysis.risk import Risk
+  from maxtext_like.analysis.overflow_risk import Risk
   from maxtext_like.analysis.risk_parameters import Reader
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.layers.decoder import Decoder
@@ -37,19 +37,19 @@ class Risks:
   @property
   def overflows(self) -> "list[Risk]":
     """Those whose expected size is beyond what holds it, and that no key protects."""
-    from maxtext_like.analysis.risk import unprotected_overflows
+    from maxtext_like.analysis.overflow_risk import unprotected_overflows
 
     return unprotected_overflows(self.risks)
 
   def table(self, rows: int = 20) -> str:
     """The worst ``rows`` of the table (0: all), and a summary."""
-    from maxtext_like.analysis.risk import table
+    from maxtext_like.analysis.overflow_risk import table
 
     return f"{table(self.risks, rows)}\n{summary(list(self.risks), self.dtype)}"
 
   def to_json(self) -> dict[str, Any]:
     """Every row, with numbers in full."""
-    from maxtext_like.analysis.risk import records
+    from maxtext_like.analysis.overflow_risk import records
 
     return {"dtype": self.dtype, "tokens": self.tokens, "risks": records(self.risks)}
 
@@ -67,7 +67,7 @@ def risk(checkpoint: str | Path, *overrides: str, tokens: int = 4096, **keys: An
   Raises:
     UserError: no checkpoint, a damaged one, or overrides that do not fit it; a family without a formula.
   """
-  from maxtext_like.analysis.risk import assess
+  from maxtext_like.analysis.overflow_risk import assess
   from maxtext_like.analysis.risk_model import measure
 
   if tokens < 100:
@@ -80,7 +80,7 @@ def risk(checkpoint: str | Path, *overrides: str, tokens: int = 4096, **keys: An
 
 def summary(risks: list["Risk"], dtype: str) -> str:
   """What it comes to, in one line or a few."""
-  from maxtext_like.analysis.risk import ALWAYS
+  from maxtext_like.analysis.overflow_risk import ALWAYS
 
   lines = []
   meanings = (

@@ -69,10 +69,10 @@ class Order:
     if self._seed is None:
       return int(self._indices[position])
     permutation, stops = self._epoch(epoch)
-    slot = int(np.searchsorted(stops, position, side="right"))
-    group = int(permutation[slot])
+    place = int(np.searchsorted(stops, position, side="right"))
+    group = int(permutation[place])
     start, end = int(self._edges[group]), int(self._edges[group + 1])
-    inside = position - (int(stops[slot]) - (end - start))
+    inside = position - (int(stops[place]) - (end - start))
     return int(self._indices[start + self._shuffled(inside, end - start, epoch, group)])
 
   def _shuffled(self, position: int, size: int, epoch: int, group: int) -> int:

@@ -30,7 +30,7 @@ def test_names_types_and_defaults_are_the_layers():
 
 
 def test_scopes_are_names_that_the_layers_give_to_their_parts():
-  from maxtext_like.analysis.audit import SITES
+  from maxtext_like.analysis.program_audit import SITES
 
   for key in KEYS.values():
     assert {*key.scopes, *key.widens, *(sign.scope for sign in key.signs)} <= set(SITES), key.name

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_like.analysis import audit, audit_keys, lowered
+from maxtext_like.analysis import audit_keys, lowered, program_audit
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.layers import block, indexer, mlp, moe
@@ -67,10 +67,10 @@ def test_every_model_file_honours_every_key_and_nothing_works_unasked(model, pla
   keys = {k.key: k for k in judged(program, reading, precision)}
   assert set(keys) == {f.name for f in dataclasses.fields(Precision)}
   assert dishonest(keys) == set()
-  assert not audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  assert not program_audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
   lacking = {name for name, k in keys.items() if k.verdict == "not shown"}
   assert all("has not got" in keys[name].evidence for name in lacking)
-  sites = {(r.site, r.stage) for r in audit.rows(reading)}
+  sites = {(r.site, r.stage) for r in program_audit.rows(reading)}
   assert sites >= {("norms", "forward"), ("norms", "backward"), ("residual stream", "forward"), ("logits", "forward")}
   assert sites >= {("logits", "backward"), ("loss", "forward"), ("optimizer", "update"), ("gate product", "forward")}
   fused = {use.kernel for use in program.model.kernels if use.shape}
@@ -189,7 +189,7 @@ def test_work_that_nobody_asked_for_is_listed(monkeypatch):
 
   monkeypatch.setattr(block, "_add", jax.named_scope("residual")(wide))
   _, reading, precision = read(MODELS["gemma"])
-  found = audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
+  found = program_audit.unasked(reading, precision.dtype, audit_keys.asked_float32(precision))
   assert {u.operation for u in found} == {"dot"}
   assert {u.dtypes for u in found} == {"f32 x f32 -> f32"}
   assert all("/residual/" in u.path for u in found)
@@ -201,17 +201,18 @@ def instruction(path: str, *operands: str, kind="dot", result="bf16") -> hlo.Ins
 
 def test_float64_anywhere_is_listed():
   reading = hlo.Reading(instructions=[instruction("norm", "f64", kind="rsqrt", result="f64")], arguments={})
-  (found,) = audit.unasked(reading, "float32", ())
+  (found,) = program_audit.unasked(reading, "float32", ())
   assert (found.operation, found.dtypes, found.places) == ("rsqrt", "f64 -> f64", 1)
 
 
 def test_an_instruction_belongs_to_the_innermost_name():
   at = {
-    "stack_0/layer_1/attention/qk_product": "qk product", "transpose(jvp(attention))/norm": "norms", "elsewhere": audit.OTHER,
+    "stack_0/layer_1/attention/qk_product": "qk product", "transpose(jvp(attention))/norm": "norms",
+    "elsewhere": program_audit.OTHER,
     "moe/experts/down_product": "down product", "moe/shared_experts/mlp": "gate and up", "head/logits": "logits",
   }  # fmt: skip
   for path, site in at.items():
-    (row,) = audit.rows(hlo.Reading(instructions=[instruction(path, "bf16", "bf16")], arguments={}))
+    (row,) = program_audit.rows(hlo.Reading(instructions=[instruction(path, "bf16", "bf16")], arguments={}))
     assert (row.site, row.operands, row.accumulation, row.output) == (site, "bf16 x bf16", "f32", "bf16")
 
 
@@ -224,16 +225,16 @@ def test_fused_kernels_are_known_by_their_own_names():
     kernel("vmap(static_sparsity_splash)/jit(_splash_attention)/splash_mha_fwd_segmented", "tpu_custom_call"),
     kernel("experts", "tpu_custom_call"),
   ]
-  found = [audit.fused_kernel(i) for i in calls]
+  found = [program_audit.fused_kernel(i) for i in calls]
   assert [f and (f[0].name, f[1]) for f in found] == [
     ("cudnn_flash", "__cudnn$fmhaSoftmax"),
     ("splash", "splash_mha_fwd_segmented"),
     None,
   ]
-  rows = audit.rows(hlo.Reading(instructions=calls, arguments={}))
+  rows = program_audit.rows(hlo.Reading(instructions=calls, arguments={}))
   assert {(r.site, r.operation, r.accumulation, r.note) for r in rows} == {
-    ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", audit.GUARANTEE),
-    ("splash attention", "splash_mha_fwd_segmented", "f32", audit.GUARANTEE),
+    ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", program_audit.GUARANTEE),
+    ("splash attention", "splash_mha_fwd_segmented", "f32", program_audit.GUARANTEE),
   }
 
 

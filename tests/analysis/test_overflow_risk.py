@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxtext_like.analysis import risk, risk_parameters
+from maxtext_like.analysis import overflow_risk, risk_parameters
 from maxtext_like.analysis.risk_model import Site, measure
 from maxtext_like.api.outputs import open_weights
 from maxtext_like.api.weights_at_risk import open_checkpoint
@@ -81,9 +81,9 @@ def test_nothing_exceeds_its_bound_in_float16(name: str):
   checked(name, "float16")
 
 
-def assessed(name: str, *words: str) -> list[risk.Risk]:
+def assessed(name: str, *words: str) -> list[overflow_risk.Risk]:
   model, decoder, read, _ = open_checkpoint(GOLDEN / name / "checkpoint", list(words))
-  return risk.assess(measure(model, decoder, read, 4096), decoder.precision)
+  return overflow_risk.assess(measure(model, decoder, read, 4096), decoder.precision)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_planted_hazard_comes_first_and_names_its_key(name: str, key: str, pla
   first = assessed(name, "dtype=float16")[0]
   assert (first.site.place, first.site.quantity) == (place, quantity)
   assert (first.unprotected, first.verdict, first.held, first.key) == ("overflow", "safe", "float32", key)
-  assert not risk.unprotected_overflows(assessed(name, "dtype=float16"))
+  assert not overflow_risk.unprotected_overflows(assessed(name, "dtype=float16"))
 
 
 def test_without_its_key_the_product_is_expected_to_overflow_and_the_key_is_what_to_set():
@@ -105,7 +105,7 @@ def test_without_its_key_the_product_is_expected_to_overflow_and_the_key_is_what
   first, second = risks[:2]
   assert (first.site.place, first.verdict, first.held) == ("layers.0.mlp", "overflow", "float16")
   assert first.key == second.key == "float32_gate_product=true"
-  assert [r.site.quantity for r in risk.unprotected_overflows(risks)] == ["product", "product"]
+  assert [r.site.quantity for r in overflow_risk.unprotected_overflows(risks)] == ["product", "product"]
 
 
 def test_a_dense_model_is_safe_in_bfloat16_but_for_the_rounding_of_scores():
@@ -119,9 +119,9 @@ def test_a_dense_model_is_safe_in_bfloat16_but_for_the_rounding_of_scores():
 
 def test_what_no_key_removes_is_told_to_change_the_dtype():
   site = Site("layers.0", "q", bound=2e5, expected=1e5)
-  (found,) = risk.assess([site], precision_of("float16"))
+  (found,) = overflow_risk.assess([site], precision_of("float16"))
   assert (found.verdict, found.key) == ("overflow", "dtype=bfloat16")
-  (wide,) = risk.assess([site], precision_of("bfloat16"))
+  (wide,) = overflow_risk.assess([site], precision_of("bfloat16"))
   assert (wide.verdict, wide.key) == ("safe", "")
 
 
@@ -131,7 +131,7 @@ def precision_of(dtype: str, **flags) -> Precision:
 
 def test_every_noted_quantity_is_judged_and_held_as_the_layers_hold_it():
   """With a flag off, its quantities are held in the dtype; with it on, in float32."""
-  for name, quantity in risk.QUANTITIES.items():
+  for name, quantity in overflow_risk.QUANTITIES.items():
     for key in (key.name for key in quantity.keys):
       off, on = ("float16", "float32") if key == "residual_dtype" else (False, True)
       assert quantity.held(precision_of("float16", **{key: on})) == "float32", name
@@ -142,9 +142,9 @@ def test_every_noted_quantity_is_judged_and_held_as_the_layers_hold_it():
 def test_of_two_keys_the_one_that_is_missing_is_named():
   site = Site("layers.0", "scores", bound=200.0, expected=100.0)
   for off in ("float32_qk_product", "float32_logits"):
-    (found,) = risk.assess([site], precision_of("bfloat16", **{off: False}))
+    (found,) = overflow_risk.assess([site], precision_of("bfloat16", **{off: False}))
     assert (found.verdict, found.held, found.key) == ("coarse", "bfloat16", f"{off}=true")
-  (found,) = risk.assess([site], precision_of("bfloat16"))
+  (found,) = overflow_risk.assess([site], precision_of("bfloat16"))
   assert (found.verdict, found.unprotected, found.key) == ("safe", "coarse", "float32_qk_product, float32_logits")
 
 
@@ -214,8 +214,8 @@ def test_spacing_is_the_distance_to_the_next_number():
   for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", np.float32)):
     for size in (0.75, 1.0, 31.9, 32.0, 1000.0):
       at = np.asarray(size).astype(dtype)
-      assert risk.spacing(float(at), name) == float(np.spacing(at))
-  assert risk.spacing(1e5, "float16") == float("inf")
+      assert overflow_risk.spacing(float(at), name) == float(np.spacing(at))
+  assert overflow_risk.spacing(1e5, "float16") == float("inf")
 
 
 def test_the_command_prints_writes_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

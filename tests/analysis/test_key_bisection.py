@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.analysis.bisect import Bisection, summary
 from maxtext_like.analysis.distance import Steps
+from maxtext_like.analysis.key_bisection import Bisection, summary
 from maxtext_like.analysis.remedies import Remedy, applied, reference, yaml
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
