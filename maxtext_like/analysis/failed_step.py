@@ -21,6 +21,8 @@ from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, UserError
+from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.rules import Rules
 from maxtext_like.numerics.xray_report import Report
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch, State
@@ -166,19 +168,26 @@ def find(run: Path) -> Kept:
     ) from error
 
 
-def fitted(config: Config, kept: Kept, devices: int) -> Config:
-  """The configuration with as many rows on each device as the kept batch takes.
+def fitted(config: Config, kept: Kept, mesh: Mesh) -> Config:
+  """The configuration with as many rows for each device as the kept batch takes.
+
+  Args:
+    config: of the run.
+    kept: its failed step.
+    mesh: that it is replayed on.
 
   Raises:
     UserError: the rows cannot be shared out evenly.
   """
   rows, parts = kept.batch["tokens"].shape[0], config.training.gradient_accumulation_steps
-  each, left = divmod(rows, devices * parts)
-  if left or not each:
+  ways = Rules(**config.mesh.sharding_rules).ways("batch", mesh)
+  if rows % (ways * parts):
     raise UserError(
-      f"replay: a batch of {rows} rows cannot be shared out over {devices} devices in {parts} parts\n"
+      f"replay: a batch of {rows} rows cannot be shared out over {ways} devices in {parts} parts\n"
       "  fix: use a number of devices that divides the rows, or gradient_accumulation_steps=1"
     )
+  each = rows / (mesh.size * parts)
+  each = int(each) if each.is_integer() else each
   if each == config.training.per_device_batch_size:
     return config
   return dataclasses.replace(config, training=dataclasses.replace(config.training, per_device_batch_size=each))

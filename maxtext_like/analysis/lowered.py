@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from maxtext_like.config.schema import Config, MeshConfig
+from maxtext_like.config.schema import PARALLELISM, Config
 from maxtext_like.errors import UserError
 from maxtext_like.training.topologies import Topology, assumed_gpu
 
@@ -32,14 +32,11 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
   from maxtext_like.sharding.mesh import abstract_mesh, make_mesh
   from maxtext_like.training.program import make_program
 
-  named = {f.name: getattr(config.mesh, f.name) for f in dataclasses.fields(MeshConfig)}
-  devices = ABSTRACT_DEVICES if -1 in named.values() else 1
-  for size in named.values():
-    devices *= max(size, 1)
+  devices = config.mesh.devices(ABSTRACT_DEVICES)
   kind = "gpu" if platform == "cuda" else platform
   program = make_program(config, mesh=abstract_mesh(config.mesh, devices), platform=kind)
   if any(use.kernel == "cudnn_flash" for use in program.model.kernels):
-    alone = dataclasses.replace(config.mesh, **dict.fromkeys(named, 1))
+    alone = dataclasses.replace(config.mesh, **dict.fromkeys((key for keys in PARALLELISM.values() for key in keys), 1))
     program = make_program(config, mesh=make_mesh(alone, jax.devices()[:1]), platform=kind)
   with _short_locations(), assumed_gpu():
     lowered = program.lower_step(platform)

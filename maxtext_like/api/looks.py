@@ -157,7 +157,7 @@ def replay(run: str | Path, *overrides: str, everything: bool = False, **keys: A
   kept = failed_step.find(place)
   use_compilation_cache(config.logging.compilation_cache_dir)
   mesh = make_mesh(config.mesh)
-  program = make_program(failed_step.fitted(config, kept, mesh.size), mesh=mesh)
+  program = make_program(failed_step.fitted(config, kept, mesh), mesh=mesh)
   report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
   given = words(overrides, keys)
   changed = f" with {' '.join(given)}" if given else ""

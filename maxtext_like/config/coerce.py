@@ -1,4 +1,4 @@
-"""Turns the text of a value into the type of its field: bool, int, float, str, Literal, tuples of these, ``X | None``."""
+"""Turns the text of a value into the type of its field: bool, int, float, str, Literal, tuples, dicts, ``X | None``."""
 
 import json
 import math
@@ -36,6 +36,8 @@ def coerce(node: Node, kind: object) -> object:
     return _literal(node, typing.get_args(kind))
   if origin is tuple:
     return _tuple(node, typing.get_args(kind)[0])
+  if origin is dict:
+    return _dict(node, typing.get_args(kind)[1])
   if is_null(node):
     raise CoercionError(f"null where {describe(kind)} is needed")
   if not isinstance(node, Scalar):
@@ -52,6 +54,8 @@ def describe(kind: object) -> str:
     return " | ".join(_literal_text(a) for a in args)
   if origin is tuple:
     return f"list of ({describe(args[0])})" if typing.get_origin(args[0]) else f"list of {describe(args[0])}"
+  if origin is dict:
+    return f"mapping to ({describe(args[1])})"
   return {types.NoneType: "null"}.get(kind) or kind.__name__  # pyright: ignore
 
 
@@ -93,6 +97,12 @@ def _tuple(node: Node, kind: object) -> tuple:
   if not isinstance(node, Sequence):
     raise CoercionError(f"{_shown(node)} where a list is needed: write [a, b]")
   return tuple(coerce(item, kind) for item in node.items)
+
+
+def _dict(node: Node, kind: object) -> dict:
+  if not isinstance(node, Mapping):
+    raise CoercionError(f"{_shown(node)} where a mapping is needed: write {{a: b}}")
+  return {name: coerce(item, kind) for name, item in node.items.items()}
 
 
 def _plain(node: Scalar, kind: str) -> str:

@@ -136,7 +136,7 @@ def _maxtext_page() -> list[str]:
     "| `profiler: xplane`, `profiler_steps: 5`, `skip_first_n_steps_for_profiler: 1` | `profile_steps: 2-6` |",
     "| `global_rope_max_timescale` | `rope_max_timescale` |",
     *_value_rows(),
-    "| `per_device_batch_size: 1.0` | `1`; a share of a row is refused |",
+    "| `per_device_batch_size: 1.0` | `1` |",
     "| `lr_schedule_steps` | beyond its end MaxText's rate is 0, here the last one |",
     "| `num_experts: 1` in a model file | `0` |",
     "| `mscale` in a model file | `mscale` and `mscale_all_dim` |",

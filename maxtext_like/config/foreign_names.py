@@ -37,7 +37,7 @@ def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
 
 
 _EPOCHS = "a run is counted in steps, and goes through the documents as often as it takes"
-_AXES = "the mesh of this version has two axes, data and fsdp, on one host"
+_AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a size each (docs/parallelism.md)"
 _HUB = "nothing is downloaded or uploaded by this program"
 _ADAPTERS = "adapters (LoRA and its kin) are not in this version"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
@@ -177,7 +177,11 @@ NAMES: dict[str, Foreign] = {
   **_told(_ADAPTERS, _PART, "lora_rank", "lora_r", "lora_alpha", "lora_target", "lora_target_modules", "target_modules"),
   **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
   **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage", "ddp"),
-  **_told(_AXES, "", "tp", "pp", "cp", "ep", "dp", "num_gpus", "n_gpus", "nproc_per_node", "devices", "num_nodes", "nnodes"),
+  **_renamed("ici_tensor_parallelism", "tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
+  **_renamed("ici_context_parallelism", "cp", "cp_size", "context_parallel_size", "sequence_parallel_size"),
+  **_renamed("ici_expert_parallelism", "ep", "ep_size", "expert_parallel_size", "expert_model_parallel_size"),
+  **_renamed("ici_data_parallelism", "dp", "dp_size", "data_parallel_size"),
+  **_told(_AXES, "", "pp", "num_gpus", "n_gpus", "nproc_per_node", "devices", "num_nodes", "nnodes"),
 }  # fmt: skip
 """Whole names. Upper case and dashes count as lower case and underscores."""
 
@@ -198,7 +202,7 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   (
     "ici_*_parallelism dcn_*_parallelism tensor_parallel* pipeline_* sequence_parallel* expert_parallel* context_* "
     "num_pipeline_* tensor_model_parallel* num_layers_per_pipeline_stage num_slices custom_mesh* scan_pipeline_*",
-    Foreign(_AXES, "ici_data_parallelism and ici_fsdp_parallelism"),
+    Foreign(_AXES, "ici_tensor_parallelism, ici_context_parallelism, ici_expert_parallelism, dcn_data_parallelism"),
   ),
   (
     "use_sft sft_* use_dpo dpo_* grpo_* ppo_* kto_* orpo_* rl_* reward_* distill_* train_on_* completion_only* mask_history "

@@ -37,9 +37,7 @@ RENAMED = {
 """Other name, same meaning."""
 
 _AXES = "data fsdp fsdp_transpose sequence context context_autoregressive tensor tensor_sequence pipeline expert autoregressive"
-_AXES_OF_ONE = {f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in _AXES.split()} - {
-  "ici_data_parallelism", "ici_fsdp_parallelism", "dcn_data_parallelism",
-}  # fmt: skip
+_AXES_OF_ONE = {f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in _AXES.split()} - set(LEAVES)
 
 _FIXED: dict[str, tuple[object, ...]] = {
   "enable_dropout": (False,),
@@ -56,7 +54,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
   "adam_eps_root": (0.0,),
   "add_bos": (True,),
   "add_eos": (True,),
-  "dcn_data_parallelism": (1, -1),
   **dict.fromkeys(sorted(_AXES_OF_ONE), (1,)),
 }
 
@@ -76,18 +73,18 @@ def _fixed() -> dict[str, dict[tuple[str, ...], tuple[object, ...]]]:
 FIXED = _fixed()
 """Keys that say what these families always do (or a machine axis that is not there): accepted with that value only."""
 
-_LAYOUT = "where arrays lie follows from the mesh, by a table of this project's own; no number depends on it"
+_LAYOUT = "where arrays lie follows from the mesh, by a table of this project's own (sharding_rules); no number depends on it"
 WITHOUT_EFFECT = {
   "conv_stride_for_vit": "the step between patches is their size",
   "ple_pad_substitute_image_rows": "the per-layer embedding always looks up padding at the tokens of an image",
   "ple_pad_mode": "the per-layer embedding always looks up padding at the tokens of an image",
-  "mesh_axes": "the mesh has two axes, data and fsdp: ici_data_parallelism, ici_fsdp_parallelism",
+  "mesh_axes": "the mesh has the axes data, fsdp, expert, context and tensor, each with a size: ici_tensor_parallelism, ...",
   "logical_axis_rules": _LAYOUT,
   "override_logical_axis_rules": _LAYOUT,
   "data_sharding": _LAYOUT,
   "shard_mode": _LAYOUT,
   "remove_size_one_mesh_axis_from_type": _LAYOUT,
-  "use_batch_split_schedule": "it overlaps the transfers of expert parallelism, which is not here; no number depends on it",
+  "use_batch_split_schedule": "it overlaps transfers of expert parallelism with work; no number depends on it",
   "override_model_config": "a value on the command line always overrides the model file's",
   "log_period": "metrics.jsonl and TensorBoard have every step; log_interval is for the lines on the screen",
 }
@@ -246,12 +243,10 @@ def _activation(entry: Entry) -> Entry:
 
 
 def _whole_rows(entry: Entry) -> Entry:
-  """MaxText's rows of a device are a float, which may be a share of a row."""
+  """MaxText's rows of a device are a float; here one that is whole is an int."""
   text = entry.node.text.replace("_", "") if isinstance(entry.node, Scalar) and entry.node.plain else ""
-  if not same_number(text, text) or "." not in text:
+  if not same_number(text, text) or "." not in text or not float(text).is_integer():
     return entry
-  if not float(text).is_integer():
-    raise CoercionError(f"{text}: a device works on whole rows: write 1 or more, and a shorter max_target_length for less")
   return entry_of(entry.key, int(float(text)), entry)
 
 

@@ -187,6 +187,8 @@ def to_text(value: object) -> str:
     return "true" if value else "false"
   if isinstance(value, tuple | list):
     return "[" + ", ".join(to_text(v) for v in value) + "]"
+  if isinstance(value, dict):
+    return "{" + ", ".join(f"{to_text(key)}: {to_text(v)}" for key, v in value.items()) + "}"
   if isinstance(value, str):
     if _PLAIN.fullmatch(value) and value not in _NULLS and value.lower() not in ("true", "false"):
       return value

@@ -11,6 +11,7 @@ from maxtext_like.layers.decoder import Decoder, RematPolicy
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.models.registry import FAMILIES
 
 
@@ -30,6 +31,7 @@ def build_decoder(
   attention: Choice = "auto",
   grouped_product: grouped.Choice = "auto",
   platform: str = "cpu",
+  rules: Rules = RULES,
 ) -> Decoder:
   """The decoder of a configuration.
 
@@ -43,6 +45,7 @@ def build_decoder(
     attention: the kernel, "auto" for the fastest that honours mask and flags.
     grouped_product: the kernel of experts, likewise.
     platform: "cpu", "gpu" or "tpu", where the program will run.
+    rules: how parameters and activations are split over a mesh.
 
   Returns:
     A ``Decoder``: ``params()`` and a pure call.
@@ -58,7 +61,7 @@ def build_decoder(
   )
   operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
   by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands)).name
-  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, grouped=by)
+  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, grouped=by, rules=rules)
   if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:

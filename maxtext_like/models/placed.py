@@ -17,10 +17,11 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init, shardings
-from maxtext_like.layers.partition import Rules
+from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.rules import Rules
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
-from maxtext_like.sharding.mesh import Mesh, batch_sharding, make_mesh, use_mesh
+from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -70,6 +71,28 @@ class Model:
     with use_mesh(self.mesh):
       make = jax.jit(lambda seed: init(self.spec, jax.random.key(seed)), out_shardings=places)
       return make.lower(jax.ShapeDtypeStruct((), jnp.uint32))
+
+  @functools.cached_property
+  def rows(self) -> int:
+    """Rows that all devices work on at a time: ``per_device_batch_size`` for each device of the mesh.
+
+    Raises:
+      UserError: they cannot be shared out over the devices that the batch is split over.
+    """
+    each, devices, ways = self.config.training.per_device_batch_size, self.mesh.size, self.ways("batch")
+    rows = round(each * devices)
+    if abs(each * devices - rows) > 1e-6 or rows % ways or not rows:
+      split = " x ".join(f"{axis} {self.mesh.shape[axis]}" for axis in self.decoder.cfg.rules.mesh_axes("batch", self.mesh))
+      raise UserError(
+        f"per_device_batch_size = {each} on {devices} devices is {each * devices:g} rows, which cannot be shared out over "
+        f"{ways} parts of the mesh ({split or 'one device'})\n"
+        f"  fix: per_device_batch_size={ways / devices:g}, or a multiple of it"
+      )
+    return rows
+
+  def ways(self, axis: str) -> int:
+    """Into how many parts the mesh splits a logical axis of the activations."""
+    return self.decoder.cfg.rules.ways(axis, self.mesh)
 
   def inputs(self, rows: int) -> Shapes:
     """What the decoder reads of so many rows: int32 [rows, T] each; with images [rows, max_images_per_row, ...] too."""
@@ -135,6 +158,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       attention=t.attention,
       grouped_product=t.grouped_product,
       platform=platform,
+      rules=Rules(**config.mesh.sharding_rules),
     )
   except ValueError as error:
     raise UserError(str(error)) from error

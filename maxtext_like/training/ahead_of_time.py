@@ -164,15 +164,14 @@ def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
   """
   from jax.experimental import topologies
 
-  from maxtext_like.layers.partition import MESH_AXES
+  from maxtext_like.sharding.mesh import make_mesh
 
-  try:
-    sizes = config.axis_sizes(topology.chips)
-  except ValueError as error:
-    raise UserError(f"topology={topology.name}: {error}") from error
   one_chip = {"chips_per_host_bounds": (1, 1, 1)} if topology.chips == 1 else {}
   description = topologies.get_topology_desc(platform="tpu", topology_name=topology.libtpu_name, **one_chip)
-  return topologies.make_mesh(description, tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES)
+  try:
+    return make_mesh(config, description.devices)
+  except UserError as error:
+    raise UserError(f"topology={topology.name}: {error}") from error
 
 
 def xla_flags(group: str = "base") -> dict[str, Any]:

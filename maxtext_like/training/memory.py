@@ -67,9 +67,14 @@ def _bytes(tree: Any) -> int:
   return total
 
 
-def _saved_bytes(objective: Objective, program: TrainProgram, rows: int) -> int:
-  """What ``jax.vjp`` of the loss keeps for ``rows`` rows, beside the parameters and the batch themselves."""
-  batch = program.batch_of(rows)
+def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
+  """What ``jax.vjp`` of the loss keeps on one device for its part of the rows, beside the parameters and the batch themselves.
+
+  Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
+  residual stream is whole on all devices of the tensor axis.
+  """
+  model = program.model
+  batch = program.batch_of(model.rows // model.ways("batch"))
 
   def residuals(params, batch):
     trained, frozen = program.selection.split(params)
@@ -85,7 +90,10 @@ def _saved_bytes(objective: Objective, program: TrainProgram, rows: int) -> int:
   params = abstract(objective.params())
   # Gradients that are made in the forward pass are kept too, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
-  return _bytes(jax.eval_shape(residuals, params, batch)) - _bytes(gradients)
+  kept = jax.eval_shape(residuals, params, batch)
+  stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
+  split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
+  return (_bytes(stream) + split) // model.ways("sequence") - _bytes(gradients)
 
 
 def estimate(program: TrainProgram) -> MemoryEstimate:
@@ -105,20 +113,20 @@ def estimate(program: TrainProgram) -> MemoryEstimate:
   copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
-  rows = t.per_device_batch_size
-  objective, decoder = program.objective, program.model.decoder
-  activations = _saved_bytes(objective, program, rows)
+  objective, model, decoder = program.objective, program.model, program.model.decoder
+  activations = _saved_bytes(objective, program)
   if t.remat_policy != "none":
     cfg = dataclasses.replace(decoder.cfg, remat_policy="none")
     everything = objective.with_decoder(dataclasses.replace(decoder, cfg=cfg))
-    activations += _saved_bytes(everything, program, rows) // len(decoder.layers)
+    activations += _saved_bytes(everything, program) // len(decoder.layers)
   return MemoryEstimate(
     parameters=_bytes(state["params"]),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),
     gradients=gradients,
     copies=copies,
     activations=activations,
-    logits=objective.logit_bytes(rows, t.max_target_length),
+    logits=objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
+    // (model.ways("sequence") * model.ways("vocab")),
   )
 
 

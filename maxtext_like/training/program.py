@@ -11,9 +11,10 @@ import numpy as np
 
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import abstract, init
+from maxtext_like.layers.partition import Mesh
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
-from maxtext_like.sharding.mesh import Mesh, replicated, use_mesh
+from maxtext_like.sharding.mesh import replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.objective import Objective
@@ -55,7 +56,7 @@ class TrainProgram:
   @property
   def microbatch(self) -> int:
     """Rows that all devices work on at a time."""
-    return self.config.training.per_device_batch_size * self.model.mesh.size
+    return self.model.rows
 
   @property
   def global_batch(self) -> int:

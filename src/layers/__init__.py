@@ -8,7 +8,7 @@ A ``Decoder`` (decoder.py) embeds, runs stacks (stack.py) of ``Block``s (block.p
 - norms (norms.py) and, where a model has it, an input of each layer's own (per_layer.py).
 
 Both are ``part(p, x, ctx) -> out``. What travels beside x is the ``Context`` (context.py): positions and masks (masks.py,
-rope.py), caches (cache.py), probes (probe.py), sharding rules (partition.py). Arrays are declared as ``Param`` (param.py),
+rope.py), caches (cache.py), probes (probe.py), sharding rules (rules.py). Arrays are declared as ``Param`` (param.py),
 multiply through ``product`` (weight.py) and in the dtypes of ``Precision`` (precision.py). Kernels stand in registries
 (kernels/), towers for images in vision_*.py, the two faces in linen.py and nnx.py.
 """

@@ -18,9 +18,9 @@ from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Look
 from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
-from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
+from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 
 RematPolicy = Literal["none", "minimal", "full", "save_attention"]

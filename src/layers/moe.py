@@ -16,8 +16,8 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import RULES, Rules
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, cast, product
 
 

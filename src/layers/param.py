@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.partition import RULES, Mesh, Rules
+from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.rules import RULES, Rules
 
 Spec = Any  # a nested dict of Param
 

@@ -17,6 +17,7 @@ from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.cli.main import main
 from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.models.row_norms import row_labels, state_labels
+from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.loop import Loop
@@ -210,9 +211,9 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
   failed_step.keep(as_float32, tmp_path / "failed_step", 1, wide, toy_batch(), "why")
   assert float(read_state(failed_step.find(tmp_path).state, program)["loss_scale"]["scale"]) == 2.0**24
   rows = kept.batch["tokens"].shape[0]
-  assert failed_step.fitted(config, kept, 2).training.per_device_batch_size == rows // 2
+  assert failed_step.fitted(config, kept, abstract_mesh(config.mesh, 2)).training.per_device_batch_size == rows // 2
   with pytest.raises(UserError, match=f"a batch of {rows} rows cannot be shared out over 3 devices"):
-    failed_step.fitted(config, kept, 3)
+    failed_step.fitted(config, kept, abstract_mesh(config.mesh, 3))
 
 
 def shapes(state):

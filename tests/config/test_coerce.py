@@ -43,6 +43,10 @@ def quoted(text):
     ("[]", tuple[str, ...], ()),
     ("[a, 'b c']", str | tuple[str, ...] | None, ("a", "b c")),
     ("a", str | tuple[str, ...] | None, "a"),
+    ("2", int | float, 2),
+    ("0.5", int | float, 0.5),
+    ("{}", dict[str, int], {}),
+    ("{a: [x, y], b: null, c: z}", dict[str, str | tuple[str, ...] | None], {"a": ("x", "y"), "b": None, "c": "z"}),
   ],
 )
 def test_values(text, kind, value):

@@ -96,8 +96,9 @@ def test_the_name_of_another_model_is_no_label():
     ("data_shuffle_seed=3", "data_shuffle_seed", 3),
     ("log_period=10", "log_interval", 1),
     ("quantization=''", "dtype", "float32"),
+    ("per_device_batch_size=0.5", "per_device_batch_size", 0.5),
     ("dcn_data_parallelism=-1", "ici_data_parallelism", 1),
-    ("ici_tensor_parallelism=1", "ici_fsdp_parallelism", -1),
+    ("ici_fsdp_transpose_parallelism=1", "ici_fsdp_parallelism", -1),
   ],
 )
 def test_maxtexts_values_are_translated(word, key, value):
@@ -108,14 +109,13 @@ def test_maxtexts_values_are_translated(word, key, value):
 @pytest.mark.parametrize(
   ("word", "instead"),
   [
-    ("per_device_batch_size=0.5", "write 1 or more"),
     ("eval_steps=-1", "eval_steps=10"),
     ("opt_type=muon", "adafactor"),
     ("remat_policy=save_qkv_proj", "remat_policy=minimal"),
     *((f"{key}={kind}", "dataset=jsonl") for key in ("dataset_type", "dataset") for kind in ("hf", "grain", "tfds")),
     ("rng_seed=3", "seed=3 data_shuffle_seed=3"),
     ("quantization=int8", "weight_dtype=bfloat16"),
-    ("ici_tensor_parallelism=4", "ici_fsdp_parallelism"),
+    ("ici_tensor_sequence_parallelism=4", "ici_tensor_parallelism"),
     ("hardware=tpu", "JAX_PLATFORMS"),
     ("enable_dropout=true", "leave it out"),
   ],

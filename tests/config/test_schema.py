@@ -6,7 +6,8 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import InvalidSectionError
-from maxtext_like.config.schema import LEAVES, SECTIONS, MeshConfig, section_type
+from maxtext_like.config.schema import LEAVES, SECTIONS, section_type
+from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.models.registry import FAMILIES
 
 CONFIG = load_config("gemma4-tiny").config
@@ -70,6 +71,11 @@ READS = {"dataset": "text", "dataset_path": "a"}
     ("checkpoint", {"init_from": ""}, "init_from is empty"),
     ("mesh", {"ici_data_parallelism": 0}, "ici_data_parallelism = 0"),
     ("mesh", {"ici_data_parallelism": -1}, "are both -1"),
+    ("mesh", {"dcn_fsdp_parallelism": -1}, "dcn_data_parallelism and dcn_fsdp_parallelism are both -1"),
+    ("mesh", {"sharding_rules": {"head": None}}, "unknown logical axis 'head', did you mean 'heads'"),
+    ("mesh", {"sharding_rules": {"mlp": ("fsdp", "tensors")}}, "mlp: unknown mesh axis 'tensors', did you mean 'tensor'"),
+    ("mesh", {"sharding_rules": {"mlp": "model"}}, "unknown mesh axis 'model'; there are data, fsdp, expert, context, tensor"),
+    ("mesh", {"sharding_rules": {"mlp": ("fsdp", "fsdp")}}, "names a mesh axis twice"),
     ("logging", {"run_name": "a/b"}, "not the name of a directory"),
     ("logging", {"run_name": ".."}, "not the name of a directory"),
     ("logging", {"output_dir": ""}, "output_dir is empty"),
@@ -91,16 +97,40 @@ def test_all_contradictions_of_a_section_come_together():
 
 
 @pytest.mark.parametrize(
-  ("data", "fsdp", "devices", "sizes"),
-  [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (-1, 4, 8, (2, 4)), (2, 4, 8, (2, 4)), (1, 1, 1, (1, 1))],
+  ("written", "devices", "slices", "sizes"),
+  [
+    ({}, 8, None, {"fsdp": 8}),
+    ({"ici_data": 2}, 8, None, {"data": 2, "fsdp": 4}),
+    ({"ici_data": -1, "ici_fsdp": 4}, 8, None, {"data": 2, "fsdp": 4}),
+    ({"ici_data": 2, "ici_fsdp": 4}, 8, None, {"data": 2, "fsdp": 4}),
+    ({"ici_fsdp": 1}, 1, None, {}),
+    ({"ici_tensor": 2, "ici_context": 2}, 8, None, {"fsdp": 2, "context": 2, "tensor": 2}),
+    ({"ici_fsdp": 2, "ici_expert": -1}, 8, None, {"fsdp": 2, "expert": 4}),
+    ({}, 8, 2, {"data": 2, "fsdp": 4}),  # slices that there are
+    ({"dcn_data": 1, "dcn_fsdp": -1}, 8, 2, {"fsdp": 8}),
+    ({"dcn_fsdp": 2}, 16, 4, {"data": 2, "fsdp": 8}),
+    ({"dcn_data": 2, "ici_tensor": 2}, 8, None, {"data": 2, "fsdp": 2, "tensor": 2}),  # slices that are made
+  ],
 )
-def test_mesh_works_out_the_rest(data, fsdp, devices, sizes):
-  mesh = MeshConfig(ici_data_parallelism=data, ici_fsdp_parallelism=fsdp)
-  assert mesh.axis_sizes(devices) == dict(zip(("data", "fsdp"), sizes, strict=True))
+def test_mesh_works_out_the_rest(written, devices, slices, sizes):
+  assert mesh_of(written).axis_sizes(devices, slices) == dict.fromkeys(MESH_AXES, 1) | sizes
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(3, -1), (2, 2), (16, 1), (16, -1)])
-def test_mesh_that_does_not_multiply_to_the_devices(data, fsdp):
-  mesh = MeshConfig(ici_data_parallelism=data, ici_fsdp_parallelism=fsdp)
-  with pytest.raises(ValueError, match=f"ici_data_parallelism = {data}.*8 devices"):
-    mesh.axis_sizes(8)
+@pytest.mark.parametrize(
+  ("written", "slices", "reason"),
+  [
+    *(({"ici_data": d, "ici_fsdp": f}, None, f"ici_data_parallelism = {d}.*8 devices") for d, f in [(3, -1), (2, 2), (16, -1)]),
+    ({"ici_tensor": 3}, None, "ici_tensor_parallelism = 3 do not multiply to the 8 devices of this run; set one axis to -1"),
+    ({"dcn_data": 3}, None, "dcn_data_parallelism = 3 do not divide the 8 devices of this run into equal slices"),
+    ({"dcn_data": 2, "ici_fsdp": 8}, None, "ici_fsdp_parallelism = 8 do not multiply to the 4 devices of each of 2 slices"),
+    ({"dcn_data": 4}, 2, "dcn_data_parallelism = 4 make 4 slices, and this run has 2; set dcn_data_parallelism to -1"),
+    ({"dcn_data": 1}, 2, "make 1 slices, and this run has 2"),
+  ],
+)
+def test_mesh_that_does_not_multiply_to_the_devices(written, slices, reason):
+  with pytest.raises(ValueError, match=reason):
+    mesh_of(written).axis_sizes(8, slices)
+
+
+def mesh_of(written):
+  return dataclasses.replace(CONFIG.mesh, **{f"{name}_parallelism": size for name, size in written.items()})

@@ -6,6 +6,7 @@ import pytest
 
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
+from maxtext_like.layers.rules import MESH_AXES
 
 ROOT = configs_folder().parent
 FILES = {"tpu/v6e-8.yml": 8, "tpu/v6e-32.yml": 32, "gpu/h200.yml": 1, "gpu/h200x8.yml": 8}
@@ -20,6 +21,6 @@ def test_every_file_is_known_here():
 @pytest.mark.parametrize(("name", "chips"), FILES.items())
 def test_a_hardware_file_is_laid_over_a_model(model, name, chips):
   loaded = load_config(model, [str(ROOT / name), "steps=7"])
-  assert loaded.config.mesh.axis_sizes(chips) == {"data": 1, "fsdp": chips}
+  assert loaded.config.mesh.axis_sizes(chips) == dict.fromkeys(MESH_AXES, 1) | {"fsdp": chips}
   assert Path(loaded.origins["mesh.ici_fsdp_parallelism"].rpartition(":")[0]).name == Path(name).name
   assert loaded.config.training.steps == 7

@@ -15,14 +15,14 @@ pytestmark = [
 
 _COMPILE = """
 import sys
-from maxtext_like.config.schema import MeshConfig
+from maxtext_like.config.load import load_config
 from maxtext_like.training import ahead_of_time
 from maxtext_like.training.topologies import TOPOLOGIES
 
 ahead_of_time.prepare_environment()
 import jax, jax.numpy as jnp
 
-mesh = ahead_of_time.tpu_mesh(TOPOLOGIES["v6e-1"], MeshConfig(ici_data_parallelism=1, ici_fsdp_parallelism=1))
+mesh = ahead_of_time.tpu_mesh(TOPOLOGIES["v6e-1"], load_config("gemma4-tiny").config.mesh)
 x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 options = ahead_of_time.xla_flags("all") if sys.argv[1] == "options" else {}
 jax.jit(lambda x: x @ x).trace(x).lower(lowering_platforms=("tpu",)).compile(compiler_options=options)

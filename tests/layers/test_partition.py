@@ -8,7 +8,7 @@ from equations import named
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from maxtext_like.layers.param import shardings
-from maxtext_like.layers.partition import RULES
+from maxtext_like.layers.rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 OTHERS = dataclasses.replace(RULES, batch="data", sequence="fsdp", embed=None, heads="fsdp", expert="data")

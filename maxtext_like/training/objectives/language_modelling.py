@@ -22,7 +22,7 @@ PIECE_BYTES = 1 << 30  # of float32 logits of one chunk on one device
 
 
 def automatic_chunks(rows: int, length: int, vocab_size: int) -> int:
-  """The fewest chunks whose float32 logits take at most 1 GiB on a device, for ``rows`` rows there."""
+  """The fewest chunks whose float32 logits take at most 1 GiB on a device, for ``rows`` rows of so many logits there."""
   return min(length, -(-rows * length * vocab_size * 4 // PIECE_BYTES))
 
 
@@ -48,8 +48,9 @@ def build(model: Model) -> "LanguageModelling":
   Raises:
     UserError: more chunks than there are positions.
   """
-  t = model.config.training
-  chunks = t.num_vocab_tiling or automatic_chunks(t.per_device_batch_size, t.max_target_length, model.config.model.vocab_size)
+  t, split = model.config.training, model.ways("sequence") * model.ways("vocab")
+  rows, vocabulary = model.rows // model.ways("batch"), -(-model.config.model.vocab_size // split)
+  chunks = t.num_vocab_tiling or automatic_chunks(rows, t.max_target_length, vocabulary)
   if chunks > t.max_target_length:
     raise UserError(
       f"num_vocab_tiling = {chunks} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"

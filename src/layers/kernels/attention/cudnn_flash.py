@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens, attention_mask
-from maxtext_like.layers.partition import Rules
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import Rules
 
 
 def cudnn_attention(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
-from maxtext_like.layers.partition import Rules
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import Rules
 
 
 def dot_product_attention(

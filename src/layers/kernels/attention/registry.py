@@ -16,8 +16,8 @@ if TYPE_CHECKING:
   import jax
 
   from maxtext_like.layers.masks import Tokens
-  from maxtext_like.layers.partition import Rules
   from maxtext_like.layers.precision import Precision
+  from maxtext_like.layers.rules import Rules
 
 Name = Literal["splash", "cudnn_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -146,12 +146,12 @@ def attend(
     bidirectional_images: tokens of one image see each other.
     scale: multiplies the scores.
     precision: flags.
-    rules: how the batch lies on the mesh in use; None: ``partition.RULES``.
+    rules: how the batch lies on the mesh in use; None: ``rules.RULES``.
 
   Returns:
     [B, T, N, V] in ``dtype``.
   """
-  from maxtext_like.layers.partition import RULES
+  from maxtext_like.layers.rules import RULES
 
   return kernel(name).run(
     q_BTNH, k_BSKH, v_BSKV, tokens,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.partition import RULES, Rules
+from maxtext_like.layers.rules import RULES, Rules
 
 _LANES = 128
 # Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.

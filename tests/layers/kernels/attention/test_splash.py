@@ -62,13 +62,12 @@ def test_values_and_gradients_are_those_of_attention_written_out(T, window, with
 _ON_A_MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.partition import MESH_AXES
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 
 def fused(x, segments):
   return splash_attention(x, x, x, Tokens(segments), window=50, scale=0.07, interpret=True)
 
-mesh = jax.make_mesh((1, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+mesh = jax.make_mesh((1, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 for rows in (2, 3):  # 3 rows do not divide among 2 devices
   x, segments = jax.random.normal(jax.random.key(0), (rows, 128, 1, 128)), jnp.ones((rows, 128), jnp.int32)
   alone = jax.jit(fused)(x, segments)

@@ -1,0 +1,100 @@
+"""Logical axes to mesh axes, as a value, for parameters and activations alike. Imports no JAX until it is used, so that the
+configuration may ask for the names.
+
+B batch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  import jax
+  from jax.sharding import PartitionSpec
+
+  from maxtext_like.layers.partition import Mesh
+
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Of every mesh, from the outside in: neighbours along the last talk most, within every layer."""
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+  """Which mesh axes each logical axis is split over; None: none.
+
+  Attributes:
+    batch, sequence: of activations.
+    The others: of parameters, under the names that ``Param.axes`` gives them; activations have some of them too.
+  """
+
+  batch: MeshAxes = ("data", "fsdp", "expert")
+  sequence: MeshAxes = "context"
+  embed: MeshAxes = "fsdp"
+  q_lora: MeshAxes = "fsdp"
+  kv_lora: MeshAxes = "fsdp"
+  per_layer: MeshAxes = "fsdp"
+  vocab: MeshAxes = "tensor"
+  heads: MeshAxes = "tensor"
+  kv_heads: MeshAxes = "tensor"
+  head_dim: MeshAxes = None
+  mlp: MeshAxes = "tensor"
+  expert: MeshAxes = "expert"
+  layers: MeshAxes = None
+
+  def mesh_axes(self, axis: str | None, mesh: "Mesh") -> tuple[str, ...]:
+    """The axes of this mesh, of more than one device, that a logical axis is split over.
+
+    Raises:
+      ValueError: there is no rule for it.
+    """
+    if axis is None:
+      return ()
+    if axis not in LOGICAL_AXES:
+      raise ValueError(f"no sharding rule for the logical axis {axis!r}; there are {', '.join(LOGICAL_AXES)}")
+    wanted = getattr(self, axis)
+    return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if mesh.shape.get(a, 1) > 1)
+
+  def ways(self, axis: str, mesh: "Mesh") -> int:
+    """Into how many parts a logical axis is split on this mesh."""
+    return math.prod(mesh.shape[a] for a in self.mesh_axes(axis, mesh))
+
+  def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "PartitionSpec":
+    """The mesh axes of each dimension of an array.
+
+    A mesh axis splits one dimension at most (the first that asks for it) and only where it divides the size: a dimension
+    that cannot be split evenly is replicated.
+    """
+    from jax.sharding import PartitionSpec
+
+    taken: set[str] = set()
+    entries: list[MeshAxes] = []
+    for size, axis in zip(shape, axes, strict=True):
+      names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
+      if names and size % math.prod(mesh.shape[a] for a in names) == 0:
+        taken.update(names)
+        entries.append(names[0] if len(names) == 1 else names)
+      else:
+        entries.append(None)
+    while entries and entries[-1] is None:
+      entries.pop()
+    return PartitionSpec(*entries)
+
+  def rows(self, count: int, mesh: "Mesh") -> "PartitionSpec":
+    """How arrays [B, ...] of so many sequences are split; of nothing where they are not."""
+    return self.spec((count,), ("batch",), mesh)
+
+  def constrain(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
+    """An activation, its leading dimensions split over the mesh in use as the rules say; x itself when no mesh is set or
+    nothing is split."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = PartitionSpec() if mesh.empty else self.spec(x.shape[: len(axes)], axes, mesh)
+    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+
+LOGICAL_AXES = tuple(Rules.__dataclass_fields__)
+RULES = Rules()
