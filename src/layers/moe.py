@@ -3,6 +3,7 @@
 B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.expert_parallel import Layout, travel
 from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.partition import by_token, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, cast, product
@@ -180,7 +183,7 @@ class Experts:
       p: parameters.
       x_BTD: normed input.
       weights, experts: [B, T, k] of the router.
-      rules: how the batch lies on the mesh in use.
+      rules: how tokens and experts lie on the mesh in use.
       by: the kernel of the grouped products.
 
     Returns:
@@ -188,30 +191,63 @@ class Experts:
     """
     p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = jax.sharding.get_abstract_mesh()
-    batch, everywhere = PartitionSpec() if mesh.empty else rules.rows(x_BTD.shape[0], mesh), PartitionSpec()
-    if not any(batch):
-      return self._local(p, x_BTD, weights, experts, by)
+    layout = None if mesh.empty else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
+    if layout is None or not layout.every:
+      return self._on_device(p, x_BTD, weights, experts, by)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
 
-    def local(p, x, w, e):
-      out, rescued = self._local(p, x, w, e, by)
-      return out, jax.lax.psum(rescued, batch[0])
+    def on_device(p, x, w, e):
+      p = {name: layout.gather(name, w) for name, w in p.items()}
+      p, x, w, e = jax.tree.map(lambda a: vary(a, layout.every), (p, x, w, e))
+      out, rescued = self._on_device(p, x, w, e, by, layout)
+      return out, jax.lax.psum(rescued, layout.every)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(everywhere, batch, batch, batch), out_specs=(batch, everywhere))(
-      p, x_BTD, weights, experts
-    )
+    tokens = layout.tokens
+    specs = (dict(layout.weights), tokens, tokens, tokens)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(tokens, PartitionSpec()))(p, x_BTD, weights, experts)
 
-  def _local(self, p, x_BTD, weights, experts, by):
-    c = self.cfg
+  def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
+    """The weighted sum for the tokens of one device, whose experts are all of them or those of a layout."""
     B, T, D = x_BTD.shape
-    k = c.num_experts_per_tok
-    order = jnp.argsort(experts.reshape(-1), stable=True)  # [B*T*k] choices, grouped by expert
-    groups = Groups(jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32), by)
-    rows = self.precision.cast(x_BTD).reshape(B * T, D)[order // k]
-    out, rescued = self._gated(p, rows, lambda x, w: product(self._products, "MD,EDF->MF", x, w, groups=groups))
+    k, E = self.cfg.num_experts_per_tok, self.cfg.num_experts
+    x_ND, chosen_Nk = self.precision.cast(x_BTD).reshape(B * T, D), experts.reshape(B * T, k)
+    run = functools.partial(self._run, by)
+    if layout is None or not layout.experts:
+      out_MD, rescued = run(p, x_ND, chosen_Nk.reshape(-1), E)
+    elif layout.travel:
+      out_MD, rescued = travel(run, p, x_ND, chosen_Nk, E, layout.experts, layout.every)
+    else:
+      own = E // jax.lax.axis_size(layout.experts)
+      number = chosen_Nk.reshape(-1) - jax.lax.axis_index(layout.experts) * own
+      out_MD, rescued = run(p, x_ND, jnp.where((number >= 0) & (number < own), number, own), own, some=True)
+    out = self._combine(out_MD.reshape(B, T, k, D), weights)
+    return jax.lax.psum(out, layout.partial) if layout and layout.partial else out, rescued
+
+  def _run(self, by, p, x_ND, expert_M, count: int, *, some: bool = False):
+    """Experts on rows.
+
+    Args:
+      by: the kernel of the grouped products.
+      p: parameters of ``count`` experts.
+      x_ND: rows in ``dtype``.
+      expert_M: int32, M / N experts for each row.
+      some: there are choices of no expert, numbered ``count``.
+
+    Returns:
+      [M, D] in the order of choices, zeros where there is no expert; and the number of rescued values.
+    """
+    M, N = expert_M.size, x_ND.shape[0]
+    order = jnp.argsort(expert_M, stable=True)  # choices, grouped by expert
+    groups = Groups(jnp.bincount(expert_M, length=count).astype(jnp.int32), by)
+    real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
+
+    def multiply(x, w):
+      y = product(self._products, "MD,EDF->MF", x, w, groups=groups)
+      return jnp.where(real_M1, y, 0) if some else y  # what a kernel leaves behind the groups is nobody's
+
+    out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
     # Back to the order of choices; each has its own place, so this is a permutation and not a scatter that adds.
-    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, k, D)
-    return self._combine(out, weights), rescued
+    return jnp.zeros_like(out).at[order].set(out, unique_indices=True), rescued
 
   def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """The same sum with every expert run on every token: E / k times the work, and nothing to get wrong."""
@@ -300,7 +336,8 @@ class MoE:
       [B, T, D].
     """
     c = self.cfg
-    weights, experts, routing = Router(c, self.precision)(p["router"], x_BTD if router_input is None else router_input)
+    read = x_BTD if router_input is None else router_input
+    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), p["router"], read)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
     ctx.note("rescued", rescued)
     if c.shared_experts:

@@ -1,9 +1,12 @@
 """Where activations lie on the mesh in use; marks for the inside of shard_map. How arrays are split is in rules.py."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+
+from maxtext_like.layers.rules import Rules
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -35,3 +38,24 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """
   axes = frozenset().union(*map(varying_axes, arrays))
   return tuple(vary(x, axes) for x in arrays)
+
+
+def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: jax.Array) -> Any:
+  """function(shared, *arrays), run by every device on its own tokens.
+
+  For what the partitioner does not split by itself: it gathers all tokens for a top_k (not on TPU).
+
+  Args:
+    rules: how tokens lie on the mesh in use.
+    function: of arrays [B, T, ...] to a pytree of such arrays; each token's result depends on that token alone.
+    shared: a pytree that all devices have.
+    arrays: [B, T, ...].
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  tokens = PartitionSpec() if mesh.empty else rules.spec(arrays[0].shape[:2], ("batch", "sequence"), mesh)
+  axes = [a for entry in tokens if entry for a in ((entry,) if isinstance(entry, str) else entry)]
+  if not axes:
+    return function(shared, *arrays)
+  own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
+  specs = (PartitionSpec(), *(tokens,) * len(arrays))
+  return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=tokens)(shared, *arrays)

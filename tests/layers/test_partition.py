@@ -45,13 +45,12 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
   assert layer["moe"]["experts"]["gate"] == experts
   p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), spec)
   batch = {"tokens": jax.ShapeDtypeStruct((8, 12), "int32")}
-  rows, stream = ("data", "fsdp"), PartitionSpec(("data", "fsdp"))
-  if not default:
-    rows, stream = ("data",), PartitionSpec("data", "fsdp")
+  stream = PartitionSpec(("data", "fsdp")) if default else PartitionSpec("data", "fsdp")
   with jax.sharding.use_abstract_mesh(MESH):
     constraints = named(decoder, p, batch, name="sharding_constraint")
-    (local, *_) = named(decoder, p, batch, name="shard_map")
+    (_, local, *_) = named(decoder, p, batch, name="shard_map")  # behind the router
   assert len(constraints) >= 1 + len(decoder.layers)  # behind the embedding, and behind every layer
   assert {e.params["sharding"].spec for e in constraints} == {stream}
-  split = [axis for spec in local.params["in_specs"] for axis in spec if axis is not None]
-  assert set(split) == {rows if len(rows) > 1 else rows[0]}
+  weights = PartitionSpec(None, "fsdp") if default else PartitionSpec("data")  # gathered inside; or tokens travel
+  down = PartitionSpec(None, None, "fsdp") if default else PartitionSpec("data")
+  assert set(local.params["in_specs"]) == {stream, weights, down}

@@ -1,0 +1,58 @@
+"""Runs a function of a test module in a Python with eight CPU devices, where it compares a mesh with one of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from maxtext_like.layers.param import shardings
+from maxtext_like.layers.rules import MESH_AXES
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, function: str, *words: str, timeout: int = 300) -> str:
+  """What ``function(*words)`` of a test module prints; fails as it does, warnings included."""
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+  places = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "layers")])
+  environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": places}
+  program = f"import sys, tests.layers.{module} as module; module.{function}(*sys.argv[1:])"
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", program, *words],
+    cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+  return done.stdout
+
+
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+  """A mesh of as many of the devices as the sizes multiply to; axes that are not named have one."""
+  shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+  devices = np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape)
+  return jax.sharding.Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def placed(spec: Any, p: Any, mesh, rules) -> Any:
+  """Parameters as a run has them on a mesh."""
+  return jax.device_put(p, shardings(spec, mesh, rules))
+
+
+def spread(batch: Any, mesh, rules, *axes: str | None) -> Any:
+  """Arrays whose leading dimensions are split as the rules say."""
+  place = lambda x: NamedSharding(mesh, rules.spec(x.shape[: len(axes)], axes, mesh))
+  return jax.tree.map(lambda x: jax.device_put(x, place(x)), batch)
+
+
+def worst(got: Any, expected: Any) -> float:
+  """The largest difference, relative to the largest number of each array."""
+
+  def leaf(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30)
+
+  return max(jax.tree.leaves(jax.tree.map(leaf, got, expected)))
