@@ -9,6 +9,8 @@ the equation (``Equation.summed``); axes and shapes of scales and adapters follo
 """
 
 import abc
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +83,7 @@ def product(
     return weight.product(precision, equation, x, groups=groups, float32=float32, unbounded=unbounded)
   if groups is not None:
     return precision.grouped(x, weight, groups.sizes, groups.kernel)
-  return precision.einsum(equation, x, weight, float32=float32, unbounded=unbounded)
+  return _by_matrix(precision, Equation.of(equation), x, weight, float32=float32, unbounded=unbounded)
 
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
@@ -113,3 +115,22 @@ class Equation:
   def summed(self) -> str:
     """The axes that the product sums over."""
     return "".join(a for a in self.weight if a in self.x and a not in self.result)
+
+
+def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Array, **how: bool) -> jax.Array:
+  """The product by a weight of more than two axes as one by a matrix: neighbours that it sums over are one axis of it, and
+  neighbours that it hands on are the other.
+
+  For the gradient's sake, which is a matrix then too. Of a matrix a TPU leaves each device its part of the sum over devices;
+  of [D, N, H], whose layout has D in the middle, it sends all of them the whole.
+  """
+  runs = ["".join(run) for _, run in itertools.groupby(e.weight, key=lambda axis: axis in e.summed)]
+  if len(runs) == len(e.weight) or not all(run in (e.x if run[0] in e.summed else e.result) for run in runs):
+    return precision.einsum(f"{e.x},{e.weight}->{e.result}", x, weight, **how)
+  sizes = dict(zip(e.x + e.weight, x.shape + weight.shape, strict=True))
+  merged = sizes | {run[0]: math.prod(sizes[axis] for axis in run) for run in runs}
+  x_axes, result, matrix = e.x, e.result, "".join(run[0] for run in runs)
+  for run in runs:
+    x_axes, result = x_axes.replace(run, run[0]), result.replace(run, run[0])
+  x, weight = (a.reshape([merged[axis] for axis in axes]) for a, axes in ((x, x_axes), (weight, matrix)))
+  return precision.einsum(f"{x_axes},{matrix}->{result}", x, weight, **how).reshape([sizes[axis] for axis in e.result])
