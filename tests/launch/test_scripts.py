@@ -92,8 +92,12 @@ def test_slurm_job_is_requeued_on_what_a_restart_can_mend(stage, code):
   job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17"}
   done = stage.run("gpu/train.sbatch", "gemma4-tiny", "dataset_path=/a b", **job)
   assert done.returncode == code
-  assert stage.calls[0] == ["srun", "--kill-on-bad-exit=1", "python", "train.py", "gemma4-tiny", "dataset_path=/a b"]
-  assert stage.calls[1:] == ([["scontrol", "requeue", "17"]] if code in (42, 137, 143) else [])
+  srun, *after = stage.calls
+  assert srun == ["srun", "--kill-on-bad-exit=0", "--wait=600", "python", "train.py", "gemma4-tiny", "dataset_path=/a b"]
+  assert after == ([["scontrol", "requeue", "17"]] if code in (42, 137, 143) else [])
+  last = stage.run("gpu/train.sbatch", "gemma4-tiny", SLURM_RESTART_COUNT="100", **job)
+  assert (last.returncode, stage.calls[-1][0]) == (code, "srun")
+  assert ("after 100 restarts" in last.stderr) == (code in (42, 137, 143))
 
 
 def test_slurm_job_without_a_model_is_refused(stage):
