@@ -9,7 +9,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.answers import generate
   from maxtext_like.api.audited import audit
   from maxtext_like.api.bisected import bisect
-  from maxtext_like.api.catalog import list_models
+  from maxtext_like.api.catalog import list_keys, list_models
   from maxtext_like.api.configuration import load_config
   from maxtext_like.api.conversion import export_checkpoint, import_checkpoint
   from maxtext_like.api.fits import compile_step
@@ -33,6 +33,7 @@ __all__ = [
   "generate",
   "import_checkpoint",
   "kernel_self_test",
+  "list_keys",
   "list_models",
   "load",
   "load_config",
@@ -57,6 +58,7 @@ _HOMES = {
   "kernel_self_test": "api.kernel_tests",
   "load": "api.pretrained",
   "load_config": "api.configuration",
+  "list_keys": "api.catalog",
   "list_models": "api.catalog",
   "replay": "api.looks",
   "risk": "api.weights_at_risk",

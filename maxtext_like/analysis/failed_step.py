@@ -72,10 +72,10 @@ class FailedStep:
     notes = []
     try:
       keep(self.program, place, step, state, batch, str(error))
-      notes.append(f"kept in {place}: maxtext-like replay {self.directory}")
+      notes.append(f"kept in {place}: maxtext-like replay {self.directory} (maxtext_like.replay in Python)")
     except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
       shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
-      notes.append(f"not kept for maxtext-like replay: {_one_line(problem)}")
+      notes.append(f"not kept for replay: {_one_line(problem)}")
     try:
       report = step_xray.xray_step(self.program, state, batch)
     except Exception as problem:  # out of memory above all
@@ -164,7 +164,8 @@ def find(run: Path) -> Kept:
     damaged = f" that can be read ({error})" if (directory / FAILURE).exists() else ""
     raise UserError(
       f"{run}: holds no failed step{damaged}\n"
-      "  fix: name the directory of a run that ended with exit code 3, or look at any step with maxtext-like xray"
+      "  fix: name the directory of a run that ended with exit code 3, or look at any step: maxtext-like xray "
+      "(maxtext_like.xray_step in Python)"
     ) from error
 
 

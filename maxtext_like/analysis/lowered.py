@@ -66,7 +66,7 @@ def compile_for(config: Config, topology: Topology) -> tuple[Any, Any, str]:
   except jax.errors.JaxRuntimeError as error:
     raise UserError(
       f"topology={topology.name}: {str(error).strip().splitlines()[0]}\n"
-      "  fix: audit without a topology reads the program before compilation; maxtext-like compile tells what fits"
+      "  fix: audit without a topology reads the program before compilation; compile tells what fits"
     ) from error
 
 

@@ -224,7 +224,7 @@ def table(risks: Sequence[Risk], rows: int) -> str:
   widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
   text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
   if len(shown) < len(risks):
-    text.append(f"... and {len(risks) - len(shown)} more (--rows 0 prints all)")
+    text.append(f"... and {len(risks) - len(shown)} more (rows 0: all of them)")
   return "\n".join(text)
 
 

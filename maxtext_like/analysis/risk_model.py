@@ -200,7 +200,7 @@ def measure(model: ModelConfig, decoder: Decoder, read: Reader, tokens: int) -> 
   if formula is None:
     raise UserError(
       f"risk: nobody has written down how large numbers become in decoder_block {model.decoder_block}\n"
-      "  fix: run it and look, as in: maxtext-like xray MODEL --checkpoint DIR"
+      "  fix: look at a step of it: maxtext-like xray (maxtext_like.xray_step in Python) with this checkpoint"
     )
   u, u_residual = (bounds.UNIT_ROUNDOFF[dtype] for dtype in (decoder.precision.dtype, decoder.precision.residual))
   sizes = Sizes(u, u_residual, tokens)

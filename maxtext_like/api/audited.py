@@ -83,10 +83,10 @@ def audit(
   from maxtext_like.training.topologies import find_topology
 
   if topology and platform not in (None, "tpu"):
-    raise UserError(f"audit: --topology {topology} is a TPU slice, --platform {platform} is not\n  fix: leave one out")
+    raise UserError(f"audit: topology {topology} is a TPU slice, platform {platform} is not\n  fix: leave one out")
   platform = platform or ("tpu" if topology else None)
   if platform not in PLATFORMS:
-    said = f"--platform {platform} is none of" if platform else "no platform\n  fix: add --platform with one of"
+    said = f"platform {platform} is none of" if platform else "no platform\n  fix: name one of"
     raise UserError(f"audit: {said} {', '.join(PLATFORMS)}")
   slice_ = find_topology(topology) if topology else None
   c = load_config(config, *overrides, **keys).config

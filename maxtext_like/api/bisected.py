@@ -59,7 +59,7 @@ def bisect(
     overrides: words laid over it, as ``"dtype=float16"``.
     checkpoint: weights to look at: a run, one of its checkpoints, or Hugging Face's; None: those that a run would start with.
     tolerance: largest relative error of loss, gradients (of each array too) and update; None: chosen for model and dtype.
-    progress: told a line for each measurement.
+    progress: told the notes of the configuration, and a line for each measurement.
     keys: values laid over it.
 
   Raises:
@@ -74,15 +74,18 @@ def bisect(
     place = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
     if not place.is_dir():
       raise UserError(f"checkpoint {checkpoint}: not a directory{hub.advice(str(checkpoint))}")
-  loaded = configuration_of(place, words(overrides, keys)) if config is None else load_config(config, *overrides, **keys)
-  search = _prepare(loaded, place, tolerance, progress or (lambda _: None))
+  loaded = _configuration_of(place, words(overrides, keys)) if config is None else load_config(config, *overrides, **keys)
+  say = progress or (lambda _: None)
+  for note in loaded.notes:
+    say("note: " + note.replace("\n", "\n  "))
+  search = _prepare(loaded, place, tolerance, say)
   result = search.run(cost_repeats=COST_REPEATS)
   if result.outcome == "mended":
     _require_loadable(loaded, result)
   return Bisected(result, _report(loaded, search, result))
 
 
-def configuration_of(checkpoint: Path | None, overrides: Sequence[str]) -> "Loaded":
+def _configuration_of(checkpoint: Path | None, overrides: Sequence[str]) -> "Loaded":
   """The configuration of a Hugging Face checkpoint on random tokens; the words may say else.
 
   Raises:
@@ -92,7 +95,7 @@ def configuration_of(checkpoint: Path | None, overrides: Sequence[str]) -> "Load
 
   if checkpoint is None or not (checkpoint / "config.json").is_file():
     besides = f": {checkpoint} has no config.json" if checkpoint else ""
-    raise UserError(f"maxtext-like bisect needs CONFIG{besides}\n  fix: see maxtext-like bisect --help")
+    raise UserError(f"bisect needs a configuration{besides}\n  fix: name a model, as gemma4-tiny, or a Hugging Face checkpoint")
   own = [f"per_device_batch_size={ROWS}", "dataset=synthetic"]
   return load_checkpoint_config(checkpoint, [*own, *overrides], length=LENGTH)[1]
 

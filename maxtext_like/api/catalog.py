@@ -1,14 +1,20 @@
-"""The model configurations that come with the package, with their parameter counts, by shape arithmetic, without arrays."""
+"""What there is to choose from: the model configurations that come with the package, and the keys that say how they run."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from maxtext_like.config import foreign_names, maxtext
+from maxtext_like.config.document import Key
+from maxtext_like.config.document import keys as documented
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.config.model import ExpertsConfig, ModelConfig
+from maxtext_like.config.problems import did_you_mean
 from maxtext_like.config.schema import Config, PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Listed:
 
 
 def list_models() -> list[Listed]:
-  """Every model configuration, by name."""
+  """Every model configuration, by name. Parameters are counted by shape arithmetic, without arrays."""
   found = []
   for name in model_names():
     c = load_config(name).config
@@ -75,3 +81,45 @@ def list_models() -> list[Listed]:
 def _first_comment(name: str) -> str:
   first = (configs_folder() / "models" / f"{name}.yml").read_text("utf-8").partition("\n")[0]
   return first.removeprefix("# ") if first.startswith("# ") else ""
+
+
+@dataclass(frozen=True)
+class Keys:
+  """Keys of a configuration. As text: a line each, ``section.key  (type; default ...)  meaning``.
+
+  Attributes:
+    keys: with section, name, kind (its type), default and meaning, in the order of ``configs/base.yml``.
+    elsewhere: what other trainers' names that match mean here, a line each.
+  """
+
+  keys: tuple[Key, ...]
+  elsewhere: tuple[str, ...]
+
+  def __str__(self) -> str:
+    return "\n".join(
+      [*(f"{k.section}.{k.name}  ({k.kind}; default {k.default})  {k.meaning}" for k in self.keys), *self.elsewhere]
+    )
+
+
+def list_keys(pattern: str = "") -> Keys:
+  """The keys that ``load_config`` takes, and whoever takes its keywords.
+
+  Args:
+    pattern: a regular expression; those whose section.name or meaning has it, upper or lower case.
+
+  Raises:
+    UserError: no key has it, or it is no regular expression.
+  """
+  try:
+    matches = re.compile(pattern, re.IGNORECASE).search
+  except re.error as error:
+    raise UserError(f"{pattern!r}: not a regular expression: {error}") from error
+  found = tuple(k for k in documented() if matches(f"{k.section}.{k.name}") or matches(k.meaning))
+  elsewhere = [f"{theirs}: MaxText's name of {ours}" for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)]
+  foreign = {theirs: said for theirs, said in foreign_names.NAMES.items() if pattern and re.fullmatch(pattern, theirs, re.I)}
+  if not found and not elsewhere and not foreign and (said := foreign_names.find(pattern)) is not None:
+    foreign = {pattern: said}
+  elsewhere += [f"{theirs}: no key here: {said.says}\n  fix: {said.fix('VALUE')}" for theirs, said in foreign.items()]
+  if not found and not elsewhere:
+    raise UserError(f"{pattern!r}: no such key{did_you_mean(pattern, [k.name for k in documented()])}")
+  return Keys(found, tuple(elsewhere))

@@ -1,7 +1,5 @@
 """Configurations as Python code writes them: a name and keywords, or values that it changed."""
 
-import dataclasses
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 
   Configuration = str | Path | Loaded | Config | ConfigDict
   """What a configuration may be given as."""
-
-_WORD = re.compile(r"""command line (?=["'])""")
 
 
 def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
@@ -41,22 +37,16 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
     if not given:
       return model
     model = model.config
-  try:
-    if isinstance(model, Config):
-      loaded = load_values(to_config_dict(model).to_dict(), "Config", given)
-    elif isinstance(model, str | Path):
-      loaded = files.load_config(model, given)
-    elif callable(getattr(model, "to_dict", None)):
-      loaded = load_values(model.to_dict(), "ConfigDict", given)
-    else:
-      raise UserError(
-        f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
-        '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
-      )
-  except UserError as error:
-    raise UserError(_WORD.sub("argument ", str(error))) from None
-  origins = {key: _WORD.sub("argument ", origin) for key, origin in loaded.origins.items()}
-  return dataclasses.replace(loaded, origins=origins, notes=tuple(_WORD.sub("argument ", note) for note in loaded.notes))
+  if isinstance(model, Config):
+    return load_values(to_config_dict(model).to_dict(), "Config", given)
+  if isinstance(model, str | Path):
+    return files.load_config(model, given)
+  if callable(getattr(model, "to_dict", None)):
+    return load_values(model.to_dict(), "ConfigDict", given)
+  raise UserError(
+    f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
+    '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
+  )
 
 
 def words(overrides: tuple[str, ...], keys: dict[str, Any]) -> list[str]:

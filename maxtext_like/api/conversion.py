@@ -140,7 +140,7 @@ def export_checkpoint(
   if step is None:
     raise UserError(
       f"{source}: no complete checkpoint\n"
-      "  fix: name a run directory, one of its checkpoints/N, or a directory made by maxtext-like import"
+      "  fix: name a run directory, one of its checkpoints/N, or what import made of a Hugging Face checkpoint"
     )
   try:
     stored = manifest.read(step)

@@ -63,7 +63,7 @@ class StepReport:
     try:
       write(self.report, out, self.title)
     except OSError as error:
-      raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another with --out DIR") from error
+      raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another directory") from error
     return out / "xray.html"
 
 
@@ -151,7 +151,7 @@ def replay(run: str | Path, *overrides: str, everything: bool = False, **keys: A
   place = Path(run).expanduser()
   if not (place / "config.yml").is_file():
     raise UserError(
-      f"{place}: is no run directory, it holds no config.yml\n  fix: maxtext-like replay runs/NAME [key=value ...]"
+      f"{place}: is no run directory, it holds no config.yml\n  fix: name that of a run that a step ended, as runs/NAME"
     )
   config = load_config(place / "config.yml", *overrides, **keys).config
   kept = failed_step.find(place)

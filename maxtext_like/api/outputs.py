@@ -71,7 +71,7 @@ def forward(
         f'{named}: no arrays by name: {error}\n  fix: as {{"input_ids": [[5, 6, 7], [8, 9, 10]]}}, rows of one length'
       ) from None
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
-  # The tower is read where there are images for it, unless the command line has a say.
+  # The tower is read where there are images for it, unless an override has a say.
   tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
   # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
   config, loaded = load_checkpoint_config(

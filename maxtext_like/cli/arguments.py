@@ -39,10 +39,10 @@ def names_model(words: list[str]) -> bool:
   return any(re.match(r"-*(model\.)?model_name(=|$)", word) for word in words)
 
 
-def print_notes(notes: Iterable[str]) -> None:
-  """What a configuration has to say to whoever runs it."""
+def print_notes(notes: Iterable[str], margin: str = "") -> None:
+  """What a configuration has to say to whoever runs it, with ``margin`` before every line."""
   for note in notes:
-    print("note: " + note.replace("\n", "\n  "))
+    print(f"{margin}note: " + note.replace("\n", f"\n{margin}  "))
 
 
 def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from maxtext_like import load_config
 from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
-from maxtext_like.config.load import load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.training.topologies import TOPOLOGIES
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--json", type=local_path)
   own, words = parse_words(parser, argv, {})
   config, overrides = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
-  loaded = load_config(config, overrides)
+  loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   on_the_host()
   from maxtext_like import audit

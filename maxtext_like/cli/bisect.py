@@ -3,10 +3,8 @@
 import argparse
 from pathlib import Path
 
-from maxtext_like.api.bisected import configuration_of
-from maxtext_like.cli.arguments import names_model, parse_words, print_notes
+from maxtext_like.cli.arguments import names_model, parse_words
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.load import load_config
 from maxtext_like.errors import NonFiniteError, UserError
 
 DESCRIPTION = """One training step of a configuration is compared with the same step in float32: same weights, same batch. If it
@@ -26,11 +24,10 @@ def run(argv: list[str]) -> int:
   checkpoint = options.checkpoint and Path(options.checkpoint).expanduser()
   if checkpoint and not checkpoint.is_dir():
     raise UserError(f"--checkpoint {options.checkpoint}: not a directory")
-  loaded = load_config(options.config, words) if options.config is not None else configuration_of(checkpoint, words)
-  print_notes(loaded.notes)
   from maxtext_like import bisect
 
-  found = bisect(loaded, checkpoint=checkpoint, tolerance=options.tolerance, progress=lambda line: print(line, flush=True))
+  say = lambda line: print(line, flush=True)
+  found = bisect(options.config, *words, checkpoint=checkpoint, tolerance=options.tolerance, progress=say)
   print(found)
   return NonFiniteError.exit_code if found.hopeless else 0
 

@@ -2,8 +2,8 @@
 
 import os
 
+from maxtext_like import load_config
 from maxtext_like.cli.arguments import print_notes, split_configuration
-from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES, find_gpus, find_topology
 
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
   # Errors of the topology and of the configuration come before JAX, at once.
   if find_gpus(own["topology"]) is None:
     find_topology(own["topology"], GPU_NAMES)
-  loaded = load_config(config, overrides)
+  loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"
   from maxtext_like import compile_step

@@ -1,7 +1,7 @@
 """``maxtext-like config``: prints the resolved configuration as YAML, each value with the place it comes from."""
 
-from maxtext_like.cli.arguments import split_configuration
-from maxtext_like.config.load import load_config
+from maxtext_like import load_config
+from maxtext_like.cli.arguments import print_notes, split_configuration
 
 DESCRIPTION = "Prints the resolved configuration as YAML that can be used again; comments tell where values come from."
 EXAMPLES = """examples:
@@ -12,8 +12,7 @@ EXAMPLES = """examples:
 def run(argv: list[str]) -> int:
   """Prints the configuration; see ``DESCRIPTION``."""
   config, overrides = split_configuration("config", DESCRIPTION, argv, EXAMPLES)
-  loaded = load_config(config, overrides)
+  loaded = load_config(config, *overrides)
   print(loaded.to_yaml(), end="")
-  for note in loaded.notes:
-    print("# note: " + note.replace("\n", "\n#   "))
+  print_notes(loaded.notes, "# ")
   return 0

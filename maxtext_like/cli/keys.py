@@ -1,43 +1,31 @@
 """``maxtext-like train --help-keys [PATTERN]``: every configuration key with its type, default and meaning."""
 
-import re
 import sys
+from typing import TYPE_CHECKING
 
-from maxtext_like.config import foreign_names, maxtext
-from maxtext_like.config.document import Key, keys
-from maxtext_like.config.problems import did_you_mean
+from maxtext_like import list_keys
 from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.config.document import Key
 
 
 def run(argv: list[str]) -> int:
   """Lists the keys whose name, section or meaning matches ``argv[0]``, a regular expression; all without it."""
   if len(argv) > 1:
     raise UserError(f"--help-keys takes one pattern, not {len(argv)}: {' '.join(argv)}")
-  pattern = argv[0] if argv else ""
-  try:
-    matches = re.compile(pattern, re.IGNORECASE).search
-  except re.error as error:
-    raise UserError(f"--help-keys {pattern!r}: not a regular expression: {error}") from error
-  found = [k for k in keys() if matches(f"{k.section}.{k.name}") or matches(k.meaning)]
-  renamed = {theirs: ours for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)}
-  foreign = {theirs: said for theirs, said in foreign_names.NAMES.items() if pattern and re.fullmatch(pattern, theirs, re.I)}
-  if not found and not renamed and not foreign and (said := foreign_names.find(pattern)) is not None:
-    foreign = {pattern: said}
-  if not found and not renamed and not foreign:
-    raise UserError(f"--help-keys {pattern!r}: no such key{did_you_mean(pattern, [k.name for k in keys()])}")
+  found = list_keys(*argv)
   if sys.stdout.isatty():
-    _print_table(found)
+    _print_table(found.keys)
+    lines = found.elsewhere
   else:
-    for k in found:
-      print(f"{k.section}.{k.name}  ({k.kind}; default {k.default})  {k.meaning}")
-  for theirs, ours in renamed.items():
-    print(f"{theirs}: MaxText's name of {ours}")
-  for theirs, said in foreign.items():
-    print(f"{theirs}: no key here: {said.says}\n  fix: {said.fix('VALUE')}")
+    lines = [str(found)]
+  for line in lines:
+    print(line)
   return 0
 
 
-def _print_table(found: list[Key]) -> None:
+def _print_table(found: "tuple[Key, ...]") -> None:
   from rich.console import Console
   from rich.table import Table
 

@@ -33,9 +33,10 @@ def take_options(words: Sequence[str]) -> tuple[list[str], int | None, int | Non
   rest, found = [], dict.fromkeys(("--processes", "--devices-per-process"))
   words = list(words)
   while words:
-    name, equals, value = words.pop(0).partition("=")
+    word = words.pop(0)
+    name, equals, value = word.partition("=")
     if name not in found:
-      rest.append(name + equals + value)
+      rest.append(word)
       continue
     value = value if equals else (words.pop(0) if words else "")
     if not (value.isascii() and value.isdecimal() and 0 < int(value) <= 4096):

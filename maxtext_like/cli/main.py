@@ -91,9 +91,12 @@ def _dispatch(words: list[str]) -> int:
   if words[0] in ("-V", "--version"):
     print(__version__)
     return 0
-  verb, rest = words[0], words[1:]
+  verb = words[0]
   if verb not in VERBS:
     raise UserError(_unknown_verb(verb))
+  from maxtext_like.config.overrides import TypedWord
+
+  rest = [TypedWord(word) for word in words[1:]]
   if "--help-keys" in rest:
     from maxtext_like.cli import keys
 

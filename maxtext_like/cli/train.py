@@ -2,9 +2,9 @@
 
 import sys
 
+from maxtext_like import load_config
 from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import print_notes, split_configuration
-from maxtext_like.config.load import load_config
 
 DESCRIPTION = "Trains a model. The same command again goes on from the newest checkpoint, or says that the run is finished."
 EXAMPLES = """examples:
@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
   """Trains; see ``DESCRIPTION``."""
   argv, processes, devices = local_processes.take_options(argv)
   config, overrides = split_configuration("train", DESCRIPTION, argv, EXAMPLES)
-  loaded = load_config(config, overrides)
+  loaded = load_config(config, *overrides)
   if processes is not None:
     return local_processes.run(["train", *argv], processes, devices)
   from maxtext_like import train

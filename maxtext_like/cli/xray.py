@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from maxtext_like import load_config
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.load import load_config
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
 
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
   options, words = parse_words(parser, argv, {})
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
-  loaded = load_config(model, overrides)
+  loaded = load_config(model, *overrides)
   print_notes(loaded.notes)
   from maxtext_like import xray_step
 

@@ -45,7 +45,7 @@ def find_config(name: str) -> Path:
     UserError: no such file, a directory, an empty name; with the nearest names of ``configs/models``.
   """
   if not name:
-    raise UserError("no configuration named\n  fix: name a model or a file, as in: maxtext-like train gemma4-tiny")
+    raise UserError("no configuration named\n  fix: name a model or a file, as gemma4-tiny")
   path = Path(require_local(name)).expanduser()
   known = configs_folder() / "models" / f"{name}.yml"
   looks_like_path = path.suffix in SUFFIXES or "/" in name

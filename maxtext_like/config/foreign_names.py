@@ -41,6 +41,7 @@ _AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a 
 _HUB = "nothing is downloaded or uploaded by this program"
 _ADAPTERS = "adapters (LoRA and its kin) are not in this version"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
+_CALL = "or in Python maxtext_like."
 _METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html"
 
 NAMES: dict[str, Foreign] = {
@@ -238,11 +239,11 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   ),
   (
     "inference_* prefill_* decode_* vllm_* maxengine_* prometheus_* max_prefill_predict_length prompt",
-    Foreign("generating text is a verb of its own", "maxtext-like generate --checkpoint RUN --prompt TEXT"),
+    Foreign("generating text is a verb of its own", f"maxtext-like generate --checkpoint RUN {_CALL}generate(...)"),
   ),
   (
     "compile_topology* compiled_trainstep_file",
-    Foreign("compiling ahead of time is a verb of its own", "maxtext-like compile MODEL topology=v6e-8"),
+    Foreign("compiling ahead of time is a verb of its own", f"maxtext-like compile MODEL {_CALL}compile_step(...)"),
   ),
   (
     "sa_* local_sa_* wi_tile_* wo_tile_* megablox sparse_matmul *_gmm *_gmm_* ragged_* use_ragged_* use_iota_embed "

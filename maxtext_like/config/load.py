@@ -1,4 +1,4 @@
-"""``load_config``: base.yml <- model file <- overlays <- command line, merged into one checked ``Config``."""
+"""``load_config``: base.yml <- model file <- overlays <- words, merged into one checked ``Config``."""
 
 import dataclasses
 import functools
@@ -33,7 +33,8 @@ class Loaded:
 
   Attributes:
     config: the typed, checked sections.
-    origins: ``section.key`` to the place of its value, as ``configs/base.yml:31`` or ``command line "steps=5"``.
+    origins: ``section.key`` to the place of its value, as ``configs/base.yml:31``, ``argument "steps=5"`` or, where it was
+      typed there, ``command line "steps=5"``.
     notes: keys that were accepted and have no effect, each with its place and why.
     path: the model file.
   """
@@ -89,7 +90,7 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
 
   Args:
     path: a model's name (``gemma4-tiny``) or the path of a model file: sectioned, flat, or MaxText's.
-    overrides: what follows on the command line: ``key=value``, ``section.key=value``, overlays.
+    overrides: what is laid over it: ``key=value``, ``section.key=value``, overlays.
 
   Returns:
     The configuration with origins.
@@ -192,7 +193,7 @@ def _model_file(path: str, words: list[Entry]) -> tuple[Path, list[Entry]]:
     return find_config(path), words
   named = [word.node.text for word in words if word.key == "model_name" and isinstance(word.node, Scalar)]
   if not named:
-    raise UserError(f"{path}: holds defaults, no model\n  fix: name a model, as in: maxtext-like train gemma4-tiny")
+    raise UserError(f"{path}: holds defaults, no model\n  fix: name a model, as gemma4-tiny")
   return find_config(named[-1]), [word for word in words if word.key != "model_name"]
 
 
@@ -214,7 +215,7 @@ def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Pat
     if name in model_names() or name.startswith(_OTHER_MODELS):
       raise UserError(
         f"{word.origin}: the model is {label_of(file)}, and model_name is its label; {name} is another model"
-        f"\n  fix: name the model first, as in: maxtext-like train {name if name in model_names() else 'gemma3-4b'}"
+        f"\n  fix: name the model first, as {name if name in model_names() else 'gemma3-4b'}"
       )
 
 
@@ -246,8 +247,8 @@ def _file_entries(path: Path) -> list[Entry]:
   top = read_yaml(path, label)
   if maxtext_file.RUN_KEYS & top.items.keys():
     raise UserError(
-      f"{label}: MaxText's settings of a run, not a model\n  fix: name the model instead, as in: maxtext-like train gemma3-4b "
-      "steps=20; what you changed in that file is written behind it as KEY=VALUE"
+      f"{label}: MaxText's settings of a run, not a model\n  fix: name the model instead, as in gemma3-4b steps=20; "
+      "what you changed in that file is written behind it as KEY=VALUE"
     )
   entries: list[Entry] = []
   problems: list[Problem] = []
@@ -341,5 +342,5 @@ def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
 
 
 def _places(keys: tuple[str, ...], merged: dict[str, Entry]) -> str:
-  entries = [merged[key] for key in keys]
-  return "; ".join(e.origin if e.origin.startswith("command line") else f"{e.origin} ({e.key})" for e in entries)
+  entries = [merged[key] for key in keys]  # a word shows its key itself
+  return "; ".join(e.origin if e.origin.endswith('"') else f"{e.origin} ({e.key})" for e in entries)

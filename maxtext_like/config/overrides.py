@@ -1,4 +1,4 @@
-"""``key=value`` words of the command line, and other ways people type them: understood or refused, never ignored."""
+"""``key=value`` words, and other ways people type them: understood or refused, never ignored."""
 
 from pathlib import Path
 
@@ -8,6 +8,12 @@ from maxtext_like.config.problems import Problem, did_you_mean, is_misspelling, 
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
 from maxtext_like.errors import UserError
+
+
+class TypedWord(str):
+  """A word of a command line, which errors and origins call so. Any other override is an argument of a function."""
+
+  __slots__ = ()
 
 
 class UnknownKeyError(KeyError):
@@ -28,7 +34,7 @@ class UnknownKeyError(KeyError):
 
 
 def leaf_of(key: str) -> str:
-  """The leaf that a key on the command line or in a file names: ``steps``, ``training.steps`` or a MaxText name.
+  """The leaf that a key among overrides or in a file names: ``steps``, ``training.steps`` or a MaxText name.
 
   Raises:
     UnknownKeyError: with the nearest name, or what another trainer means by it.
@@ -62,7 +68,9 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
   if not near and (others := nearest(leaf, foreign_names.NAMES)):
     foreign = foreign_names.NAMES[others[0]]
     return UnknownKeyError(f"unknown key {key!r}, perhaps {others[0]!r}: {foreign.says}", foreign)
-  return UnknownKeyError(f"unknown key {key!r}{near or '; see maxtext-like train --help-keys'}")
+  return UnknownKeyError(
+    f"unknown key {key!r}{near or '; maxtext-like train --help-keys (maxtext_like.list_keys in Python) has them all'}"
+  )
 
 
 def is_key(word: str) -> bool:
@@ -82,7 +90,7 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Prob
       ``hardware=file.yml``.
 
   Returns:
-    Paths of overlays and entries, each in the order of the command line; a problem for every word that is none of
+    Paths of overlays and entries, each in the order of the words; a problem for every word that is none of
     these, every empty key, empty value and unknown key.
   """
   hardware: list[str] = []
@@ -91,6 +99,7 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Prob
   rest = list(words)
   while rest:
     word = rest.pop(0)
+    called = "command line" if isinstance(word, TypedWord) else "argument"
     key, equals, value = word.partition("=")
     key = key.strip()
     bare = key.lstrip("-") if key.startswith("-") else key
@@ -103,22 +112,23 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Prob
       known = is_key(bare) or bare == "hardware"
       follows = bool(rest) and "=" not in rest[0] and not rest[0].startswith("--") and not is_key(rest[0])
       if not known:
-        problems.append(_not_understood(word, bare))
+        see = "; see --help" if isinstance(word, TypedWord) else ""
+        problems.append(_not_understood(f"{called} {word!r}", word, bare, see))
         if word.startswith("-") and follows and Path(rest[0]).suffix not in SUFFIXES:
           rest.pop(0)  # the value of an option that is not known
         continue
       if not follows:
-        problems.append(Problem(f"command line {word!r}: no value", fix=f"write {bare}=VALUE{_spaces_hint(rest)}"))
+        problems.append(Problem(f"{called} {word!r}: no value", fix=f"write {bare}=VALUE{_spaces_hint(rest)}"))
         continue
       value = rest.pop(0)
       shown = f"{word} {value}"
     value = value.strip()
-    origin = f'command line "{shown}"'
+    origin = f'{called} "{shown}"'
     if not bare:
-      problems.append(Problem(f"command line {word!r}: no key before '='", fix=f"write KEY{equals}{value}, without a space"))
+      problems.append(Problem(f"{called} {word!r}: no key before '='", fix=f"write KEY{equals}{value}, without a space"))
     elif not value:
       fix = f"write {bare}=VALUE without spaces, null for no value"
-      problems.append(Problem(f"command line {shown!r}: no value after '='", fix=fix))
+      problems.append(Problem(f"{called} {shown!r}: no value after '='", fix=fix))
     elif bare == "hardware":
       hardware.append(value)
     else:
@@ -135,8 +145,7 @@ def _spaces_hint(rest: list[str]) -> str:
   return " without spaces around '='" if rest and rest[0].startswith("=") else ""
 
 
-def _not_understood(word: str, bare: str) -> Problem:
-  place = f"command line {word!r}"
+def _not_understood(place: str, word: str, bare: str, see: str) -> Problem:
   if bare.endswith(":") and is_key(bare[:-1]):
     return Problem(f"{place}: not understood", fix=f"write {bare[:-1]}=VALUE")
   try:
@@ -145,5 +154,5 @@ def _not_understood(word: str, bare: str) -> Problem:
     if error.foreign is not None and (word.startswith("-") or bare in foreign_names.NAMES):
       return error.problem(place, "VALUE")
     reason = error.what if word.startswith("-") or "did you mean" in error.what else "not a key=value"
-    return Problem(f"{place}: {reason}", fix="write KEY=VALUE, as in steps=20; see --help")
+    return Problem(f"{place}: {reason}", fix=f"write KEY=VALUE, as in steps=20{see}")
   return Problem(f"{place}: not understood", fix="write KEY=VALUE, as in steps=20")

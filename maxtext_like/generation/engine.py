@@ -138,7 +138,7 @@ def generate(
         if made + t + 1 < max_tokens and missing[t, b]:
           raise UserError(
             f"row {b}, token {made + t} of the answer is {token}: {lookup.why_missing(token)}, so nothing can follow it\n"
-            "  fix: --stop-id with that token, or a checkpoint whose tables are whole"
+            "  fix: let it end an answer (stop_ids, --stop-id), or take a checkpoint whose tables are whole"
           )
     yield rows
     if done.all():

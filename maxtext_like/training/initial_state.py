@@ -41,7 +41,7 @@ def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
   if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
     step = find_step(checkpoint.expanduser())
     if step is None:
-      raise no_checkpoint(f"--checkpoint {checkpoint}", checkpoint.expanduser())
+      raise no_checkpoint(f"checkpoint: {checkpoint}", checkpoint.expanduser())
     return read_state(step, program)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:

@@ -17,10 +17,10 @@ SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_inter
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["gemma4-tiny"], "no platform\n  fix: add --platform with one of tpu, cuda, cpu"),
-    (["gemma4-tiny", "--platform", "gpu"], "--platform gpu is none of tpu, cuda, cpu"),
+    (["gemma4-tiny"], "no platform\n  fix: name one of tpu, cuda, cpu"),
+    (["gemma4-tiny", "--platform", "gpu"], "platform gpu is none of tpu, cuda, cpu"),
     (["gemma4-tiny", "--topology", "v6e-23"], "did you mean v6e-32"),
-    (["gemma4-tiny", "--topology=v6e-8", "--platform=cuda"], "--topology v6e-8 is a TPU slice, --platform cuda is not"),
+    (["gemma4-tiny", "--topology=v6e-8", "--platform=cuda"], "topology v6e-8 is a TPU slice, platform cuda is not"),
     (["gemma4-tiny", "--platform"], "expected one argument"),
     (["--platform", "tpu"], "no configuration named"),
     (["gemma4-tiny", "--platform", "tpu", "stepz=3"], "did you mean 'steps'"),

@@ -27,14 +27,14 @@ def bisect(capsys):
 @pytest.mark.parametrize(
   ("words", "reason"),
   [
-    ([], "needs CONFIG"),
-    (["steps=3"], "needs CONFIG"),
+    ([], "needs a configuration"),
+    (["steps=3"], "needs a configuration"),
     (["gemma4-tiny", "--tolerance", "0"], "not a relative error above 0"),
     (["gemma4-tiny", "--tolerance", "nan"], "not a relative error above 0"),
     (["gemma4-tiny", "--tolerance", "much"], "invalid float value: 'much'"),
     (["gemma4-tiny", "--checkpoint"], "expected one argument"),
     (["gemma4-tiny", "--checkpoint", "/nowhere"], "argument --checkpoint: /nowhere: no such file or directory"),
-    (["--checkpoint", "tests", "dtype=float16"], "needs CONFIG: tests has no config.json"),
+    (["--checkpoint", "tests", "dtype=float16"], "needs a configuration: tests has no config.json"),
     (["--checkpoint", "tests", "gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),
     (["gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),
   ],

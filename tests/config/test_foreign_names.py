@@ -59,7 +59,7 @@ def test_answers(name):
   with pytest.raises(UserError) as refused:
     load_config("gemma4-tiny", [f"{name}=7"])
   text = str(refused.value)
-  assert text.startswith(f'command line "{name}=7": unknown key {name!r}: ')
+  assert text.startswith(f'argument "{name}=7": unknown key {name!r}: ')
   assert ANSWERS[name] in text
   assert "did you mean" not in text
 

@@ -86,8 +86,8 @@ def test_keys_of_a_configuration(cached):
   snapshot = cached()
   loaded = load_config("gemma3-tiny", [f"init_from={NAME}", f"tokenizer_path={NAME}"])
   assert loaded.config.checkpoint.init_from == str(snapshot) == loaded.config.data.tokenizer
-  assert f'command line "init_from={NAME}": init_from is {snapshot}, of the Hugging Face cache' in loaded.notes
-  assert f'  init_from: {snapshot}  # command line "init_from={NAME}"' in loaded.to_yaml()
+  assert f'argument "init_from={NAME}": init_from is {snapshot}, of the Hugging Face cache' in loaded.notes
+  assert f'  init_from: {snapshot}  # argument "init_from={NAME}"' in loaded.to_yaml()
   other = load_config("gemma3-tiny", ["init_from=google/gemma-3-12b-it"])  # on a machine that only plans
   assert (other.config.checkpoint.init_from, other.notes) == ("google/gemma-3-12b-it", ())
 

@@ -34,7 +34,7 @@ def test_origins_name_file_and_line():
   file, line = loaded.origins["model.emb_dim"].split(":")
   assert file == "configs/models/gemma4-tiny.yml"
   assert lines[int(line) - 1] == "  emb_dim: 128"
-  assert loaded.origins["training.seed"] == 'command line "seed=3"'
+  assert loaded.origins["training.seed"] == 'argument "seed=3"'
   assert loaded.origins["training.adam_eps"].startswith("configs/base.yml:")
   assert set(loaded.origins) == {f"{section}.{leaf}" for leaf, (section, _) in LEAVES.items()}
 

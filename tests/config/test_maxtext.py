@@ -14,7 +14,7 @@ def test_maxtexts_names():
   words = ("base_emb_dim=256", "base_output_directory=/x", "checkpoint_period=7", "attention=autoselected")
   config = load_config("gemma4-tiny", words).config
   assert (config.model.emb_dim, config.logging.output_dir, config.checkpoint.checkpoint_interval) == (256, "/x", 7)
-  with pytest.raises(UserError, match=r'command line "enable_dropout=true": enable_dropout'):
+  with pytest.raises(UserError, match=r'argument "enable_dropout=true": enable_dropout'):
     load_config("gemma4-tiny", ["enable_dropout=true"])
 
 

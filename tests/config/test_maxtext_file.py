@@ -381,4 +381,4 @@ def test_base_yml_of_maxtext_is_one_sentence(tmp_path, monkeypatch):
       load_config(words[0], words[1:])
     what, fix = str(refused.value).splitlines()
     assert what == "base.yml: MaxText's settings of a run, not a model"
-    assert "maxtext-like train gemma3-4b" in fix
+    assert "as in gemma3-4b steps=20" in fix

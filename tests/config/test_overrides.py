@@ -1,4 +1,4 @@
-"""The command line: every way of typing a value is understood or refused, none is ignored (faults F52, F55)."""
+"""Words of overrides: every way of typing a value is understood or refused, none is ignored (faults F52, F55)."""
 
 import contextlib
 import re
@@ -32,7 +32,7 @@ from maxtext_like.errors import UserError
 def test_understood(words):
   loaded = load_config("gemma4-tiny", words)
   assert loaded.config.training.steps == 5
-  assert loaded.origins["training.steps"].startswith('command line "')
+  assert loaded.origins["training.steps"].startswith('argument "')
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_understood(words):
     (["5"], "not a key=value"),
     (["steps=5", "now"], "'now': not a key=value"),
     (["--fast"], "unknown key 'fast'"),
-    (["stepz=5"], "command line \"stepz=5\": unknown key 'stepz', did you mean 'steps'?"),
+    (["stepz=5"], "argument \"stepz=5\": unknown key 'stepz', did you mean 'steps'?"),
     (["training.stepz=5"], "did you mean 'training.steps'"),
     (["model.steps=5"], "did you mean 'training.steps'"),
     (["train.steps=5"], "unknown key 'train.steps', did you mean 'training.steps'"),

@@ -20,7 +20,7 @@ def test_a_url_is_refused_as_it_was_typed(key):
   more = {"dataset_path": ["dataset=text"], "eval_path": ["dataset=text", "dataset_path=/a", "eval_interval=1"]}.get(key, [])
   with pytest.raises(UserError) as refused:
     load_config("gemma4-tiny", [*more, f"{key}=gs://bucket//a/../b/"])
-  assert f'{key} = gs://bucket//a/../b/ is a URL, not a path\n  where: command line "{key}=gs://bucket//a/../b/"' in str(
+  assert f'{key} = gs://bucket//a/../b/ is a URL, not a path\n  where: argument "{key}=gs://bucket//a/../b/"' in str(
     refused.value
   )
 

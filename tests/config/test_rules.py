@@ -21,7 +21,7 @@ def test_every_conflict_is_listed_with_places_and_remedies():
   assert text.startswith("4 problems in the configuration\n")
   for part in (
     "num_query_heads = 5 is not divisible by num_kv_heads = 2",
-    'where: command line "num_query_heads=5"; configs/models/gemma4-tiny.yml:10 (num_kv_heads)',
+    'where: argument "num_query_heads=5"; configs/models/gemma4-tiny.yml:10 (num_kv_heads)',
     "steps = -1 is below 1",
     "fix: set steps to 1 or more",
     "sliding_window_size = 0",
@@ -33,7 +33,7 @@ def test_every_conflict_is_listed_with_places_and_remedies():
 def test_one_conflict_is_one_message():
   assert error("gemma4-tiny", "resume=true", "enable_checkpointing=false") == (
     "resume: true with enable_checkpointing: false\n"
-    '  where: command line "resume=true"; command line "enable_checkpointing=false"\n'
+    '  where: argument "resume=true"; argument "enable_checkpointing=false"\n'
     "  fix: turn one of them around: a run without checkpoints cannot be resumed"
   )
 
@@ -88,7 +88,7 @@ def test_conflicts(name, words, reason):
 def test_a_precision_flag_that_the_model_has_no_use_for_is_refused(name, key, value):
   text = error(name, f"{key}={value}")
   assert f"{key} = {value} does nothing: the model has not got" in text
-  assert f'where: command line "{key}={value}"' in text
+  assert f'where: argument "{key}={value}"' in text
 
 
 @pytest.mark.parametrize("value", ["true", "false"])

@@ -58,7 +58,7 @@ def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
 def test_contradictions(name, words, reason):
   with pytest.raises(UserError, match=reason) as refused:
     load_config(name, words)
-  assert "command line" in str(refused.value)
+  assert "argument" in str(refused.value)
 
 
 def test_sizes_do_not_matter_without_the_tower():

@@ -60,7 +60,7 @@ def test_every_wrong_path_is_listed_with_its_place(tmp_path):
     "data.eval_path '/no.txt': no such file",
   ):
     assert part in text
-  assert text.count('where: command line "') == 4
+  assert text.count('where: argument "') == 4
 
 
 def test_init_from_has_to_be_there_at_a_resume_too(tmp_path):

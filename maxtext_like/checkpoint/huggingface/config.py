@@ -62,7 +62,7 @@ def read_config(directory: Path) -> HuggingFaceConfig:
     missing = "has no config.json" if directory.is_dir() else f"no such directory{hub.advice(str(directory))}"
     raise UserError(
       f"{printable(directory)}: {missing}; expected a Hugging Face checkpoint directory\n"
-      "  fix: name one; maxtext-like export makes one of a run"
+      "  fix: name one; export makes one of a run"
     )
   config = interpret(parse_file(path, limit=_LIMIT), printable(path))
   if config.model["logits_via_embedding"] and (head := other_head(directory, config.float8_block)):
@@ -140,7 +140,7 @@ def require_same_model(
     lines += [f"  note: {note}" for note in config.notes]
     raise UserError(
       f"{printable(directory)}: a checkpoint of another model:\n" + "\n".join(lines) + "\n"
-      "  fix: train a model file with the checkpoint's values; maxtext-like import writes one"
+      "  fix: train a model file with the checkpoint's values; import writes one"
     )
 
 

@@ -139,7 +139,7 @@ def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Sour
     with np.errstate(over="ignore"):
       converted = array.astype(DTYPES[stored])
     if stored == "F16" and np.isinf(converted).any() and np.isfinite(array.astype(np.float32)).all():
-      raise UserError(f"{name}: holds numbers beyond 65504, which float16 cannot hold; use --dtype bfloat16")
+      raise UserError(f"{name}: holds numbers beyond 65504, which float16 cannot hold; use dtype bfloat16")
     return converted
 
   return Source(name, stored, tensor.shape, values)

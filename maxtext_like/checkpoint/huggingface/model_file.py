@@ -50,7 +50,7 @@ def load_checkpoint_config(
     except UserError as error:
       source = printable(directory / "config.json")
       text, count = re.subn(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: _HERE, str(error))
-      if count:  # a word of the command line alone keeps the names that people type
+      if count:  # an override alone keeps the names that people type
         typed = {word.partition("=")[0].rpartition(".")[2] for word in overrides}
         text = in_config_json(text, FAMILIES[config.model["decoder_block"]].huggingface.names, typed)
       raise UserError(text.replace(_HERE, source)) from None
