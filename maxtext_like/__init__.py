@@ -69,12 +69,16 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+  if name == "errors":
+    return importlib.import_module(f"{__name__}.errors")
   if name not in _HOMES:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from maxtext_like.config.problems import did_you_mean
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")
   value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
   globals()[name] = value
   return value
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_HOMES})
+  return ["__version__", "errors", *__all__]

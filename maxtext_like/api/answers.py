@@ -1,11 +1,13 @@
 """Continuing prompts from Python."""
 
+import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from maxtext_like.api.arguments import Saved, words
 from maxtext_like.api.pretrained import Pretrained, load
 from maxtext_like.errors import UserError
 
@@ -55,9 +57,9 @@ class Generation:
 
 
 def generate(
-  model: str | Path | Pretrained,
+  model: str | Path | Saved | Pretrained,
   prompts: "str | Prompt | Sequence[str | Prompt]",
-  *,
+  *overrides: str,
   max_tokens: int = 128,
   temperature: float = 1.0,
   top_k: int = 0,
@@ -67,12 +69,14 @@ def generate(
   stop: str | Sequence[str] = (),
   stop_ids: Iterable[int] = (),
   on_text: Callable[[int, str], None] | None = None,
+  **keys: Any,
 ) -> Generation:
   """Continues prompts. An answer ends at the tokenizer's end of text, at what generation_config.json lists, and at ``stop``.
 
   Args:
     model: what ``load`` returned, or what it takes.
     prompts: texts, or ``Prompt`` with images. The name of a special token, as ``<start_of_turn>``, is that token.
+    overrides: words laid over the configuration of what is loaded, as ``"dtype=bfloat16"``.
     max_tokens: of a longest answer.
     temperature: 0 takes the most likely token.
     top_k: the so many most likely tokens only; 0: all.
@@ -82,6 +86,7 @@ def generate(
     stop: tokens that end an answer, by spelling or as end_of_turn.
     stop_ids: the same by id.
     on_text: told (number of the prompt, what is new of its text) while answers grow; whole characters only.
+    keys: the same as ``overrides`` as Python values; ``tokenizer="bytes"`` where the checkpoint has none.
 
   Raises:
     UserError: a prompt, an image or an option that cannot be used.
@@ -92,17 +97,25 @@ def generate(
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
 
+  for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
+    _require_number(name, value, numbers.Integral)
+  for name, value in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
+    _require_number(name, value, numbers.Real)
   asked = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [prompts]
   given = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
   if not given or not all(isinstance(prompt, Prompt) for prompt in given):
     raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: a text, a Prompt, or a list of them")
+  laid_over = words(overrides, keys, generate)
   if not isinstance(model, Pretrained):
-    model = load(model, images=any(prompt.images for prompt in given))
+    model = load(model, *laid_over, images=any(prompt.images for prompt in given))
+  elif laid_over:
+    raise UserError(f"generate: {laid_over[0]}: the model is loaded already\n  fix: give it to load")
   tokenizer, decoder = model.tokenizer, model.model.decoder
   sampling = Sampling(
     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocabulary=tokenizer.vocab_size, seed=seed
   )
-  ends = stop_tokens(tokenizer, model.files, [stop] if isinstance(stop, str) else stop, model.config.model) | set(stop_ids)
+  ends = stop_tokens(tokenizer, model.files, [stop] if isinstance(stop, str) else stop, model.config.model)
+  ends |= _require_ids(stop_ids, model.config.model.vocab_size)
   encoded = encode(given, tokenizer, model.config.vision)
   engine.check(encoded, decoder, max_tokens)
   params = model.params
@@ -128,6 +141,19 @@ def generate(
   )
   counted = sum(rescued) if decoder.uses_float16 else None
   return Generation(answers, counted, first_tokens or 0, first - begin, end - first)
+
+
+def _require_number(name: str, value: Any, kind: type) -> None:
+  if not isinstance(value, kind) or isinstance(value, bool):
+    raise UserError(f"generate: {name}={value!r:.60}: not a {'whole ' if kind is numbers.Integral else ''}number")
+
+
+def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:
+  given = list(ids) if isinstance(ids, Iterable) else [ids]
+  for token in given:
+    if not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
+      raise UserError(f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}")
+  return {int(token) for token in given}
 
 
 class _Growing:

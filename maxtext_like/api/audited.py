@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.analysis.lowered import PLATFORMS
+from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.errors import UserError
 
@@ -82,6 +83,7 @@ def audit(
   """
   from maxtext_like.training.topologies import find_topology
 
+  given = words(overrides, keys, audit)
   if topology and platform not in (None, "tpu"):
     raise UserError(f"audit: topology {topology} is a TPU slice, platform {platform} is not\n  fix: leave one out")
   platform = platform or ("tpu" if topology else None)
@@ -89,7 +91,7 @@ def audit(
     said = f"platform {platform} is none of" if platform else "no platform\n  fix: name one of"
     raise UserError(f"audit: {said} {', '.join(PLATFORMS)}")
   slice_ = find_topology(topology) if topology else None
-  c = load_config(config, *overrides, **keys).config
+  c = load_config(config, *given).config
   if c.precision.layer_precision:
     raise UserError(
       "audit: layer_precision gives layers dtypes of their own, and a site's verdict is for all layers\n"

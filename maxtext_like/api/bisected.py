@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.configuration import load_config, words
+from maxtext_like.api.arguments import line_taker, place_of, words
+from maxtext_like.api.configuration import load_config
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.analysis.distance import Distance
   from maxtext_like.analysis.key_bisection import Bisection, Result
+  from maxtext_like.api.arguments import Saved
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.load import Loaded
+  from maxtext_like.training.progress import Shown
 
 COST_REPEATS = 10
 ROWS, LENGTH = 2, 128  # of the batch, where a Hugging Face checkpoint is all that is named
@@ -44,9 +47,9 @@ class Bisected:
 def bisect(
   config: "Configuration | None" = None,
   *overrides: str,
-  checkpoint: str | Path | None = None,
+  checkpoint: "str | Path | Saved | None" = None,
   tolerance: float | None = None,
-  progress: Callable[[str], None] | None = None,
+  progress: "Shown" = None,
   **keys: Any,
 ) -> Bisected:
   """Compares one training step with the same step in float32: same weights, same batch.
@@ -59,7 +62,7 @@ def bisect(
     overrides: words laid over it, as ``"dtype=float16"``.
     checkpoint: weights to look at: a run, one of its checkpoints, or Hugging Face's; None: those that a run would start with.
     tolerance: largest relative error of loss, gradients (of each array too) and update; None: chosen for model and dtype.
-    progress: told the notes of the configuration, and a line for each measurement.
+    progress: where lines go, as in ``train``: notes on the configuration, and one for each measurement.
     keys: values laid over it.
 
   Raises:
@@ -67,15 +70,15 @@ def bisect(
     DoesNotFitError: the float32 step does not fit the memory.
     NonFiniteError: the float32 step is not finite.
   """
+  given, say = words(overrides, keys, bisect), line_taker(progress)
   if tolerance is not None and not 0 < tolerance < float("inf"):
     raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: as in 0.5")
   place = None
   if checkpoint is not None:
-    place = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
+    place = place_of(checkpoint, "checkpoint")
     if not place.is_dir():
-      raise UserError(f"checkpoint {checkpoint}: not a directory{hub.advice(str(checkpoint))}")
-  loaded = _configuration_of(place, words(overrides, keys)) if config is None else load_config(config, *overrides, **keys)
-  say = progress or (lambda _: None)
+      raise UserError(f"checkpoint {place}: not a directory{hub.advice(str(place))}")
+  loaded = _configuration_of(place, given) if config is None else load_config(config, *given)
   for note in loaded.notes:
     say("note: " + note.replace("\n", "\n  "))
   search = _prepare(loaded, place, tolerance, say)

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext_like.api.arguments import words
 from maxtext_like.config import load as files
 from maxtext_like.config.load import Loaded, to_config_dict
 from maxtext_like.config.schema import Config
 from maxtext_like.config.values import load_values
-from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
   Raises:
     UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
   """
-  given = words(overrides, keys)
+  given = words(overrides, keys, load_config)
   if isinstance(model, Loaded):
     if not given:
       return model
@@ -47,18 +47,3 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
     f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
     '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
   )
-
-
-def words(overrides: tuple[str, ...], keys: dict[str, Any]) -> list[str]:
-  """Overrides and keywords as the words of a command line."""
-  return [*overrides, *(f"{name}={to_text(_plain(value))}" for name, value in keys.items())]
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, Path):
-    return str(value)
-  if isinstance(value, type) or hasattr(value, "kind"):  # dtype=jnp.bfloat16
-    import numpy as np
-
-    return np.dtype(value).name
-  return value.item() if hasattr(value, "item") else value  # a number of numpy's

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxtext_like.api.configuration import words
-from maxtext_like.config import hub
+from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ FOLDER = "hugging_face"
 
 
 @dataclass(frozen=True)
-class Imported:
+class Imported(Saved):
   """A checkpoint of ours that was made of a Hugging Face one.
 
   Attributes:
@@ -31,7 +30,7 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Saved):
   """A Hugging Face checkpoint that was made of one of ours.
 
   Attributes:
@@ -49,7 +48,7 @@ class Exported:
   notes: tuple[str, ...]
 
 
-def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **keys: Any) -> Imported:
+def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: str, **keys: Any) -> Imported:
   """Turns a Hugging Face checkpoint into one of ours, to train from.
 
   Weights are stored in ``weight_dtype``, which keeps every digit of 16-bit and 8-bit files by default.
@@ -72,9 +71,9 @@ def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **ke
   from maxtext_like.layers.param import shardings
   from maxtext_like.models.placed import make_model
 
-  place, target = hub.find(str(source)) or Path(source).expanduser(), Path(out).expanduser()
+  given, place, target = words(overrides, keys, import_checkpoint), place_of(source, "source"), Path(out).expanduser()
   tower = ["use_multimodal=true"] if read_config(place).has_tower else []
-  config, loaded = load_checkpoint_config(place, [*tower, *words(overrides, keys)], length=2048)
+  config, loaded = load_checkpoint_config(place, [*tower, *given], length=2048)
   model = make_model(loaded.config, runs_attention=False)
   weights = Weights(place, model.decoder, config)
   with new_directory(target) as part:
@@ -83,7 +82,7 @@ def import_checkpoint(source: str | Path, out: str | Path, *overrides: str, **ke
     (part / FOLDER).mkdir()
     for file in [place / "config.json", *read_origin(place).files]:
       shutil.copyfile(file, part / FOLDER / file.name)
-    (part / "model.yml").write_text(model_file(config, str(place)), encoding="utf-8")
+    (part / "model.yml").write_text(model_file(config, place), encoding="utf-8")
     extra = {"hugging_face": {"source": str(place.resolve())}}
     tokenizer = {file.name: file.read_bytes() for file in accompanying_files.beside(place)}
     manager = CheckpointManager(
@@ -105,7 +104,7 @@ def _require_finite(params: dict) -> None:
 
 
 def export_checkpoint(
-  source: str | Path,
+  source: str | Path | Saved,
   out: str | Path,
   *,
   dtype: Literal["bfloat16", "float16", "float32"] | None = None,
@@ -136,10 +135,11 @@ def export_checkpoint(
   if dtype not in (None, *EXPORT_DTYPES):
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
   target, size = Path(out).expanduser(), parse_size(shard_size)
-  step = find_step(Path(source).expanduser())
+  place = place_of(source, "source")
+  step = find_step(place)
   if step is None:
     raise UserError(
-      f"{source}: no complete checkpoint\n"
+      f"{place}: no complete checkpoint\n"
       "  fix: name a run directory, one of its checkpoints/N, or what import made of a Hugging Face checkpoint"
     )
   try:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, GpuHost, find_gpus, find_topology
@@ -123,11 +124,12 @@ def compile_step(
   Raises:
     UserError: no such topology, a mesh that does not fit it, no libtpu.
   """
+  given = words(overrides, keys, compile_step)
   host = find_gpus(topology)
   if host is not None and xla_flags is not None:
     raise UserError(f"compile: xla_flags={xla_flags} is for TPUs, {host.name} is not\n  fix: leave it out")
   target = host or find_topology(topology, GPU_NAMES)
-  c = load_config(config, *overrides, **keys).config
+  c = load_config(config, *given).config
   if isinstance(target, GpuHost):
     from maxtext_like.training import memory
 

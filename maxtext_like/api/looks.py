@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.api.configuration import load_config
-from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,18 +73,42 @@ def xray(function: Callable[..., Any], *args: Any, **keywords: Any) -> "Report":
   Gradients are looked through in a function that takes them: ``xray(jax.value_and_grad(loss), params)``. For options, and for
   many calls of one program, see ``maxtext_like.numerics.xray.xray``.
 
+  Args:
+    function: also a module of Flax NNX or a method of one, which stays as it was, or the ``apply`` of a Linen module.
+    args: of it: arrays, trees of them, modules of NNX, and what the function branches on.
+    keywords: the same.
+
   Returns:
     ``finite``, ``first_cause``, ``tensors``, ``outputs``, ``table()`` and ``html()``.
+
+  Raises:
+    UserError: no function, or one that changes a module of NNX which it was not given as an argument.
   """
+  from flax import linen
+  from flax.errors import TraceContextError
+
   from maxtext_like.numerics.xray import xray as wrapped
 
-  return wrapped(function)(*args, **keywords)
+  if isinstance(function, linen.Module) and function.scope is None:
+    raise UserError(
+      f"xray: {type(function).__name__} is a Linen module, whose variables are outside of it\n"
+      "  fix: xray(module.apply, variables, x)"
+    )
+  if not callable(function):
+    raise UserError(f"xray: {type(function).__name__} is no function\n  fix: xray(f, x) instead of xray(f(x))")
+  try:
+    return wrapped(function)(*args, **keywords)
+  except TraceContextError as error:
+    raise UserError(
+      f"xray: the function changes a module that it was not given ({str(error).split(' (')[0]})\n"
+      "  fix: give it as an argument: xray(lambda model, x: ..., model, x)"
+    ) from error
 
 
 def xray_step(
   config: "Configuration",
   *overrides: str,
-  checkpoint: str | Path | None = None,
+  checkpoint: str | Path | Saved | None = None,
   everything: bool = False,
   **keys: Any,
 ) -> StepReport:
@@ -110,24 +134,24 @@ def xray_step(
   from maxtext_like.training.initial_state import whole_state
   from maxtext_like.training.program import make_program
 
-  c = load_config(config, *overrides, **keys).config
-  if checkpoint is not None:
-    checkpoint = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
-    require_source(checkpoint, "checkpoint")
+  c = load_config(config, *words(overrides, keys, xray_step)).config
+  place = None if checkpoint is None else place_of(checkpoint, "checkpoint")
+  if place is not None:
+    require_source(place, "checkpoint")
   use_compilation_cache(c.logging.compilation_cache_dir)
   program = make_program(c)
   memory.require_fit(program)
   name, runs = c.logging.run_name or c.model.model_name, Path(c.logging.output_dir).expanduser()
   source = c.checkpoint
-  if checkpoint is not None:  # its tokenizer too, not that of a run that happens to have this name
-    source = dataclasses.replace(source, init_from=str(checkpoint), resume=False)
+  if place is not None:  # its tokenizer too, not that of a run that happens to have this name
+    source = dataclasses.replace(source, init_from=str(place), resume=False)
   batch = first_batch(program, source, runs / name / "checkpoints")
-  state = whole_state(program, None if checkpoint is None else Path(checkpoint))
+  state = whole_state(program, place)
   report = look(program, state, batch, everything=everything)
   return StepReport(c, f"x-ray of {name}, step {int(state['step']) + 1}", report, runs / f"{name}-xray")
 
 
-def replay(run: str | Path, *overrides: str, everything: bool = False, **keys: Any) -> StepReport:
+def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, **keys: Any) -> StepReport:
   """The step that ended a run, looked through again, from the state and the batch that the run kept, on this machine's devices.
 
   Args:
@@ -142,24 +166,22 @@ def replay(run: str | Path, *overrides: str, everything: bool = False, **keys: A
   """
   from maxtext_like.analysis import failed_step
   from maxtext_like.analysis.step_xray import xray_step as look
-  from maxtext_like.api.configuration import words
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.initial_state import read_state
   from maxtext_like.training.program import make_program
 
-  place = Path(run).expanduser()
+  given, place = words(overrides, keys, replay), place_of(run, "run")
   if not (place / "config.yml").is_file():
     raise UserError(
       f"{place}: is no run directory, it holds no config.yml\n  fix: name that of a run that a step ended, as runs/NAME"
     )
-  config = load_config(place / "config.yml", *overrides, **keys).config
+  config = load_config(place / "config.yml", *given).config
   kept = failed_step.find(place)
   use_compilation_cache(config.logging.compilation_cache_dir)
   mesh = make_mesh(config.mesh)
   program = make_program(failed_step.fitted(config, kept, mesh), mesh=mesh)
   report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
-  given = words(overrides, keys)
   changed = f" with {' '.join(given)}" if given else ""
   title = f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
   ended = f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}"

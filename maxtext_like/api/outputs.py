@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.configuration import words
-from maxtext_like.config import hub
+from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +35,11 @@ class Outputs:
 
 
 def forward(
-  checkpoint: str | Path, inputs: "str | Path | Mapping[str, Any]", *overrides: str, gradients: bool = False, **keys: Any
+  checkpoint: str | Path | Saved,
+  inputs: "str | Path | Mapping[str, Any]",
+  *overrides: str,
+  gradients: bool = False,
+  **keys: Any,
 ) -> Outputs:
   """Runs a Hugging Face checkpoint on arrays. With ``dtype=float32``, ``matmul_precision`` is highest unless it is given.
 
@@ -59,7 +62,7 @@ def forward(
   from maxtext_like.checkpoint.huggingface.inputs_vision import has_images
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
-  place = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
+  given, place = words(overrides, keys, forward), place_of(checkpoint, "checkpoint")
   if isinstance(inputs, str | Path):
     arrays, named = read_arrays(Path(inputs).expanduser()), str(inputs)
   else:
@@ -74,9 +77,7 @@ def forward(
   # The tower is read where there are images for it, unless an override has a say.
   tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
   # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
-  config, loaded = load_checkpoint_config(
-    place, [*tower, *words(overrides, keys)], length=max(shape[1], 2) if len(shape) == 2 else None
-  )
+  config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
   model = loaded.config.model
   weights = open_weights(place, config, loaded)
   lookup = weights.decoder.cfg.lookup

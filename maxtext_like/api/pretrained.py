@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.configuration import words
+from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded
 from maxtext_like.errors import UserError
@@ -122,7 +122,7 @@ class Pretrained:
     return generate(self, prompts, **options)
 
 
-def load(directory: str | Path, *overrides: str, images: bool = False, **keys: Any) -> Pretrained:
+def load(directory: str | Path | Saved, *overrides: str, images: bool = False, **keys: Any) -> Pretrained:
   """The model in ``directory``; its weights are read when they are first asked for.
 
   Args:
@@ -142,9 +142,9 @@ def load(directory: str | Path, *overrides: str, images: bool = False, **keys: A
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
 
-  given, place = words(overrides, keys), hub.find(str(directory)) or Path(directory).expanduser()
+  given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
   if not place.is_dir():
-    raise UserError(f"{place}: no such directory{hub.advice(str(directory))}")
+    raise UserError(f"{place}: no such directory{hub.advice(str(place))}")
   trained = None
   if (place / "config.json").is_file():
     loaded, files = _hugging_face(place, given, images), place

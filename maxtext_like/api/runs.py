@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext_like.api.arguments import Saved, require_shown, words
 from maxtext_like.api.configuration import load_config
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Saved):
   """A run that came to its end.
 
   Attributes:
@@ -67,7 +68,8 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
   from maxtext_like.training.first_look import first_look, run_directory
   from maxtext_like.training.progress import Progress
 
-  loaded = load_config(config, *overrides, **keys)
+  require_shown(progress)
+  loaded = load_config(config, *words(overrides, keys, train))
   directory = run_directory(loaded.config).path
   if (finished := first_look(loaded)) is not None:
     with Progress(loaded.config.training.steps, 1, progress) as shown:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.configuration import words
+from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
@@ -54,7 +54,7 @@ class Risks:
     return {"dtype": self.dtype, "tokens": self.tokens, "risks": records(self.risks)}
 
 
-def risk(checkpoint: str | Path, *overrides: str, tokens: int = 4096, **keys: Any) -> Risks:
+def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **keys: Any) -> Risks:
   """Reads the weights of a checkpoint, one tensor at a time, and tells how large its numbers can become. Nothing is run.
 
   Args:
@@ -70,10 +70,10 @@ def risk(checkpoint: str | Path, *overrides: str, tokens: int = 4096, **keys: An
   from maxtext_like.analysis.overflow_risk import assess
   from maxtext_like.analysis.risk_model import measure
 
+  given = words(overrides, keys, risk)
   if tokens < 100:
     raise UserError(f"risk: tokens={tokens}: too few for an expected maximum\n  fix: 100 or more")
-  place = hub.find(str(checkpoint)) or Path(checkpoint).expanduser()
-  model, decoder, read, notes = open_checkpoint(place, words(overrides, keys))
+  model, decoder, read, notes = open_checkpoint(place_of(checkpoint, "checkpoint"), given)
   found = assess(measure(model, decoder, read, tokens), decoder.precision)
   return Risks(decoder.precision.dtype, tokens, tuple(found), tuple(notes))
 

@@ -96,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
     raise UserError(_unknown_verb(verb))
   from maxtext_like.config.overrides import TypedWord
 
-  rest = [TypedWord(word) for word in words[1:]]
+  rest: list[str] = [TypedWord(word) for word in words[1:]]
   if "--help-keys" in rest:
     from maxtext_like.cli import keys
 

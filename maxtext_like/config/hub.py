@@ -39,6 +39,13 @@ def find(text: str) -> Path | None:
   return snapshot if re.fullmatch(r"\w+", revision) and snapshot.is_dir() else None
 
 
+def name_of(directory: Path) -> str:
+  """What a checkpoint's directory is called: by the Hub where it is of the cache, else by whoever named it."""
+  place = directory.expanduser().resolve()
+  cached = place.parent.parent.name if place.parent.name == "snapshots" else ""
+  return cached.removeprefix("models--").partition("--")[2] if cached.startswith("models--") else place.name
+
+
 def advice(text: str) -> str:
   """How to get a model that ``find`` did not find, as the end of a sentence; empty where the text is rather a path."""
   if _NAME.fullmatch(text) is None or Path(text).exists() or Path(text).parent.is_dir():

@@ -44,6 +44,15 @@ class Loaded:
   notes: tuple[str, ...]
   path: Path
 
+  if not TYPE_CHECKING:  # or every name would pass for one
+
+    def __getattr__(self, name: str) -> Any:
+      """Says where a section or a key is, which are looked for here."""
+      section, _ = LEAVES.get(name, ("", None))
+      there = name if name in SECTIONS else f"{section}.{name}" if section else ""
+      hint = f": it is in its config, .config.{there}" if there else did_you_mean(name, (*SECTIONS, *self.__dataclass_fields__))
+      raise AttributeError(f"what load_config returned has no attribute {name!r}{hint}")
+
   def __repr__(self) -> str:
     return f"Loaded({self.config.model.model_name}, {self.config.precision.dtype}, of {self.path})"
 

@@ -1,6 +1,7 @@
 """`report = xray(fn)(*args)`: one run of any JAX function with statistics of every tensor and the first cause of a fault."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,9 @@ def xray(
   (xray(jax.value_and_grad(loss))).
 
   Args:
-    fn: any function of arrays (pytrees). Leaves that are neither arrays nor numbers are passed on untouched, as constants.
+    fn: any function of arrays (pytrees), a module of Flax NNX, or a method of one; the module stays as it is. What is no
+      array is passed on as it is, Python's own bools and whole numbers too, and its other numbers where the function branches
+      on one: it is another program for each value.
     light: measure the maximum and the non-finite counts only.
     only: regular expression, searched in "path file:line op": tensors that it misses are measured lightly. The first cause
       is found whatever `only` says.
@@ -57,8 +60,13 @@ class XRay:
 
   def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, key_tensors_only: bool, key, before_run):
     self.fn, self.light, self.only, self.while_history = fn, light, only, while_history
+    self._bound: tuple[Any, ...] = ()  # what the function is called with before the arguments of a call
+    if (module := _nnx_module(fn)) is not None:
+      # What the call changes in it, as BatchNorm's averages, may only change where it is an argument.
+      self.fn, self._bound = _call if module is fn else fn.__func__, (module,)
     self.key_tensors_only, self.key, self.before_run = key_tensors_only, key, before_run
     self._programs: dict[Any, tuple] = {}
+    self._constants: tuple[type, ...] = (bool, int)
 
   def __call__(self, *args, **kwargs) -> Report:
     detail: frozenset[int] = frozenset()
@@ -90,16 +98,22 @@ class XRay:
     return run(arrays)
 
   def _prepare(self, args, kwargs, detail: frozenset[int] = frozenset()):
-    with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(((*self._bound, *args), kwargs))
     leaves = [leaf for _, leaf in with_paths]
-    dynamic = [_is_array(leaf) for leaf in leaves]
+    dynamic = [_is_array(leaf) and type(leaf) not in self._constants for leaf in leaves]
     arrays = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d]
     fixed = [None if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
-    key = (tree, tuple(map(_signature, arrays)), tuple(id(f) for f in fixed), detail)
+    key = (tree, tuple(map(_signature, arrays)), tuple(map(_identity, fixed)), detail)
     if key not in self._programs:
       names = [n for n, d in zip(_names(self.fn, with_paths), dynamic, strict=True) if d]
       # `fixed` is kept beside the program: an id is only a name while its object lives.
-      self._programs[key] = (self._build(tree, fixed, dynamic, arrays, names, detail), fixed)
+      try:
+        self._programs[key] = (self._build(tree, fixed, dynamic, arrays, names, detail), fixed)
+      except jax.errors.ConcretizationTypeError:
+        if float in self._constants or not any(type(x) in (float, complex) for x in arrays):
+          raise
+        self._constants = (bool, int, float, complex)
+        return self._prepare(args, kwargs, detail)
     return arrays, self._programs[key][0]
 
   def _build(self, tree, fixed, dynamic, arrays, names, detail):
@@ -131,6 +145,22 @@ def _wanted(measured: MeasuredTensors, findings: cause.Findings, *, first: bool)
 
 def _is_array(leaf) -> bool:
   return isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+
+
+def _identity(fixed):
+  """What distinguishes constants: numbers by value, anything else by being the same object."""
+  return (type(fixed), repr(fixed)) if isinstance(fixed, bool | int | float | complex | str) else id(fixed)
+
+
+def _nnx_module(fn: Callable) -> Any:
+  """The module of Flax NNX that a function is, or is a method of; None: of none."""
+  nnx = sys.modules.get("flax.nnx")
+  owner = fn if not inspect.ismethod(fn) else fn.__self__
+  return owner if nnx is not None and isinstance(owner, nnx.Module) else None
+
+
+def _call(module, *args, **kwargs):
+  return module(*args, **kwargs)
 
 
 def _signature(x):

@@ -85,3 +85,83 @@ def test_a_tolerance_is_above_zero(tolerance):
 def test_a_kernel_test_of_what_cannot_be(wrong):
   with pytest.raises(UserError, match=r"kernel_self_test: .*\n  fix: "):
     maxtext_like.kernel_self_test(lambda q, k, v, tokens, *, window, scale: q, **{"dtype": jnp.float32, **HEADS, **wrong})
+
+
+def test_a_run_stands_for_its_directory(run, tmp_path):
+  assert maxtext_like.load(run).directory == run.directory
+  assert maxtext_like.risk(run, dtype="float16").risks
+  exported = maxtext_like.export_checkpoint(run, tmp_path / "qwen-of-mine")
+  assert maxtext_like.load_config("qwen3-tiny", init_from=exported).config.checkpoint.init_from == str(exported.directory)
+  imported = maxtext_like.import_checkpoint(exported, tmp_path / "in")
+  # model_type is the whole family's; whoever named the directory knew more.
+  assert maxtext_like.load(imported).config.model.model_name == "qwen-of-mine"
+  assert maxtext_like.load_config(imported.directory / "model.yml").config.model.model_name == "qwen-of-mine"
+  with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: tokenizer="):
+    maxtext_like.generate(exported, "a")
+  told = maxtext_like.generate(exported, "a", max_tokens=2, temperature=0, tokenizer="bytes", dtype="float32")
+  assert len(told.answers[0].tokens) == 2
+  wrong: Any
+  for wrong in (None, 5, maxtext_like.load(imported)):
+    for call in (maxtext_like.load, maxtext_like.risk, maxtext_like.replay):
+      with pytest.raises(UserError, match=r"names no directory\n  fix: a path"):
+        call(wrong)
+
+
+@pytest.mark.parametrize(
+  ("options", "said"),
+  [
+    ({"stop_ids": [99999]}, "stop_ids: 99999: the vocabulary has ids 0 to 511"),
+    ({"stop_ids": ["</s>"]}, "stop_ids: '</s>': the vocabulary"),
+    ({"stop_ids": 512}, "stop_ids: 512: the vocabulary"),
+    ({"max_tokens": "5"}, "max_tokens='5': not a whole number"),
+    ({"max_tokens": 2.5}, "max_tokens=2.5: not a whole number"),
+    ({"temperature": None}, "temperature=None: not a number"),
+    ({"temprature": 0}, "generate: unknown argument 'temprature', did you mean 'temperature'"),
+    ({"max_token": 5}, "unknown argument 'max_token', did you mean 'max_tokens'"),
+    ({"dtype": "bfloat16"}, "dtype=bfloat16: the model is loaded already\n  fix: give it to load"),
+  ],
+)
+def test_options_of_generate(run, options, said):
+  with pytest.raises(UserError, match=said):
+    run.load(tokenizer="bytes").generate("a", **options)
+
+
+def test_the_keywords_of_a_function_are_near_too():
+  call: Any
+  for call, keys, said in (
+    (maxtext_like.audit, {"platfrom": "tpu"}, "audit: unknown argument 'platfrom', did you mean 'platform'"),
+    (maxtext_like.xray_step, {"checkpoints": "a"}, "xray_step: unknown argument 'checkpoints', did you mean 'checkpoint'"),
+    (maxtext_like.bisect, {"tolerence": 1}, "bisect: unknown argument 'tolerence', did you mean 'tolerance'"),
+    (maxtext_like.train, {"progess": print}, "train: unknown argument 'progess', did you mean 'progress'"),
+    (maxtext_like.train, {"stpes": 2}, "argument \"stpes=2\": unknown key 'stpes', did you mean 'steps'"),
+  ):
+    with pytest.raises(UserError, match=said):
+      call("qwen3-tiny", **keys)
+
+
+def test_what_takes_no_lines_is_told():
+  call: Any
+  for call in (maxtext_like.train, maxtext_like.bisect):
+    with pytest.raises(UserError, match=r"progress=True takes no lines\n  fix: a function of a line, as print"):
+      call("qwen3-tiny", progress=True)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 2}, ["steps=2"], 5])
+def test_what_is_no_override_is_told(wrong: Any):
+  with pytest.raises(UserError, match=r"neither a text nor a path\n  fix: keys as keywords"):
+    maxtext_like.load_config("qwen3-tiny", wrong)
+
+
+def test_a_name_that_is_not_there_is_told_with_what_was_meant():
+  loaded: Any = maxtext_like.load_config("qwen3-tiny")
+  for name, said in (
+    ("training", r"\.config\.training$"),
+    ("steps", r"\.config\.training\.steps$"),
+    ("orgins", "did you mean 'origins'"),
+  ):
+    with pytest.raises(AttributeError, match=said):
+      getattr(loaded, name)
+  with pytest.raises(AttributeError, match="'lod', did you mean 'load'"):
+    _ = maxtext_like.lod  # pyright: ignore[reportAttributeAccessIssue]
+  assert set(dir(maxtext_like)) == {*maxtext_like.__all__, "__version__", "errors"}
+  assert maxtext_like.errors.UserError is UserError  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.names import in_config_json
+from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
@@ -16,10 +17,12 @@ from maxtext_like.strict_json import printable
 _HERE = "\0"  # stands for the path, whose words are nobody's names
 
 
-def model_file(config: HuggingFaceConfig, source: str) -> str:
-  """The text of a model file with the values of a config.json. ``source`` is named in its first line."""
-  lines = [f"# Made from {printable(source)}.", "", "model:"]
-  lines += [f"  {key}: {to_text(value)}" for key, value in config.model.items()]
+def model_file(config: HuggingFaceConfig, directory: str | Path) -> str:
+  """The text of a model file with the values of the config.json of ``directory``, which is what the model is called by."""
+  name = hub.name_of(Path(directory))  # model_type is a whole family's
+  values = config.model | ({"model_name": name} if name and name.isprintable() else {})
+  lines = [f"# Made from {printable(directory)}.", "", "model:"]
+  lines += [f"  {key}: {to_text(value)}" for key, value in values.items()]
   if config.vision:
     lines += ["", "vision:", *(f"  {key}: {to_text(value)}" for key, value in config.vision.items())]
   return "\n".join(lines) + "\n"
@@ -44,7 +47,7 @@ def load_checkpoint_config(
   rows = [] if length is None else [f"max_target_length={min(length, longest)}"]
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / f"{config.model_type}.yml"
-    path.write_text(model_file(config, str(directory)), encoding="utf-8")
+    path.write_text(model_file(config, directory), encoding="utf-8")
     try:
       return config, load_config(path, [*rows, *overrides])
     except UserError as error:
