@@ -50,9 +50,11 @@ class Audit:
     return about | kernels | program_audit.to_json(self.rows, self.keys, self.unasked)
 
   def __str__(self) -> str:
+    from maxtext_like.sharding.mesh import in_words
+
     model, topology = self.program.model, self.topology
     c = model.config
-    mesh = " x ".join(f"{axis} {size}" for axis, size in model.mesh.shape.items())
+    mesh = in_words(model.mesh.shape)
     what = f"compiled for {topology}" if topology else f"lowered for {self.platform}, before compilation"
     lines = [f"{c.model.model_name}, {c.precision.dtype}: train step {what}, mesh {mesh}"]
     lines += [f"attention: {use}" for use in model.kernels]

@@ -36,12 +36,13 @@ class Compiled:
     return self.step.fits
 
   def __str__(self) -> str:
+    from maxtext_like.sharding.mesh import in_words
     from maxtext_like.training.ahead_of_time import version
 
     step = self.step
     hbm = step.topology.hbm_bytes
     chips = "1 chip" if step.topology.chips == 1 else f"{step.topology.chips} chips"
-    mesh = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items())
+    mesh = in_words(step.mesh)
     rows = [
       *_run_rows(self.config, step.parameters, "chip"),
       ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
@@ -89,10 +90,11 @@ class Estimated:
     import jax
 
     from maxtext_like.layers.param import count
+    from maxtext_like.sharding.mesh import in_words
     from maxtext_like.training import memory
 
     program, host = self.program, self.host
-    mesh = " x ".join(f"{axis} {size}" for axis, size in program.model.mesh.shape.items())
+    mesh = in_words(program.model.mesh.shape)
     rows = [
       *_run_rows(program.config, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
       ("topology", f"{host.name} ({host.card}), {host.gpus} of one host, mesh {mesh}"),

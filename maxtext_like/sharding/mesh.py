@@ -5,7 +5,7 @@ outside: what neighbours along an axis send each other leaves a slice as seldom 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,6 +77,11 @@ def _grid(devices: list[Any], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.
     return torus(False)
   except NotImplementedError:  # an axis that is a part of one of the torus's
     return torus(True)
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+  """ "data 2 x fsdp 4": the axes of a mesh with their devices; the less usual ones where they have several."""
+  return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ("data", "fsdp"))
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
