@@ -1,0 +1,103 @@
+"""What a conversation is, whatever record it came from and whichever template renders it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Picture:
+  """An image inside a message: the path of its file."""
+
+  path: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+  """A call of a tool by the assistant.
+
+  Attributes:
+    name: of the tool.
+    arguments: by name.
+    written: the arguments as the record spells them, where it has JSON text; some templates repeat that text.
+    id: that the answer of the tool names.
+  """
+
+  name: str
+  arguments: Mapping[str, Any]
+  written: str | None = None
+  id: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolResponse:
+  """What a tool gave back, inside the assistant's own message as Gemma has it."""
+
+  name: str
+  response: Any
+
+
+@dataclass(frozen=True)
+class Message:
+  """One message.
+
+  Attributes:
+    role: who speaks.
+    content: text; texts and images in order; None: nothing is said.
+    thinking: what the assistant thought before.
+    tool_calls: of the assistant, after what it says (Gemma 4 has them before).
+    tool_responses: to the calls of this message.
+    name: of the tool that a message of role tool is from.
+    tool_call_id: the call that it answers.
+    trained: an answer to learn from (OpenAI's ``weight`` is not 0).
+  """
+
+  role: Role
+  content: str | tuple[str | Picture, ...] | None
+  thinking: str | None = None
+  tool_calls: tuple[ToolCall, ...] = ()
+  tool_responses: tuple[ToolResponse, ...] = ()
+  name: str | None = None
+  tool_call_id: str | None = None
+  trained: bool = True
+
+  @property
+  def parts(self) -> tuple[str | Picture, ...]:
+    """The content as texts and images."""
+    if self.content is None:
+      return ()
+    return (self.content,) if isinstance(self.content, str) else self.content
+
+
+@dataclass(frozen=True)
+class Conversation:
+  """Messages in order.
+
+  Attributes:
+    messages: at least one.
+    tools: what may be called, as OpenAI declares it: {"type": "function", "function": {...}}.
+    thinking: whether the model is to think; None: if the answers to the last user's message do.
+  """
+
+  messages: tuple[Message, ...]
+  tools: tuple[Mapping[str, Any], ...] = ()
+  thinking: bool | None = None
+
+  @property
+  def last_user(self) -> int:
+    """The index of the last user's message; -1: there is none."""
+    return max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)
+
+  @property
+  def thinks(self) -> bool:
+    """Whether the model is told to think."""
+    if self.thinking is not None:
+      return self.thinking
+    return any(message.thinking for message in self.messages[self.last_user + 1 :])
+
+  @property
+  def images(self) -> tuple[str, ...]:
+    """Paths of the images, in order."""
+    return tuple(part.path for message in self.messages for part in message.parts if isinstance(part, Picture))

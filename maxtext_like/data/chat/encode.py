@@ -1,0 +1,137 @@
+"""A rendered conversation to token ids, each known to be trained on or not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.data.chat.rendering import Rendered, Renderer
+from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.images import TowerImage
+from maxtext_like.data.pack import ImageSpan
+from maxtext_like.data.special_tokens import Spellings
+from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
+from maxtext_like.errors import UserError
+
+TrainOn = Literal["assistant", "all", "last"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+  """Token ids of a conversation; `trained`: bool for each, whether it is learned; where images stand."""
+
+  ids: list[int]
+  trained: np.ndarray
+  images: tuple[ImageSpan, ...] = ()
+
+
+def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset[int] | None:
+  """The numbers of the messages that are learned: every answer; the last user's alone; None: all text, whoever says it."""
+  if train_on == "all":
+    return None
+  answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+  if train_on == "assistant" or not answers:
+    return frozenset(answers)
+  asked = max((i for i, m in enumerate(conversation.messages[: answers[-1]]) if m.role in ("user", "developer")), default=-1)
+  return frozenset(i for i in answers if i > asked)
+
+
+class ChatEncoder:
+  """Encodes what one renderer writes with one tokenizer.
+
+  Text between special tokens is encoded in one piece, as a server does with the whole prompt; only where the assistant begins
+  to speak it is divided, as a server's prompt ends there. What text spells is text: where a tokenizer would find one of the
+  renderer's tokens in it, the spelling is taken apart.
+  """
+
+  def __init__(self, renderer: Renderer, tokenizer: Tokenizer, vision: VisionConfig | None = None):
+    """Raises UserError: the tokenizer lacks the tokens that the renderer cannot do without (bytes spell them out)."""
+    found = {spelling: tokenizer.find(spelling) for spelling in renderer.special}
+    self._ids: Mapping[str, int] = {spelling: i for spelling, i in found.items() if i is not None}
+    missing = [spelling for spelling in renderer.needed if spelling not in self._ids]
+    if missing and not isinstance(tokenizer, BytesTokenizer):
+      raise UserError(
+        f"the chat template {renderer.name} needs the tokens {', '.join(missing)}, which the tokenizer lacks "
+        f"({tokenizer.fingerprint})\n  fix: the model's own tokenizer, or another chat_template"
+      )
+    self._tokenizer = tokenizer
+    self._vision = vision if vision is not None and vision.use_multimodal else None
+    self._forbidden = frozenset(self._ids.values()) | frozenset(tokenizer.special.values())
+    self._spellings = Spellings({**tokenizer.special, **self._ids})
+
+  def encode(
+    self, rendered: Rendered, learned: frozenset[int] | None, place: str, load: Callable[[str], TowerImage] | None = None
+  ) -> Encoded:
+    """Token ids of a conversation.
+
+    Args:
+      rendered: by the renderer.
+      learned: numbers of the answers that are learned (``answers_to_learn``); None: all text.
+      place: names the record in errors.
+      load: an image, of its path.
+
+    Raises:
+      BadRecordError: images where the model takes none, or as ``load``.
+    """
+    ids: list[int] = []
+    trained: list[bool] = []
+    spans: list[ImageSpan] = []
+    run: list[str] = []
+    of_run = False
+
+    def flush() -> None:
+      if run:
+        new = self._plain("".join(run), place)
+        ids.extend(new)
+        trained.extend([of_run] * len(new))
+        run.clear()
+
+    for piece in rendered.pieces:
+      learn = learned is None or (piece.trained and piece.answer in learned)
+      token = self._ids.get(piece.text) if piece.kind == "special" else None
+      if piece.kind == "image":
+        if self._vision is None or load is None:
+          raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
+        assert self._vision.boi_token_id is not None  # VisionConfig has seen to it
+        assert self._vision.image_token_id is not None
+        assert self._vision.eoi_token_id is not None
+        run.append(self._vision.frame)
+        flush()
+        image = load(piece.image or "")
+        span = [self._vision.boi_token_id, *[self._vision.image_token_id] * image.tokens, self._vision.eoi_token_id]
+        spans.append(ImageSpan(len(ids), len(ids) + len(span), image))
+        ids += span
+        trained += [False] * len(span)
+        run.append(self._vision.frame)
+        of_run = learned is None
+      elif token is not None:
+        flush()
+        ids.append(token)
+        trained.append(learn)
+      else:
+        if learn != of_run:
+          flush()
+        run.append(piece.text)
+        of_run = learn
+    flush()
+    return Encoded(ids, np.asarray(trained, bool), tuple(spans))
+
+  def _plain(self, text: str, place: str) -> list[int]:
+    """Ids of a text, none of which is a special token's."""
+    if not text:
+      return []
+    ids = self._tokenizer.encode(text)
+    if self._forbidden.isdisjoint(ids):
+      return ids
+    ids, at = [], 0
+    for spelling in self._spellings.find(text):
+      cut = text.index(spelling, at) + 1
+      ids += self._tokenizer.encode(text[at:cut])
+      at = cut
+    ids += self._tokenizer.encode(text[at:])
+    if not self._forbidden.isdisjoint(ids):
+      raise BadRecordError(place, "the tokenizer makes special tokens of the text, whatever it spells")
+    return ids

@@ -1,0 +1,60 @@
+"""Conversations as Gemma 3 knows them: user and model in turn, what the system says before the first user's text."""
+
+from maxtext_like.data.chat.conversation import Conversation, Message, Picture
+from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
+
+
+class Gemma3:
+  """Text is stripped, images are ``<start_of_image>``. No tools, no thoughts; roles that do not alternate are refused."""
+
+  name = "gemma3"
+  needed = ("<start_of_turn>", "<end_of_turn>")
+  special = frozenset({"<bos>", *needed, "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<eos>", "<pad>"})
+
+  def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    if conversation.tools or any(m.tool_calls or m.tool_responses or m.role == "tool" for m in conversation.messages):
+      raise RenderError("Gemma 3 has no tools")
+    if conversation.thinking or any(message.thinking for message in conversation.messages):
+      raise RenderError("Gemma 3 has no thoughts")
+    first, *rest = conversation.messages
+    prefix, shift = "", 0
+    if first.role == "system":
+      prefix = _system(first) + "\n\n"
+      shift = 1
+    else:
+      rest = [first, *rest]
+    out = Writer(self.special)
+    out.literal("<bos>")
+    for i, message in enumerate(rest):
+      if message.role not in ("user", "assistant"):
+        raise RenderError(
+          f"Gemma 3 has no role '{message.role}'" + (" after the first message" if message.role == "system" else "")
+        )
+      if (message.role == "user") != (i % 2 == 0):
+        raise RenderError(f"Gemma 3 wants user and assistant in turn, and message {i + 1} is of the {message.role}")
+      out.literal(f"<start_of_turn>{'user' if message.role == 'user' else 'model'}\n")
+      if i == 0:
+        out.say(prefix)
+      if message.role == "assistant":
+        out.speak(i + shift, message.trained)
+      for part in message.parts:
+        if isinstance(part, Picture):
+          out.image("<start_of_image>", part.path)
+        else:
+          out.say(part.strip())
+      out.literal("<end_of_turn>")
+      out.stop()
+      out.literal("\n")
+    if purpose == "prompt":
+      out.literal("<start_of_turn>model\n")
+    return Rendered(tuple(out.pieces))
+
+
+def _system(message: Message) -> str:
+  """The system's text. Raises RenderError for what the template would leave out: an image, a second text."""
+  parts = list(message.parts)
+  if not parts:
+    return ""
+  if len(parts) > 1 or isinstance(parts[0], Picture):
+    raise RenderError("Gemma 3 takes one text of the system")
+  return parts[0]

@@ -1,0 +1,274 @@
+"""Records as people have them to conversations: OpenAI's messages, ShareGPT, Alpaca, prompt and completion.
+
+What a record has decides which it is. Paths of images are relative to the folder of the record's file.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from maxtext_like import strict_json
+from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
+from maxtext_like.data.documents import BadRecordError, check_text
+
+_ROLES: dict[str, Role] = {
+  "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",
+}  # fmt: skip
+_SPEAKERS: dict[str, Role] = {
+  "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
+  "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool",
+}  # fmt: skip
+"""ShareGPT's names of who speaks."""
+_THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
+
+
+def read_conversation(record: object, place: str, folder: str, placeholder: str = "<image>") -> Conversation:
+  """The conversation that a record holds.
+
+  Args:
+    record: an object of JSON, a row of a table.
+    place: names it in errors.
+    folder: that paths of images are relative to.
+    placeholder: stands for an image in a text, where the record lists "images"; without such a list it is text.
+
+  Raises:
+    BadRecordError: none of the known forms, or something in it that no conversation has.
+  """
+  return _Reader(place, folder, placeholder).read(record)
+
+
+class _Reader:
+  def __init__(self, place: str, folder: str, placeholder: str):
+    self._place, self._folder, self._placeholder = place, folder, placeholder
+
+  def _bad(self, reason: str) -> BadRecordError:
+    return BadRecordError(self._place, reason)
+
+  def read(self, record: object) -> Conversation:
+    if not isinstance(record, Mapping):
+      raise self._bad(f"the record is {type(record).__name__}, expected an object")
+    # Tables have a column for every field of any row: what is null is not there.
+    record = {key: value for key, value in record.items() if value is not None}
+    if "messages" in record:
+      messages = self._messages(record["messages"], "messages")
+    elif "conversations" in record or "conversation" in record:
+      field = "conversations" if "conversations" in record else "conversation"
+      messages = self._turns(record[field], field)
+      if isinstance(record.get("system"), str) and record["system"].strip():
+        messages.insert(0, Message("system", self._text(record["system"], "system")))
+    elif "prompt" in record and "completion" in record:
+      messages = self._side(record["prompt"], "prompt", "user") + self._side(record["completion"], "completion", "assistant")
+    elif "instruction" in record and "output" in record:
+      messages = self._alpaca(record)
+    else:
+      fields = ", ".join(f"'{strict_json.printable(key)}'" for key in list(record)[:8]) or "none"
+      raise self._bad(
+        f"no conversation: expected 'messages', 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
+        f"fields: {fields}"
+      )
+    if not messages:
+      raise self._bad("the conversation has no messages")
+    messages = self._with_images(messages, record.get("images"))
+    self._check(messages)
+    thinking = record.get("enable_thinking", (record.get("chat_template_kwargs") or {}).get("enable_thinking"))
+    if thinking is not None and not isinstance(thinking, bool):
+      raise self._bad(f"enable_thinking is {strict_json.printable(thinking)}, expected true or false")
+    return Conversation(tuple(messages), self._tools(record.get("tools")), thinking)
+
+  def _text(self, text: object, field: str) -> str:
+    return check_text(text, self._place, field)
+
+  def _list(self, values: object, field: str) -> list[Any]:
+    if not isinstance(values, list | tuple):
+      raise self._bad(f"field '{field}' is {type(values).__name__}, expected a list")
+    return list(values)
+
+  def _json(self, text: object, field: str) -> Any:
+    """A value, or the JSON text of one."""
+    if not isinstance(text, str):
+      return text
+    try:
+      return strict_json.loads(text.encode("utf-8", "surrogatepass"))
+    except strict_json.NotJsonError as error:
+      raise self._bad(f"{field}: {error}") from None
+
+  # OpenAI
+
+  def _messages(self, values: object, field: str) -> list[Message]:
+    return [self._message(value, f"{field}[{i}]") for i, value in enumerate(self._list(values, field))]
+
+  def _message(self, value: object, where: str) -> Message:
+    if not isinstance(value, Mapping):
+      raise self._bad(f"{where} is {type(value).__name__}, expected an object with role and content")
+    value = {key: item for key, item in value.items() if item is not None}
+    spelt = value.get("role")
+    role = _ROLES.get(spelt) if isinstance(spelt, str) else None
+    if role is None:
+      raise self._bad(f"{where} has the role {strict_json.printable(spelt)!r}, expected one of {', '.join(_ROLES)}")
+    content = value.get("content")
+    if isinstance(content, list | tuple):
+      content = tuple(self._part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    elif content is not None:
+      content = self._text(content, f"{where}.content")
+    thinking = next((value[key] for key in ("reasoning", "reasoning_content", "thinking") if value.get(key)), None)
+    if thinking is not None:
+      thinking = self._text(thinking, f"{where}.reasoning_content")
+    elif role == "assistant" and isinstance(content, str) and (found := _THOUGHT.fullmatch(content)):
+      thinking, content = found[1] or None, found[2]
+    weight = value.get("weight", 1)
+    if weight not in (0, 1):
+      raise self._bad(f"{where}.weight is {strict_json.printable(weight)}, expected 0 or 1")
+    calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
+    if role != "assistant" and (calls or responses or thinking):
+      raise self._bad(f"{where}: only the assistant calls tools and thinks")
+    return Message(
+      role,
+      content,
+      thinking,
+      tuple(self._call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(self._list(calls, f"{where}.tool_calls"))),
+      tuple(self._response(item, where) for item in self._list(responses, f"{where}.tool_responses")),
+      self._text(value["name"], f"{where}.name") if "name" in value else None,
+      self._text(value["tool_call_id"], f"{where}.tool_call_id") if "tool_call_id" in value else None,
+      bool(weight),
+    )
+
+  def _part(self, part: object, where: str) -> str | Picture:
+    if isinstance(part, Mapping):
+      kind = part.get("type")
+      if kind == "text":
+        return self._text(part.get("text"), f"{where}.text")
+      if kind in ("image", "image_url", "input_image"):
+        given = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
+        if isinstance(given, Mapping):
+          given = given.get("path") or given.get("url")
+        return Picture("" if given is None else self._path(given, where))
+      raise self._bad(f"{where} has the type {strict_json.printable(kind)!r}, expected text or image")
+    raise self._bad(f"{where} is {type(part).__name__}, expected an object with a type")
+
+  def _call(self, call: object, where: str) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+      raise self._bad(f"{where}: expected a function with a name")
+    written = function.get("arguments")
+    arguments = self._json(written, f"{where}: arguments") if written not in (None, "") else {}
+    if not isinstance(arguments, Mapping):
+      raise self._bad(f"{where}: the arguments are {type(arguments).__name__}, expected an object or the JSON text of one")
+    name, given = self._text(function["name"], f"{where}.name"), call.get("id") if isinstance(call, Mapping) else None
+    return ToolCall(name, self._checked(arguments, where), written if isinstance(written, str) and written else None, given)
+
+  def _response(self, response: object, where: str) -> ToolResponse:
+    if not isinstance(response, Mapping) or "response" not in response:
+      raise self._bad(f"{where}.tool_responses: expected objects with name and response")
+    return ToolResponse(self._text(response.get("name") or "unknown", where), self._checked(response["response"], where))
+
+  def _checked(self, value: Any, where: str) -> Any:
+    """JSON whose texts UTF-8 can carry."""
+    try:
+      json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (UnicodeEncodeError, TypeError, ValueError) as error:
+      raise self._bad(f"{where}: {strict_json.printable(error)}") from None
+    return value
+
+  def _tools(self, tools: object) -> tuple[Mapping[str, Any], ...]:
+    if tools is None or tools == "":
+      return ()
+    found = []
+    for i, tool in enumerate(self._list(self._json(tools, "tools"), "tools")):
+      function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+      if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise self._bad(f"tools[{i}]: expected a function with a name")
+      found.append({"type": "function", "function": self._checked(function, f"tools[{i}]")})
+    return tuple(found)
+
+  # The other forms
+
+  def _turns(self, values: object, field: str) -> list[Message]:
+    """ShareGPT: from and value, or OpenAI's messages under its name."""
+    messages = []
+    for i, turn in enumerate(self._list(values, field)):
+      where = f"{field}[{i}]"
+      if not isinstance(turn, Mapping) or "from" not in turn:
+        messages.append(self._message(turn, where))
+        continue
+      text = self._text(turn.get("value"), f"{where}.value")
+      if turn["from"] == "function_call":
+        calls = self._json(text, where)
+        calls = calls if isinstance(calls, list) else [calls]
+        made = tuple(self._call(call, where) for call in calls)
+        messages.append(Message("assistant", None, tool_calls=made))
+      elif turn["from"] in _SPEAKERS:
+        messages.append(self._message({"role": _SPEAKERS[turn["from"]], "content": text}, where))
+      else:
+        raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {', '.join(_SPEAKERS)}")
+    return messages
+
+  def _side(self, value: object, field: str, role: Role) -> list[Message]:
+    """A prompt or a completion: a text, or messages."""
+    if isinstance(value, str):
+      return [self._message({"role": role, "content": value}, field)]
+    return self._messages(value, field)
+
+  def _alpaca(self, record: Mapping[str, Any]) -> list[Message]:
+    messages = []
+    if isinstance(record.get("system"), str) and record["system"].strip():
+      messages.append(Message("system", self._text(record["system"], "system")))
+    for i, pair in enumerate(self._list(record.get("history", []), "history")):
+      if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise self._bad(f"history[{i}] is no pair of what was asked and answered")
+      for role, text in zip(("user", "assistant"), pair, strict=True):
+        messages.append(self._message({"role": role, "content": text}, f"history[{i}]"))
+    asked = [self._text(record.get(field) or "", field) for field in ("instruction", "input")]
+    messages.append(Message("user", "\n".join(text for text in asked if text)))
+    messages.append(self._message({"role": "assistant", "content": record["output"]}, "output"))
+    return messages
+
+  # Images, and what holds for all
+
+  def _path(self, given: object, where: str) -> str:
+    if not isinstance(given, str):
+      raise self._bad(f"{where}: expected the name of an image file")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", given):
+      scheme = given.split(":")[0]
+      raise self._bad(f"{where}: an image has to be a file, found {scheme}:... (nothing is fetched)")
+    joined = os.path.normpath(os.path.join(self._folder, given))
+    if not os.path.isabs(given) and os.path.commonpath([self._folder, joined]) != self._folder:
+      raise self._bad(f"{where}: image '{given}' leads out of the folder of the file; give its absolute path")
+    return joined
+
+  def _with_images(self, messages: list[Message], given: object) -> list[Message]:
+    """The messages with the images that the record lists, where messages have places for them."""
+    paths = [self._path(path, "images") for path in self._list(given, "images")] if given is not None else []
+    marks = any(part == Picture("") for message in messages for part in message.parts)
+    left = iter(paths)
+    placed, used = [], 0
+    for message in messages:
+      parts: list[str | Picture] = []
+      for part in message.parts:
+        if part == Picture("") or (isinstance(part, str) and paths and not marks and message.role in ("user", "tool")):
+          pieces = ["", ""] if isinstance(part, Picture) else part.split(self._placeholder)
+          for i, piece in enumerate(pieces):
+            if i:
+              used += 1
+              parts.append(Picture(next(left, "")))
+            if piece:
+              parts.append(piece)
+        else:
+          parts.append(part)
+      changed = any(isinstance(part, Picture) for part in parts)
+      placed.append(Message(**{**vars(message), "content": tuple(parts)}) if changed else message)
+    if used != len(paths):
+      raise self._bad(f"the messages have {used} places for images, and 'images' lists {len(paths)}")
+    return placed
+
+  def _check(self, messages: list[Message]) -> None:
+    calls = False
+    for i, message in enumerate(messages):
+      if message.role == "tool" and not calls:
+        raise self._bad(f"message {i + 1} is a tool's, and no call of the assistant is before it")
+      if message.role == "assistant" and not (
+        message.parts or message.tool_calls or message.tool_responses or message.thinking
+      ):
+        raise self._bad(f"message {i + 1}: the assistant says nothing")
+      calls = bool(message.tool_calls) or (message.role == "tool" and calls)

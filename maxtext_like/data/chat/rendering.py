@@ -1,0 +1,126 @@
+"""What a renderer makes of a conversation: pieces of text whose nature is known, so that no text of a user becomes a token.
+
+A renderer writes three kinds of things: its own literals, in which the spelling of a special token is that token; texts of the
+record, which are text whatever they spell; and images.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from maxtext_like.data.chat.conversation import Conversation
+
+Purpose = Literal["history", "prompt", "training"]
+"""history: the conversation as the published template has it; prompt: with what asks the model for its next answer;
+training: as history, but the last answer stands after all that a prompt has before it, an empty thought too."""
+
+
+class RenderError(Exception):
+  """A conversation that a model's template does not have; the message is the reason."""
+
+
+class Piece(NamedTuple):
+  """A part of a rendered conversation.
+
+  Attributes:
+    text: as the published template spells it.
+    kind: a special token, text, or the place of an image.
+    trained: the assistant says it.
+    answer: the number of the assistant's message that it belongs to; -1: to none.
+    image: the path of the image.
+  """
+
+  text: str
+  kind: Literal["special", "text", "image"]
+  trained: bool = False
+  answer: int = -1
+  image: str | None = None
+
+
+@dataclass(frozen=True)
+class Rendered:
+  """A rendered conversation.
+
+  Attributes:
+    pieces: in order.
+    lost_thoughts: answers that are trained on without the thought that the record has: templates drop those of earlier turns.
+  """
+
+  pieces: tuple[Piece, ...]
+  lost_thoughts: int = 0
+
+  @property
+  def text(self) -> str:
+    """All of it, as the published template gives it."""
+    return "".join(piece.text for piece in self.pieces)
+
+
+class Renderer(Protocol):
+  """How a family's models know conversations."""
+
+  @property
+  def name(self) -> str: ...
+
+  @property
+  def needed(self) -> tuple[str, ...]:
+    """Special tokens without which a tokenizer is of another model."""
+    ...
+
+  @property
+  def special(self) -> frozenset[str]:
+    """All special tokens that it may write; text of a record never becomes one of them."""
+    ...
+
+  def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    """Raises RenderError."""
+    ...
+
+
+class Writer:
+  """Collects pieces. `answer`: the number of the message that the assistant is saying; -1: it is not."""
+
+  def __init__(self, special: Iterable[str]):
+    self._special = re.compile("|".join(re.escape(spelling) for spelling in sorted(special, key=len, reverse=True)))
+    self.pieces: list[Piece] = []
+    self.answer, self.trained = -1, False
+
+  def speak(self, answer: int, trained: bool = True) -> None:
+    """From here on the assistant says its message `answer`."""
+    self.answer, self.trained = answer, trained
+
+  def stop(self) -> None:
+    """From here on it says nothing."""
+    self.answer, self.trained = -1, False
+
+  def _add(self, text: str, kind: Literal["special", "text", "image"], image: str | None = None) -> None:
+    if text:
+      self.pieces.append(Piece(text, kind, self.trained, self.answer, image))
+
+  def literal(self, text: str) -> None:
+    """A text of the template, in which spellings are special tokens."""
+    at = 0
+    for found in self._special.finditer(text):
+      self._add(text[at : found.start()], "text")
+      self._add(found.group(), "special")
+      at = found.end()
+    self._add(text[at:], "text")
+
+  def say(self, text: str) -> None:
+    """A text of the record."""
+    self._add(text, "text")
+
+  def image(self, placeholder: str, path: str) -> None:
+    """An image of the record; `placeholder`: what stands for it in the template's text. Never trained on."""
+    self.pieces.append(Piece(placeholder, "image", image=path))
+
+
+def text_of(content: object, who: str) -> str:
+  """Content that has to be one text. Raises RenderError."""
+  if content is None:
+    return ""
+  if not isinstance(content, str):
+    if isinstance(content, tuple) and all(isinstance(part, str) for part in content):
+      return "".join(content)
+    raise RenderError(f"{who} takes no images")
+  return content

@@ -1,0 +1,107 @@
+"""Records in the forms that people have, to conversations; what is wrong is told with its place."""
+
+from typing import Any
+
+import pytest
+
+from maxtext_like.data.chat.conversation import Conversation, Message, Picture, ToolCall
+from maxtext_like.data.chat.records import read_conversation
+from maxtext_like.data.documents import BadRecordError
+
+ASK, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
+BOTH = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CALL = ToolCall("f", {"x": [1, None]})
+
+
+def read(record: object) -> Conversation:
+  return read_conversation(record, "data.jsonl:7", "/data")
+
+
+def call(arguments: Any) -> dict[str, Any]:
+  return {"messages": [BOTH[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+
+
+@pytest.mark.parametrize(
+  ("record", "expected"),
+  [
+    ({"messages": BOTH}, (ASK, ANSWER)),
+    ({"messages": BOTH, "prompt": None, "instruction": None}, (ASK, ANSWER)),
+    ({"messages": [{"role": "model", "content": "Hello", "weight": 0}]}, (Message("assistant", "Hello", trained=False),)),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, (ASK, ANSWER)),
+    ({"conversations": BOTH, "system": "S"}, (Message("system", "S"), ASK, ANSWER)),
+    ({"instruction": "Hi", "input": "", "output": "Hello"}, (ASK, ANSWER)),
+    ({"instruction": "A", "input": "B", "output": "Hello", "history": [["Hi", "Hello"]]},
+     (ASK, ANSWER, Message("user", "A\nB"), ANSWER)),
+    ({"prompt": "Hi", "completion": "Hello"}, (ASK, ANSWER)),
+    ({"prompt": BOTH[:1], "completion": BOTH[1:]}, (ASK, ANSWER)),
+    ({"prompt": "Hi", "completion": "<think>\nHm.\n</think>\n\nHello"}, (ASK, Message("assistant", "Hello", "Hm."))),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                        {"from": "observation", "value": "1"}]},
+     (ASK, Message("assistant", None, tool_calls=(ToolCall("f", {}),)), Message("tool", "1"))),
+  ],
+)  # fmt: skip
+def test_forms(record, expected):
+  assert read(record).messages == expected
+
+
+def test_arguments_as_text_and_as_object():
+  assert read(call({"x": [1, None]})).messages[1].tool_calls == (CALL,)
+  assert read(call('{"x": [1, null]}')).messages[1].tool_calls[0].arguments == CALL.arguments
+  assert read(call('{"x": [1, null]}')).messages[1].tool_calls[0].written == '{"x": [1, null]}'
+  assert read(call(None)).messages[1].tool_calls[0].arguments == {}
+
+
+def test_tools_and_thinking():
+  found = read({"messages": BOTH, "tools": '[{"name": "f"}]', "chat_template_kwargs": {"enable_thinking": True}})
+  assert found.tools == ({"type": "function", "function": {"name": "f"}},)
+  assert found.thinks
+  assert not read({"messages": BOTH}).thinks
+  assert read({"messages": [BOTH[0], BOTH[1] | {"reasoning_content": "Hm."}]}).thinks
+  assert not read({"messages": [BOTH[0], BOTH[1] | {"reasoning_content": "Hm."}, *BOTH]}).thinks
+
+
+def test_images():
+  listed = read({"messages": [{"role": "user", "content": "<image>What? <image>"}, BOTH[1]], "images": ["a.png", "/b.png"]})
+  assert listed.messages[0].content == (Picture("/data/a.png"), "What? ", Picture("/b.png"))
+  assert listed.images == ("/data/a.png", "/b.png")
+  for part in ({"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "a.png"}}):
+    parts = [{"type": "text", "text": "<image>?"}, part]
+    assert read({"messages": [{"role": "user", "content": parts}]}).messages[0].content == ("<image>?", Picture("/data/a.png"))
+  marked = [{"type": "image"}, {"type": "text", "text": "<image>?"}]
+  found = read({"messages": [{"role": "user", "content": marked}], "images": ["a.png"]})
+  assert found.messages[0].content == (Picture("/data/a.png"), "<image>?")
+  assert read({"messages": [{"role": "user", "content": "<image>"}]}).messages[0].content == "<image>"
+
+
+@pytest.mark.parametrize(
+  ("record", "reason"),
+  [
+    ([], "the record is list, expected an object"),
+    ({"text": "a"}, "no conversation: expected 'messages'.*fields: 'text'"),
+    ({"messages": []}, "no messages"),
+    ({"messages": "a"}, "field 'messages' is str, expected a list"),
+    ({"messages": ["a"]}, r"messages\[0\] is str"),
+    ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\] has the role 'bot', expected one of system"),
+    ({"messages": [{"role": "user", "content": 3}]}, r"'messages\[0\].content' is int"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio', expected text or image"),
+    ({"messages": [BOTH[0], {"role": "assistant", "content": None}]}, "message 2: the assistant says nothing"),
+    ({"messages": [BOTH[0], {"role": "tool", "content": "a"}]}, "message 2 is a tool's, and no call"),
+    ({"messages": [BOTH[0] | {"tool_calls": [1]}]}, "only the assistant calls tools"),
+    ({"messages": [BOTH[1] | {"weight": 0.5}]}, "weight is 0.5"),
+    (call("[1]"), "the arguments are list, expected an object"),
+    (call('{"x"'), "arguments: not valid JSON"),
+    (call('{"x": 1, "x": 2}'), "'x' is listed twice"),
+    ({"conversations": [{"from": "narrator", "value": "a"}]}, "is from 'narrator'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "image": "https://x.y/z.png"}]}]}, "nothing is fetched"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "image": "../z.png"}]}]}, "leads out of the folder"),
+    ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 places for images.* lists 2"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 places for images.* lists 0"),
+    ({"messages": BOTH, "enable_thinking": "yes"}, "enable_thinking is yes"),
+    ({"messages": BOTH, "tools": [{"type": "function"}]}, r"tools\[0\]: expected a function with a name"),
+  ],
+)
+def test_what_is_wrong_is_told(record, reason):
+  with pytest.raises(BadRecordError, match=reason) as error:
+    read(record)
+  assert error.value.place == "data.jsonl:7"
