@@ -99,7 +99,9 @@ CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER)
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
-_FILES = Meaning(refused="the text comes from files of yours: write dataset=jsonl (or text, parquet) dataset_path=FILES")
+_FILES = Meaning(
+  refused="the text comes from files of yours: write dataset=jsonl (or text, parquet, arrow, arrayrecord) dataset_path=FILES"
+)
 _KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_attention, full (nothing is kept) or none")
 _MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 

@@ -104,7 +104,7 @@ class TrainingConfig(Checked):
 class DataConfig(Checked):
   """``data:``, where the text comes from and how it becomes rows of tokens."""
 
-  dataset: Literal["python-stdlib", "text", "jsonl", "parquet", "synthetic"]
+  dataset: Literal["python-stdlib", "text", "jsonl", "parquet", "arrow", "arrayrecord", "synthetic"]
   dataset_path: str | tuple[str, ...] | None
   tokenizer: str
   text_field: str
@@ -140,7 +140,7 @@ class DataConfig(Checked):
         f"eval_interval = {self.eval_interval} with eval_fraction = 0", ("eval_interval", "eval_fraction"),
         "hold a part of the documents out, as in eval_fraction=0.05, name other files in eval_path, or set eval_interval to 0",
       )  # fmt: skip
-    reads_files = self.dataset in ("text", "jsonl", "parquet")
+    reads_files = self.dataset not in ("python-stdlib", "synthetic")
     if reads_files and not self.dataset_path:
       yield Problem(
         f"dataset: {self.dataset} without dataset_path", ("dataset", "dataset_path"),
@@ -149,7 +149,7 @@ class DataConfig(Checked):
     if not reads_files and self.dataset_path:
       yield Problem(
         f"dataset: {self.dataset} reads no files, but dataset_path is set", ("dataset", "dataset_path"),
-        "set dataset to text, jsonl or parquet, or leave dataset_path out",
+        "set dataset to jsonl or another that reads files, or leave dataset_path out",
       )  # fmt: skip
     if not reads_files and self.eval_path:
       yield Problem(

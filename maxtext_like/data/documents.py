@@ -1,4 +1,4 @@
-"""What every source of text promises to the rest of the input pipeline (text.py, jsonl.py, parquet.py implement it)."""
+"""What every source of text promises to the rest of the input pipeline (jsonl.py, parquet.py and others implement it)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

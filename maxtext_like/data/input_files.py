@@ -3,8 +3,11 @@
 import glob
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from maxtext_like.errors import RetryableError, UserError
 
@@ -13,6 +16,8 @@ LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
 UNPACKED_UP_TO = 256 * 2**20  # compressed data may always become so many bytes,
 EXPANSION_UP_TO = 200  # and beyond that so many times their own; text is packed 3 to 10 times, repetitive text up to 100
 
+Found = TypeVar("Found")
+_SHARD = re.compile(r"-\d+-of-\d+$")  # behind the suffix, as TensorFlow's tools number files
 _KINDS = {
   stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device",
   stat.S_ISBLK: "a device",
@@ -62,7 +67,7 @@ def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
       folders[:] = [name for name in folders if not name.startswith(".")]
       for name in names:
         file = os.path.join(folder, name)
-        if not name.startswith(".") and name.endswith(suffixes or "") and os.path.isfile(file):
+        if not name.startswith(".") and _SHARD.sub("", name).endswith(suffixes or "") and os.path.isfile(file):
           files.append(os.path.abspath(file))
     return files
   if (kind := other_kind(os.stat(path).st_mode)) is not None:
@@ -133,6 +138,34 @@ def reading_failed(path: str, error: OSError) -> UserError | RetryableError:
   return RetryableError(f"{path}: reading failed: {error}")
 
 
+class Unchanged(Generic[Found]):
+  """A file that is to stay what it was when it was looked at.
+
+  Attributes:
+    found: what the look gave.
+    digest: of that.
+  """
+
+  def __init__(self, path: str, look: Callable[[str], Found], digest_of: Callable[[Found], str]):
+    """`look`: reads little of a file. Raises what that raises."""
+    self._path, self._look, self._digest_of = path, look, digest_of
+    self._stamp = _stamp(os.stat(path))
+    self.found = look(path)
+    self.digest = digest_of(self.found)
+
+  def check(self, now: os.stat_result) -> None:
+    """UserError if a file in the state `now` is another one."""
+    if _stamp(now) == self._stamp:
+      return
+    if self._digest_of(self._look(self._path)) != self.digest:
+      raise UserError(f"{self._path}: changed under the run: it is not the file that the run started with")
+    self._stamp = _stamp(now)
+
+
+def _stamp(state: os.stat_result) -> tuple[int, int]:
+  return state.st_size, state.st_mtime_ns
+
+
 def check_expansion(path: str, packed: int, unpacked: int) -> None:
   """UserError for data of `packed` bytes that become `unpacked` bytes or more: what no text does is meant to harm."""
   if unpacked > max(UNPACKED_UP_TO, EXPANSION_UP_TO * packed):
@@ -140,6 +173,11 @@ def check_expansion(path: str, packed: int, unpacked: int) -> None:
       f"{path}: {packed:,} bytes become {unpacked:,} or more, over {EXPANSION_UP_TO} times as many: refused as a "
       "decompression bomb; if these are your data, store them without compression"
     )
+
+
+def cache_folder() -> Path:
+  """Where what was found out about data is kept for later starts; need not exist."""
+  return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "maxtext-like" / "data"
 
 
 def sizes(files: Sequence[str]) -> list[int]:

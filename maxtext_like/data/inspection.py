@@ -18,6 +18,7 @@ from typing import Any
 
 from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.images import BadImageError, check_header
+from maxtext_like.data.input_files import cache_folder
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.special_tokens import Spellings
 from maxtext_like.errors import UserError
@@ -200,8 +201,10 @@ def _listed(spelt: dict[str, int] | Counter[str]) -> str:
 def _entry(identity: list[Any]) -> Path:
   import xxhash
 
-  folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "maxtext-like" / "data"
-  return folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode('utf-8', 'surrogateescape'))}.json"
+  return (
+    cache_folder()
+    / f"{xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode('utf-8', 'surrogateescape'))}.json"
+  )
 
 
 def _sum(findings: Any) -> str:

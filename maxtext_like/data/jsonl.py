@@ -68,7 +68,7 @@ class JsonLines:
 
   def place(self, index: int) -> str:
     file, row = self._locate(index)
-    return f"{self._files[file]}:{self._lines[file].index.numbers[row]}"
+    return f"{self._files[file]}:{self._lines[file].index.number(row)}"
 
   def read(self, index: int) -> Record:
     file, row = self._locate(index)
@@ -86,7 +86,7 @@ class JsonLines:
   def _record(self, data: bytes | None, file: int, row: int) -> Record:
     """The record of a line; None: of one above MAX_RECORD_BYTES."""
     lines = self._lines[file]
-    place = f"{self._files[file]}:{lines.index.numbers[row]}"
+    place = f"{self._files[file]}:{lines.index.number(row)}"
     if data is None:
       raise BadRecordError(place, f"the line has {lines.size(row)} bytes, more than the limit of {MAX_RECORD_BYTES}")
     if not data.strip():

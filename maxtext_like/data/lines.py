@@ -5,12 +5,12 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES
+from maxtext_like.data.line_index import kept_index
 from maxtext_like.data.packed import SPACING_BYTES, Packed, kind_of
 from maxtext_like.errors import UserError
 
@@ -19,47 +19,6 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**22  # a chunk of newlines takes 40 times its size to look through
 KEPT_BYTES = 2**28  # of what compressed files hold, kept in memory by one data set
 TRUST_SECONDS = 60.0  # a file that is written to all the time is compared no more often than that
-BOM = b"\xef\xbb\xbf"
-
-
-class LineIndex(NamedTuple):
-  """Where the lines of one file are, in what it unpacks to. Empty lines have no entry: N lines, 24 bytes each."""
-
-  starts: np.ndarray  # [N] int64, bytes
-  ends: np.ndarray  # [N] int64, bytes, without the newline
-  numbers: np.ndarray  # [N] int64, line number from 1
-  size: int  # bytes in all
-  digest: str  # of the contents
-  terminated: bool  # the file ends with a newline
-
-
-def index_lines(chunks: Iterator[bytes]) -> LineIndex:
-  """One pass over a file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
-  import xxhash
-
-  digest, head = xxhash.xxh3_128(), b""
-  found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-  size, start, number = 0, 0, 1
-
-  def keep(starts: np.ndarray, ends: np.ndarray) -> None:
-    kept = ends > starts
-    found.append((starts[kept], ends[kept], np.flatnonzero(kept) + number))
-
-  for chunk in chunks:
-    head = head + chunk[: len(BOM) - len(head)] if len(head) < len(BOM) else head
-    digest.update(chunk)
-    breaks = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + size
-    if len(breaks):
-      keep(np.concatenate([[start], breaks[:-1] + 1]), breaks)
-      start, number = int(breaks[-1]) + 1, number + len(breaks)
-    size += len(chunk)
-  keep(np.array([start]), np.array([size]))
-  starts, ends, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-  if head == BOM and len(starts) and starts[0] == 0:
-    starts[0] = len(BOM)
-    if ends[0] <= starts[0]:
-      starts, ends, numbers = starts[1:], ends[1:], numbers[1:]
-  return LineIndex(starts, ends, numbers, size, f"xxh3 {digest.hexdigest()}", 0 < size == start)
 
 
 class ChunkCache:
@@ -89,20 +48,21 @@ class LineFile:
   """
 
   def __init__(self, path: str, cache: ChunkCache):
-    """Reads all of the file once. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
+    """Reads all of the file, unless its index is kept. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
     self.path, self._cache = path, cache
     kind = kind_of(path)
     self._packed = None if kind is None else Packed(path, kind)
-    self._stamp = _stamp(os.stat(path))
+    state = os.stat(path)
+    self._stamp = _stamp(state)
     self._trusted_until = 0.0
-    self.index = index_lines(self._contents(note=True))
+    self.index = kept_index(path, state, lambda: self._contents(note=True))
     self.chunks = [0]
     if self._packed is not None and self.index.size:
       nominal = np.searchsorted(self.index.starts, np.arange(0, self.index.size, SPACING_BYTES))
       self.chunks = np.unique(nominal[nominal < len(self)]).tolist() or [0]
 
   def __len__(self) -> int:
-    return len(self.index.starts)
+    return len(self.index)
 
   @property
   def packed(self) -> bool:
@@ -111,15 +71,15 @@ class LineFile:
 
   def size(self, row: int) -> int:
     """Bytes of a line."""
-    return int(self.index.ends[row] - self.index.starts[row])
+    return self.index.end(row) - self.index.start(row)
 
   def read(self, row: int) -> bytes:
     """One line. UserError: the file has changed; else as `files.read_bytes`."""
-    start, length = int(self.index.starts[row]), self.size(row)
+    start, length = self.index.start(row), self.size(row)
     if self._packed is None:
       return input_files.read_bytes(self.path, start, length, check=self._check)
     number = int(np.searchsorted(self.chunks, row, side="right")) - 1
-    begin = int(self.index.starts[self.chunks[number]])
+    begin = self.index.start(self.chunks[number])
     chunk = self._cache.get((self.path, number), lambda: self._unpack(number))
     return chunk[start - begin : start - begin + length]
 
@@ -127,15 +87,15 @@ class LineFile:
     assert self._packed is not None
     first = self.chunks[number]
     last = (self.chunks[number + 1] if number + 1 < len(self.chunks) else len(self)) - 1
-    begin, stop = int(self.index.starts[first]), int(self.index.ends[last])
+    begin, stop = self.index.start(first), self.index.end(last)
     if self.size(last) > MAX_RECORD_BYTES:
-      stop = int(self.index.starts[last])  # nobody reads it
+      stop = self.index.start(last)  # nobody reads it
     try:
       self._check(os.stat(self.path))
     except OSError as error:
       raise input_files.reading_failed(self.path, error) from error
     parts, wanted = [], stop - begin
-    for piece in self._packed.pieces(begin):
+    for piece in self._packed.pieces(begin, note=True):
       parts.append(piece[:wanted])
       wanted -= len(parts[-1])
       if not wanted:
@@ -144,13 +104,13 @@ class LineFile:
 
   def lines(self) -> Iterator[bytes | None]:
     """Every line in order, in one pass; None for those above MAX_RECORD_BYTES."""
-    starts, ends = self.index.starts, self.index.ends
+    index = self.index
     row, base, held = 0, 0, b""
     for chunk in self._contents():
       held += chunk
       end = base + len(held)
-      while row < len(starts):
-        start, stop = int(starts[row]), int(ends[row])
+      while row < len(index):
+        start, stop = index.start(row), index.end(row)
         if stop - start > MAX_RECORD_BYTES:
           yield None
         elif stop <= end:
@@ -158,11 +118,11 @@ class LineFile:
         else:
           break
         row += 1
-      if row == len(starts):
+      if row == len(index):
         return  # what follows is the rest of a line above the limit, or nothing
-      keep = min(int(starts[row]), end)
+      keep = min(index.start(row), end)
       base, held = keep, held[keep - base :]
-    if len(starts):
+    if len(index):
       raise self._changed()
 
   def _contents(self, *, note: bool = False) -> Iterator[bytes]:

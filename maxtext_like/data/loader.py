@@ -1,6 +1,6 @@
 """From the configuration to an iterator of batches with exact, checkpointable state: make_data.
 
-  files -> documents (text, jsonl, parquet), every one looked at once                              [sources, inspection.py]
+  files -> documents (jsonl, parquet, ...), every one looked at once                              [sources, inspection.py]
         -> order (held-out split, shuffle) -> tokens                                         [order.py, tokenise.py]
         -> packed rows -> rows shuffled in buffers -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
@@ -21,7 +21,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.multimodal import Multimodal
-from maxtext_like.data.order import Order, Split, seed_for, split_indices
+from maxtext_like.data.order import Order, Share, Split, seed_for
 from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.sources import DataConfig, held_out_fraction, open_documents, path_key, refuse_path
@@ -100,7 +100,7 @@ def make_data(
   available, fraction = len(documents), held_out_fraction(data)
   whole = path_key(data, split) == "eval_path"  # evaluation has files of its own
   used = available if whole else min(available, data.dataset_documents_max or available)
-  indices = np.arange(used) if whole else split_indices(used, fraction, split)
+  indices = Share(used) if whole else Share(used, fraction, split)
   if not len(indices):
     raise UserError(
       f"the {split} split has none of {used} documents (eval_fraction={fraction}); add documents"
@@ -136,7 +136,7 @@ def make_data(
   identity |= {
     "files": documents.fingerprint(),
     "documents": used,
-    "text_field": data.text_field if data.dataset in ("jsonl", "parquet") else None,
+    "text_field": None if data.dataset in ("text", "python-stdlib") else data.text_field,
     "tokenizer": tokenizer.fingerprint,
     "special_tokens_in_text": _stream_with(data),
     "packing": data.packing,

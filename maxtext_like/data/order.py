@@ -13,20 +13,39 @@ TABLE_UP_TO = 2**16  # index_shuffle needs no memory, but walks a 16-bit cycle: 
 Split = str  # "train" or "eval"
 
 
-def split_indices(documents: int, eval_fraction: float, split: Split) -> np.ndarray:
-  """The documents of one split, ascending, int64.
+class Share(Sequence[int]):
+  """The documents of one split, ascending, without a list of them.
 
   Document i is held out when floor((i + 1) f) > floor(i f): spread evenly, floor(documents * f) in all. The rule
   depends on i alone, so documents appended later move none, and the two splits are disjoint by construction.
   """
-  fraction = Fraction(eval_fraction).limit_denominator(10**6)
-  if not 0 <= fraction < 1:
-    raise ValueError(f"data.eval_fraction is {eval_fraction}, expected 0 or more and below 1")
-  if not fraction:
-    return np.arange(documents if split == "train" else 0)
-  edges = np.arange(documents + 1, dtype=np.int64) * fraction.numerator // fraction.denominator
-  held_out = np.diff(edges) > 0
-  return np.flatnonzero(held_out if split == "eval" else ~held_out)
+
+  def __init__(self, documents: int, eval_fraction: float = 0.0, split: Split = "train"):
+    fraction = Fraction(eval_fraction).limit_denominator(10**6)
+    if not 0 <= fraction < 1:
+      raise ValueError(f"data.eval_fraction is {eval_fraction}, expected 0 or more and below 1")
+    self._held_out = split == "eval"
+    self._share, self._of = (
+      fraction.numerator if self._held_out else fraction.denominator - fraction.numerator,
+      fraction.denominator,
+    )
+    self._length = self.before(documents)
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, index: int) -> int:
+    if not 0 <= index < self._length:
+      raise IndexError(f"{index} of {self._length}")
+    if self._held_out:
+      return -(-(index + 1) * self._of // self._share) - 1
+    return index * self._of // self._share
+
+  def before(self, document: int) -> int:
+    """How many of them are below a document."""
+    if self._held_out:
+      return document * self._share // self._of
+    return -(-document * self._share // self._of)
 
 
 def seed_for(*parts: int | str) -> int:
@@ -45,7 +64,7 @@ class Order:
 
   def __init__(
     self,
-    indices: np.ndarray,
+    indices: Share,
     *,
     shuffle_seed: int | None,
     repeat: bool,
@@ -55,7 +74,7 @@ class Order:
     self._indices = indices
     self._seed = shuffle_seed
     self._length = sys.maxsize if repeat else len(indices)
-    edges = [0] if groups is None else np.unique(np.searchsorted(indices, np.asarray(groups)))
+    edges = [0] if groups is None else [indices.before(group) for group in groups]
     self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
     self._edges = np.unique(self._edges)
     self._epoch = lru_cache(maxsize=2)(self._shuffle_groups)
@@ -67,13 +86,13 @@ class Order:
   def __getitem__(self, index: int) -> int:
     epoch, position = divmod(int(index), len(self._indices))
     if self._seed is None:
-      return int(self._indices[position])
+      return self._indices[position]
     permutation, stops = self._epoch(epoch)
     place = int(np.searchsorted(stops, position, side="right"))
     group = int(permutation[place])
     start, end = int(self._edges[group]), int(self._edges[group + 1])
     inside = position - (int(stops[place]) - (end - start))
-    return int(self._indices[start + self._shuffled(inside, end - start, epoch, group)])
+    return self._indices[start + self._shuffled(inside, end - start, epoch, group)]
 
   def _shuffled(self, position: int, size: int, epoch: int, group: int) -> int:
     """Where the permutation of `size` documents that belongs to (seed, epoch, group) sends `position`."""

@@ -125,7 +125,7 @@ class Packed:
       left = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
       position, data = position + len(data) - len(left), left
       unpacked += len(piece)
-      if before is not None and unpacked >= boundary:
+      if before is not None and unpacked >= boundary and before.unpacked > self._points[-1].unpacked:
         self._points.append(before)
       if decoder.eof:
         decoder = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
 CACHED_ROW_GROUPS = 2  # the order of reading stays inside a row group (order.py), so more would not be hit
@@ -37,14 +38,12 @@ class Parquet:
     self._files = list(files)
     self._field = text_field
     self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
-    self._footers: list[str] = []
-    self._stamps: list[tuple[int, int]] = []
+    self._state: list[Unchanged[str]] = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
         self._check_column(reader, path)
         self._groups += self._row_groups(number, reader.metadata)
-      self._footers.append(_footer(path))
-      self._stamps.append(_stamp(path))
+      self._state.append(Unchanged(path, _footer, str))
     if not self._groups:
       raise UserError(f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
     self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
@@ -109,7 +108,10 @@ class Parquet:
     if group not in self._cache:
       number, inner, rows, dictionary = self._groups[group]
       path = self._files[number]
-      self._check_unchanged(number)
+      try:
+        self._state[number].check(os.stat(path))
+      except OSError as error:
+        raise input_files.reading_failed(path, error) from error
       with self._open(path, dictionary=dictionary) as reader:
         try:
           column = reader.read_row_group(inner, columns=[self._field], use_threads=False).column(self._field)
@@ -145,21 +147,8 @@ class Parquet:
       except BadRecordError as bad:
         yield bad
 
-  def _check_unchanged(self, number: int) -> None:
-    """UserError if the file is another one by now."""
-    path = self._files[number]
-    try:
-      now = _stamp(path)
-    except OSError as error:
-      raise input_files.reading_failed(path, error) from error
-    if now == self._stamps[number]:
-      return
-    if _footer(path) != self._footers[number]:
-      raise UserError(f"{path}: changed under the run: its footer is not the one that the run started with")
-    self._stamps[number] = now
-
   def fingerprint(self) -> dict[str, str]:
-    return input_files.fingerprint(self._files, self._footers)
+    return input_files.fingerprint(self._files, [state.digest for state in self._state])
 
 
 def _footer(path: str) -> str:
@@ -170,8 +159,3 @@ def _footer(path: str) -> str:
   tail = input_files.read_bytes(path, max(0, size - 8), 8)
   length = int.from_bytes(tail[:4], "little") + 8
   return f"footer xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - length)))}"
-
-
-def _stamp(path: str) -> tuple[int, int]:
-  state = os.stat(path)
-  return state.st_size, state.st_mtime_ns

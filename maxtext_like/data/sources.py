@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import input_files, jsonl
+from maxtext_like.data import array_record, input_files, jsonl
+from maxtext_like.data.array_record import ArrayRecord
+from maxtext_like.data.arrow import Arrow
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
 from maxtext_like.data.packed import SUFFIXES as PACKED
@@ -16,7 +18,9 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES: dict[str, tuple[str, ...]] = {"text": (), "jsonl": jsonl.SUFFIXES, "parquet": (".parquet",)}
+SUFFIXES: dict[str, tuple[str, ...]] = {
+  "text": (), "jsonl": jsonl.SUFFIXES, "parquet": (".parquet",), "arrow": (".arrow",), "arrayrecord": array_record.SUFFIXES,
+}  # fmt: skip
 """The files of a folder that each data set reads; empty: all."""
 
 
@@ -71,7 +75,7 @@ def open_documents(
     refuse_path(data)
     return stdlib()
   if data.dataset not in SUFFIXES:
-    raise UserError(f"data.dataset is '{data.dataset}', expected python-stdlib, text, jsonl, parquet or synthetic")
+    raise UserError(f"data.dataset is '{data.dataset}', expected one of python-stdlib, synthetic, {', '.join(SUFFIXES)}")
   files = input_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
   if data.dataset == "jsonl" and (twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED})):
     logger.warning(
@@ -88,7 +92,8 @@ def open_documents(
     if vision is None:
       return jsonl.JsonLines(files, data.text_field, key=key)
     return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)
-  return Parquet(files, data.text_field, key=key)
+  columns = {"parquet": Parquet, "arrow": Arrow, "arrayrecord": ArrayRecord}
+  return columns[data.dataset](files, data.text_field, key=key)
 
 
 def refuse_path(data: DataConfig) -> None:
@@ -96,5 +101,5 @@ def refuse_path(data: DataConfig) -> None:
   if data.dataset_path:
     raise UserError(
       f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
-      "set dataset to text, jsonl or parquet, or leave dataset_path empty"
+      "set dataset to jsonl or another that reads files, or leave dataset_path empty"
     )

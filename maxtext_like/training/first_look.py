@@ -63,7 +63,7 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
   checks: list[tuple[str, Callable[[], object]]] = []
   if (source := c.checkpoint.init_from) is not None:
     checks.append(("checkpoint.init_from", lambda: require_source(Path(source))))
-  if c.data.dataset in ("text", "jsonl", "parquet"):
+  if c.data.dataset not in ("python-stdlib", "synthetic"):
     checks.append(("data.dataset_path", lambda: _require_data(c.data.dataset_path, c.data.dataset, "dataset_path")))
     checks.append(("data.eval_path", lambda: _require_data(c.data.eval_path, c.data.dataset, "eval_path")))
   if c.data.tokenizer not in ("bytes", AUTO) and c.data.dataset != "synthetic":

@@ -98,13 +98,22 @@ def test_resume_is_bitwise(make, path, data):
     source.close()
 
 
-def test_resume_of_synthetic_rows_and_of_parquet(make, tmp_path):
+def test_resume_of_every_other_kind(make, tmp_path):
   import pyarrow
   import pyarrow.parquet
+  from array_record.python.array_record_module import ArrayRecordWriter
 
-  parquet = str(tmp_path / "a.parquet")
-  pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), parquet, row_group_size=7)
-  for kind in ({"dataset": "synthetic"}, {"dataset": "parquet", "dataset_path": parquet}):
+  table = pyarrow.table({"text": TEXTS})
+  pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+  with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+    stream.write_table(table, max_chunksize=7)
+  writer = ArrayRecordWriter(str(tmp_path / "a.array_record-00000-of-00001"), "group_size:7")
+  for text in TEXTS:
+    writer.write(text.encode())
+  writer.close()
+  (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 9)
+  kinds = [{"dataset": kind, "dataset_path": str(tmp_path)} for kind in ("parquet", "arrow", "arrayrecord")]
+  for kind in ({"dataset": "synthetic"}, {"dataset": "text", "dataset_path": str(tmp_path / "a.txt")}, *kinds):
     unbroken = make(**kind)
     take(unbroken, 13)
     state = json.loads(json.dumps(unbroken.get_state()))
@@ -316,7 +325,7 @@ def test_less_than_one_batch(make, tmp_path):
 def test_wrong_sources(make, path):
   with pytest.raises(UserError, match="dataset=python-stdlib reads no path"):
     make(dataset="python-stdlib", dataset_path=path)
-  with pytest.raises(UserError, match="expected python-stdlib, text, jsonl, parquet or synthetic"):
+  with pytest.raises(UserError, match="expected one of python-stdlib, synthetic, text, jsonl, parquet, arrow"):
     make(dataset="c4")
   with pytest.raises(ValueError, match="split is 'test'"):
     make(dataset_path=path, split="test")
