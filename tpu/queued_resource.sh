@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Asks Google Cloud for one TPU host with a queued resource, installs this checkout on it and starts a run there.
+# Asks Google Cloud for a TPU slice with a queued resource, installs this checkout on its hosts and starts a run on all of them.
+# What a restart can mend is started again there (tpu/restarting.sh). With several hosts, run_name and an output_dir that all
+# of them share are needed.
 # usage: PROJECT=... ZONE=... tpu/queued_resource.sh NAME [train arguments ...]
 #   PROJECT, ZONE          where; ZONE must offer v6e, as us-east5-b
-#   ACCELERATOR            v6e-8 (default), v6e-4 or v6e-1: the slices that are one host
+#   ACCELERATOR            v6e-8 (default), v6e-4 or v6e-1: one host; v6e-16 to v6e-256: a host for every four chips
 #   RUNTIME                software of the host
 # Every step can be repeated: what exists already is used.
 set -euo pipefail
@@ -11,12 +13,19 @@ shift
 : "${PROJECT:?set PROJECT to the Google Cloud project}" "${ZONE:?set ZONE, as us-east5-b}"
 accelerator="${ACCELERATOR:-v6e-8}"
 case "$accelerator" in
-  v6e-1 | v6e-4 | v6e-8) ;;
-  *) echo "ACCELERATOR=$accelerator: slices of several hosts are not supported yet; v6e-1, v6e-4 or v6e-8" >&2; exit 2 ;;
+  v6e-1 | v6e-4 | v6e-8)
+    if [ $# -eq 0 ]; then
+      set -- gemma4-tiny
+    fi
+    ;;
+  v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256)
+    case " $*" in
+      *" output_dir="*) ;;
+      *) echo "$accelerator has several hosts: name a directory that all of them share, output_dir=..." >&2; exit 2 ;;
+    esac
+    ;;
+  *) echo "ACCELERATOR=$accelerator: v6e-1, 4, 8, 16, 32, 64, 128 or 256" >&2; exit 2 ;;
 esac
-if [ $# -eq 0 ]; then
-  set -- gemma4-tiny
-fi
 gcloud="gcloud --project=$PROJECT"
 if ! $gcloud compute tpus queued-resources describe "$name" --zone="$ZONE" > /dev/null 2>&1; then
   $gcloud compute tpus queued-resources create "$name" --zone="$ZONE" --node-id="$name" \
@@ -36,11 +45,11 @@ done
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 archive="$(mktemp -d)/maxtext-like.tar.gz"
 git -C "$here/.." archive --format=tar.gz --output="$archive" HEAD
-$gcloud compute tpus tpu-vm scp "$archive" "$name:maxtext-like.tar.gz" --zone="$ZONE"
+$gcloud compute tpus tpu-vm scp "$archive" "$name:maxtext-like.tar.gz" --zone="$ZONE" --worker=all
 # %q keeps every word one word on the other side.
 words="$(printf '%q ' "$@")"
-$gcloud compute tpus tpu-vm ssh "$name" --zone="$ZONE" --command="set -e
+$gcloud compute tpus tpu-vm ssh "$name" --zone="$ZONE" --worker=all --command="set -e
   mkdir -p maxtext-like && tar -xzf maxtext-like.tar.gz -C maxtext-like && cd maxtext-like
   test -d ../venv || python3 -m venv ../venv
   . ../venv/bin/activate && pip install -q -e '.[tpu]' && . tpu/env.sh
-  python train.py $words"
+  tpu/restarting.sh python train.py $words"

@@ -3,26 +3,22 @@
 # a run gives that a restart can mend; wrong configuration (2), non-finite numbers (3) and too little memory (4) end it.
 # usage: PROJECT=... ZONE=... CLUSTER=... IMAGE=... tpu/xpk.sh WORKLOAD [train arguments ...]
 #   IMAGE        container image with this checkout in /maxtext-like and `pip install -e '.[tpu]'` done
-#   TPU_TYPE     v6e-4 (default) or v6e-1: the slices that are one host here; XPK makes a v6e-8 of two hosts
-#   OUTPUT_DIR   where runs and checkpoints lie; a bucket mounted into the container, so that a restart finds them
+#   TPU_TYPE     the slice: v6e-4 (default), v6e-32, ...; XPK starts a pod for every four chips, and GKE tells them of each other
+#   NUM_SLICES   how many of them, 1 by default
+#   OUTPUT_DIR   where runs and checkpoints lie; a bucket mounted into every container, so that all hosts and a restart find them
 #   DRY_RUN=1    only writes the manifest, to WORKLOAD.yaml
 set -euo pipefail
 workload="${1:?usage: PROJECT=... ZONE=... CLUSTER=... IMAGE=... tpu/xpk.sh WORKLOAD [train arguments ...]}"
 shift
 : "${PROJECT:?set PROJECT}" "${ZONE:?set ZONE}" "${CLUSTER:?set CLUSTER}" "${IMAGE:?set IMAGE}"
-tpu="${TPU_TYPE:-v6e-4}"
-case "$tpu" in
-  v6e-1 | v6e-4) ;;
-  *) echo "TPU_TYPE=$tpu: slices of several hosts are not supported yet; v6e-1 or v6e-4" >&2; exit 2 ;;
-esac
 if [ $# -eq 0 ]; then
   set -- gemma4-tiny
 fi
 words="$(printf '%q ' "$@")"
 command="cd /maxtext-like && . tpu/env.sh && exec python train.py $words"
 command+="run_name=$workload output_dir=${OUTPUT_DIR:-/runs}"
-options=(--project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" --workload="$workload" --tpu-type="$tpu" --num-slices=1
-  --docker-image="$IMAGE" --max-restarts=10 --restart-on-exit-codes=42 --termination-grace-period-seconds=300
+options=(--project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" --workload="$workload" --tpu-type="${TPU_TYPE:-v6e-4}"
+  --num-slices="${NUM_SLICES:-1}" --docker-image="$IMAGE" --max-restarts=100 --restart-on-exit-codes=42 --termination-grace-period-seconds=300
   --command="$command")
 if [ "${DRY_RUN:-}" = 1 ]; then
   options+=(--dry-run --skip-validation --output-manifest-file="$workload.yaml")

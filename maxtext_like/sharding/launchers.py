@@ -52,8 +52,34 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
         return Place(launcher)
       how = "start the tasks with srun" if launcher == "Slurm" else f"set {', '.join(_JAX)} for each process"
       _refuse(launcher, (number, rank), f"does not say where its processes meet\n  fix: {how}", environment)
-  hosts = [host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host.strip()]
-  return Place("Cloud TPU") if len(hosts) > 1 else None
+  hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")  # in JAX's order
+  return Place("Cloud TPU") if len([host for host in hosts.split(",") if host.strip()]) > 1 else None
+
+
+def place_of_tpu_vm(environment: Mapping[str, str] = os.environ) -> Place | None:
+  """This process's place on a Cloud TPU VM, which has no variables: its metadata know the hosts of its slice.
+
+  Elsewhere nothing is asked, and no network touched.
+
+  Returns:
+    None: it is alone, or on no such VM, or was told that it is one process.
+
+  Raises:
+    UserError: the metadata do not tell.
+  """
+  if environment.get("JAX_NUM_PROCESSES"):
+    return None
+  from jax._src.clusters import cloud_tpu_cluster  # what jax.distributed.initialize() asks
+
+  vm = cloud_tpu_cluster.GceTpuCluster
+  try:
+    several = vm.is_env_present() and vm.get_process_count() > 1
+  except Exception as error:  # whatever requests and a metadata server come up with
+    raise UserError(
+      f"Cloud TPU: the metadata of this machine cannot be read: {type(error).__name__}: {error}\n"
+      "  fix: TPU_SKIP_MDS_QUERY=1 if it is no machine of Google Cloud's"
+    ) from error
+  return Place("Cloud TPU") if several else None
 
 
 def _explicit(environment: Mapping[str, str]) -> Place | None:

@@ -72,7 +72,7 @@ def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str
     RetryableError: some did not come.
   """
   global _joined
-  place = launchers.place(environment)
+  place = launchers.place(environment) or launchers.place_of_tpu_vm(environment)
   if place is None:
     return
   import jax

@@ -1,17 +1,22 @@
 """The launch scripts, run with stand-ins for the programs that they call."""
 
+import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
+from jax._src.clusters import cloud_tpu_cluster
 
 from maxtext_like.cli.environment import check_environment
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
+from maxtext_like.sharding import launchers, processes
 from maxtext_like.training.ahead_of_time import xla_flags
 
 ROOT = configs_folder().parent
@@ -111,11 +116,12 @@ def test_xpk_gets_the_command_in_one_piece(stage):
   assert (done.returncode, done.stderr) == (0, "")
   ((*_, last),) = stage.calls
   command = last.removeprefix("--command=")
-  assert "--tpu-type=v6e-4" in stage.calls[0]
+  assert {"--tpu-type=v6e-4", "--num-slices=1", "--restart-on-exit-codes=42"} <= {*stage.calls[0]}
   assert "--dry-run" not in stage.calls[0]
   words = shlex.split(command.partition("train.py ")[2])
   assert words == ["gemma4-tiny", "dataset_path=/a b", "run_name=first", "output_dir=/runs"]
-  assert stage.run("tpu/xpk.sh", "first", TPU_TYPE="v6e-32", **names).returncode == 2
+  assert stage.run("tpu/xpk.sh", "first", TPU_TYPE="v6e-32", NUM_SLICES="2", **names).returncode == 0
+  assert {"--tpu-type=v6e-32", "--num-slices=2"} <= {*stage.calls[1]}
   missing = stage.run("tpu/xpk.sh", "first", PROJECT="p", ZONE="z", CLUSTER="c")
   assert missing.returncode != 0
   assert "set IMAGE" in missing.stderr
@@ -129,21 +135,90 @@ def test_queued_resource_waits_and_starts(stage):
   verbs = [next(w for w in words if w in ("describe", "create", "scp", "ssh")) for words in stage.calls]
   assert verbs == ["describe", "create", "describe", "scp", "ssh"]
   assert "--accelerator-type=v6e-8" in stage.calls[1]
-  assert stage.calls[-1][-1].endswith("python train.py gemma3-4b run_name=a\\ b ")
-  assert stage.run("tpu/queued_resource.sh", "mine", PROJECT="p", ZONE="z", ACCELERATOR="v6e-16").returncode == 2
+  assert all("--worker=all" in words for words in stage.calls[3:])
+  assert stage.calls[-1][-1].endswith("tpu/restarting.sh python train.py gemma3-4b run_name=a\\ b ")
 
 
-def test_jobset_restarts_on_what_a_restart_can_mend():
-  manifest = yaml.safe_load((ROOT / "tpu" / "jobset.yaml").read_text("utf-8"))
-  assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-  (job,) = manifest["spec"]["replicatedJobs"]
+@pytest.mark.parametrize(
+  ("accelerator", "words", "code"),
+  [("v6e-32", ["gemma3-4b", "output_dir=/shared"], 0), ("v6e-16", ["gemma3-4b"], 2), ("v6e-16", [], 2), ("v6e-31", [], 2)],
+)
+def test_queued_resource_of_several_hosts_asks_for_a_directory_they_share(stage, accelerator, words, code):
+  stage.stand_in("gcloud", 'case "$*" in *--format*) echo ACTIVE ;; *describe*) exit 1 ;; esac')
+  done = stage.run("tpu/queued_resource.sh", "mine", *words, PROJECT="p", ZONE="z", ACCELERATOR=accelerator)
+  assert done.returncode == code, done.stderr
+  assert bool(stage.calls) == (code == 0)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 42, 130, 137, 143])
+def test_a_host_starts_again_what_a_restart_can_mend(stage, code):
+  stage.stand_in("train", f"exit {code}")
+  done = stage.run("tpu/restarting.sh", "train", "a b", MAX_RESTARTS="2", PAUSE="0")
+  assert done.returncode == code
+  assert stage.calls == [["train", "a b"]] * (3 if code in (42, 137, 143) else 1)
+
+
+def test_no_restart_after_a_signal(stage):
+  stage.stand_in("train", "kill -TERM $PPID; exit 42")
+  assert stage.run("tpu/restarting.sh", "train", PAUSE="0").returncode == 42
+  assert len(stage.calls) == 1
+
+
+@pytest.fixture
+def jobset():
+  return yaml.safe_load((ROOT / "tpu" / "jobset.yaml").read_text("utf-8"))
+
+
+def test_jobset_is_one(jobset):
+  schema = json.loads((ROOT / "tests" / "launch" / "jobset.schema.json").read_text("utf-8"))
+  validator = jsonschema.Draft202012Validator(schema)
+  assert not [*validator.iter_errors(jobset)]
+  jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["resorces"] = {}
+  jobset["spec"]["failurePolicy"]["maxRestarts"] = "ten"
+  assert len([*validator.iter_errors(jobset)]) == 2
+
+
+def test_jobset_restarts_on_what_a_restart_can_mend(jobset):
+  (job,) = jobset["spec"]["replicatedJobs"]
   (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
   pod = job["template"]["spec"]["template"]["spec"]
   (container,) = pod["containers"]
   assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2, 3, 4, 130]}
-  assert all("name" in rule for rule in manifest["spec"]["failurePolicy"]["rules"])
+  (policy,) = jobset["spec"]["failurePolicy"]["rules"]
+  assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
   assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_pods_of_a_jobset_find_each_other(jobset, monkeypatch, slices):
+  """With the variables that GKE gives its pods, they are the processes of one run; its mesh has their chips."""
+  spec, (job,) = jobset["spec"], jobset["spec"]["replicatedJobs"]
+  job["replicas"] = slices
+  assert spec["network"]["enableDNSHostnames"]
+  hosts, pod = job["template"]["spec"]["completions"], job["template"]["spec"]["template"]["spec"]
+  assert job["template"]["spec"]["parallelism"] == hosts
+  assert job["template"]["spec"]["completionMode"] == "Indexed"
+  name = lambda s, host: f"{jobset['metadata']['name']}-{job['name']}-{s}-{host}.{spec['network']['subdomain']}"
+  monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+  monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  found = []
+  for s in range(slices):
+    for host in range(hosts):
+      variables = {"TPU_WORKER_HOSTNAMES": ",".join(name(s, i) for i in range(hosts)), "TPU_WORKER_ID": str(host)}
+      of_several = {"MEGASCALE_NUM_SLICES": str(slices), "MEGASCALE_SLICE_ID": str(s)}
+      of_several["MEGASCALE_COORDINATOR_ADDRESS"] = name(0, 0)
+      variables |= of_several if slices > 1 else dict.fromkeys(of_several, "")
+      for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+      here = launchers.place()
+      assert here is not None
+      found.append(processes._found_by_jax(here.launcher, 1))
+  assert found == [(f"{name(0, 0)}:8482", slices * hosts, i) for i in range(slices * hosts)]
+  (container,) = pod["containers"]
   model, *words = shlex.split(container["args"][0].partition("train.py ")[2])
   config = load_config(model, [str(ROOT / w) if w.endswith(".yml") else w for w in words]).config
-  x, y = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-  assert container["resources"]["limits"]["google.com/tpu"] == int(x) * int(y) == config.mesh.ici_fsdp_parallelism
+  x, y = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+  assert container["resources"]["limits"]["google.com/tpu"] * hosts == x * y
+  assert config.mesh.axis_sizes(x * y)["fsdp"] == x * y
+  assert config.logging.output_dir in {m["mountPath"] for m in container["volumeMounts"]}

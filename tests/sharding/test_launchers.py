@@ -1,9 +1,11 @@
 """Which launchers' variables ask for more than one process, and which of them say where the processes meet."""
 
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 
 from maxtext_like.errors import UserError
-from maxtext_like.sharding.launchers import Place, place
+from maxtext_like.sharding import processes
+from maxtext_like.sharding.launchers import Place, place, place_of_tpu_vm
 
 ONE = [
   {},
@@ -28,6 +30,7 @@ SEVERAL = [
   ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, Place("Slurm")),
   ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Place("Open MPI")),
   ({"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc", "TPU_WORKER_ID": "1"}, Place("Cloud TPU")),
+  ({"TPU_PROCESS_ADDRESSES": "t-0:8476,t-1:8476", "TPU_WORKER_ID": "1"}, Place("Cloud TPU")),
   ({"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, Place("Cloud TPU multislice")),
 ]
 REFUSED = [
@@ -61,3 +64,38 @@ def test_what_says_too_little_is_refused_with_the_variables(environment, said):
     place(environment)
   assert said in str(refused.value)
   assert any(f"{name}={value}" in str(refused.value) for name, value in environment.items())
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+  """What the metadata server of a Cloud TPU VM says, which this machine is made to be; it answers to jax alone."""
+  said = {"agent-worker-number": "1", "worker-network-endpoints": "a:0:10.0.0.1,b:1:10.0.0.2", "tpu-env": ""}
+
+  def get(key):
+    if not said:
+      raise OSError("no route to metadata.google.internal")
+    return (said[key], 200) if key in said else ("", 404)
+
+  monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+  monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get)
+  monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+  return said
+
+
+def test_hosts_of_a_slice_find_each_other_without_variables(metadata):
+  assert place({}) is None
+  assert place_of_tpu_vm({}) == Place("Cloud TPU")
+  assert place_of_tpu_vm({"JAX_NUM_PROCESSES": "1"}) is None
+  assert processes._found_by_jax("Cloud TPU", 1) == ("10.0.0.1:8482", 2, 1)
+  metadata["worker-network-endpoints"] = "a:0:10.0.0.1"
+  assert place_of_tpu_vm({}) is None
+  del metadata["agent-worker-number"]  # GKE's
+  assert place_of_tpu_vm({}) is None
+  metadata.clear()
+  with pytest.raises(UserError, match=r"cannot be read: OSError: no route .*\n  fix: TPU_SKIP_MDS_QUERY=1"):
+    place_of_tpu_vm({})
+
+
+def test_no_metadata_are_asked_for_elsewhere(monkeypatch):
+  monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: pytest.fail("asked"))
+  assert place_of_tpu_vm({}) is None
