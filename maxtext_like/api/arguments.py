@@ -12,6 +12,7 @@ from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import did_you_mean
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote
 
 if TYPE_CHECKING:
   from maxtext_like.training.progress import Shown
@@ -63,12 +64,15 @@ def _plain(value: Any) -> Any:
 def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
   """The directory that was named: by its path, by a name in this machine's Hugging Face cache, or by what wrote it.
 
+  Of a URL what its checkpoint needs is copied to this machine first.
+
   Args:
     given: what a caller said.
     what: what it is to be, for the error.
 
   Raises:
-    UserError: neither of these, or a URL.
+    UserError: neither of these; or nothing in that store.
+    RetryableError: the store does not answer.
   """
   directory = given.directory if isinstance(given, Saved) else given
   if not isinstance(directory, str | os.PathLike):
@@ -77,6 +81,10 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
       "  fix: a path, a name of the Hugging Face cache, or what train, import_checkpoint or export_checkpoint returned"
     )
   text = os.fspath(directory)
+  if is_remote(text):
+    from maxtext_like.checkpoint.weight_sources import on_this_machine
+
+    return on_this_machine(text)
   return hub.find(text) or Path(require_local(text)).expanduser()
 
 

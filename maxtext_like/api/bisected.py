@@ -119,13 +119,14 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   from maxtext_like.analysis.distance import Steps
   from maxtext_like.analysis.key_bisection import Bisection
   from maxtext_like.checkpoint.read_weights import read_weights
+  from maxtext_like.checkpoint.weight_sources import located
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
   from maxtext_like.training.batches import first_batch
 
   config = loaded.config
   # A stored dtype is no obstacle: everything is compared in float32.
-  source = checkpoint or (config.checkpoint.init_from and Path(config.checkpoint.init_from))
+  source = checkpoint or (config.checkpoint.init_from and located(config.checkpoint.init_from))
   stored = {"allow_dtype_change": True, "resume": False, "init_from": str(source) if source else None}
   config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **stored))
   use_compilation_cache(config.logging.compilation_cache_dir)

@@ -165,10 +165,10 @@ def _origin(step: Path, stored: Any) -> "Origin":
   """What the model inherits from the Hugging Face checkpoint that its weights began with; the tokenizer is the step's own."""
   from dataclasses import replace
 
-  from maxtext_like.checkpoint import accompanying_files
+  from maxtext_like.checkpoint import accompanying_files, manifest
 
   origin = _beginning(step, stored)
-  own = accompanying_files.beside(step / accompanying_files.FOLDER)
+  own = accompanying_files.beside(manifest.home(step, stored) / accompanying_files.FOLDER)
   if not any(file.name.startswith("tokenizer.") for file in own):
     return origin
   names = {file.name for file in own}
@@ -176,24 +176,24 @@ def _origin(step: Path, stored: Any) -> "Origin":
   return replace(origin, files=(*own, *rest))
 
 
-def _beginning(step: Path, stored: Any) -> "Origin":
+def _beginning(step: Any, stored: Any) -> "Origin":
   """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
   from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
-  from maxtext_like.checkpoint.weight_sources import find_step
+  from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face, located
 
-  seen: set[Path] = set()
+  seen: set[Any] = set()
   while step not in seen:
     seen.add(step)
     for home in (step.parent.parent, step.parent):
-      if (home / FOLDER / "config.json").is_file():
-        return read_origin(home / FOLDER)
+      if is_hugging_face(home / FOLDER):
+        return read_origin(hugging_face_here(home / FOLDER, weights=False))
     beginning = stored.config.get("checkpoint", {}).get("init_from")
     if not beginning:
       break
-    directory = Path(beginning).expanduser()
-    if (directory / "config.json").is_file():
-      return read_origin(directory)
+    directory = located(beginning)
+    if is_hugging_face(directory):
+      return read_origin(hugging_face_here(directory, weights=False))
     earlier = find_step(directory)
     if earlier is None:
       break

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import Saved, place_of, words
 from maxtext_like.api.configuration import load_config
+from maxtext_like.config.paths import require_local
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
   from maxtext_like.training.initial_state import read_state
   from maxtext_like.training.program import make_program
 
+  if isinstance(run, str):
+    require_local(run)  # what a run keeps of its failed step lies beside its checkpoints
   given, place = words(overrides, keys, replay), place_of(run, "run")
   if not (place / "config.yml").is_file():
     raise UserError(

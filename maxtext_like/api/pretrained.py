@@ -135,7 +135,7 @@ def load(directory: str | Path | Saved, *overrides: str, images: bool = False, *
   Raises:
     UserError: it is none of these, or damaged, or the overrides do not fit it, or it has no tower.
   """
-  from maxtext_like.checkpoint import accompanying_files
+  from maxtext_like.checkpoint import accompanying_files, manifest
   from maxtext_like.checkpoint.weight_sources import find_step
   from maxtext_like.data.tokenizer import AUTO, load_tokenizer
   from maxtext_like.models.placed import make_model
@@ -154,7 +154,7 @@ def load(directory: str | Path | Saved, *overrides: str, images: bool = False, *
     step = find_step(place)
     if step is None:
       raise UserError(f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)")
-    loaded, files = _ours(step, given), step / accompanying_files.FOLDER
+    loaded, files = _ours(step, given), manifest.home(step, manifest.read(step)) / accompanying_files.FOLDER
     if images and not loaded.config.vision.use_multimodal:
       raise UserError(f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)")
     own, trained = of_step(step), fingerprint_of(step)

@@ -2,9 +2,13 @@
 
 Orbax keeps no checksums (a flipped byte restores silently wrong) and lists steps that do not exist, so every step has a
 ``COMPLETE.json`` of our own: size and xxh3_128 of every file, leaves, configuration, versions. It is written last.
+
+In an object store (a ``Place``) the store's own checksums take the place of the hashes: a listing has them, so nothing is read
+back. What was written there lies in a folder of its own, as ``120/5f0c9a21/state``, since nothing can be renamed.
 """
 
 import dataclasses
+import errno
 import functools
 import importlib.metadata
 import itertools
@@ -13,18 +17,21 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from maxtext_like import atomic
+from maxtext_like import atomic, local_copies
 from maxtext_like.checkpoint import accompanying_files
+from maxtext_like.storage import Place
 
 FILE_NAME = "COMPLETE.json"
 STATE_NAME = "state"  # what orbax writes, beside the manifest
 PARTS = (STATE_NAME, accompanying_files.FOLDER)
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 16 << 20
+_OF_THE_STORE = ("crc32c", "md5")  # checksums of the content; an etag need not be one
+AnyPath = TypeVar("AnyPath", Path, Place, Path | Place)
 
 
 class DamageError(ValueError):
@@ -41,9 +48,10 @@ class Manifest:
     config: the configuration that wrote it, by section (JSON values).
     extra: what else the caller keeps with the state, such as the position in the data (JSON values).
     leaves: shape and dtype of every array by name.
-    files: size in bytes and xxh3_128 of every file, by path relative to the step's directory.
+    files: size in bytes and xxh3_128 of every file, by path relative to ``home``; of objects the store's checksum instead.
     versions: of the framework and of the libraries that wrote it.
     run: the life of the run that wrote it, drawn at random at its first start; empty: a version that had none.
+    folder: in the step's directory, where the files are; empty: in the directory itself.
     schema: version of this layout.
   """
 
@@ -55,6 +63,7 @@ class Manifest:
   files: dict[str, dict[str, Any]]
   versions: dict[str, str]
   run: str = ""
+  folder: str = ""
   schema: int = SCHEMA_VERSION
 
 
@@ -97,6 +106,29 @@ def hash_files(step_directory: Path) -> dict[str, dict[str, Any]]:
   return dict(sorted(files.items()))
 
 
+def describe_objects(home: Place) -> dict[str, dict[str, Any]]:
+  """The same of what was written to a store, by its own listing.
+
+  Raises:
+    OSError: the store does not answer, or knows no checksum of an object.
+  """
+  files = {}
+  for entry in home.entries():
+    name = "/".join(entry.place.parts[len(home.parts) :])
+    if name.split("/")[0] not in PARTS:
+      continue
+    known = {kind: entry.checksums[kind] for kind in _OF_THE_STORE if kind in entry.checksums}
+    if not known:
+      raise OSError(errno.ENOTSUP, "the store gives no checksum of it", str(entry.place))
+    files[name] = {"size": entry.size, **known}
+  return files
+
+
+def home(step_directory: AnyPath, manifest: Manifest) -> AnyPath:
+  """Where the files of a step lie."""
+  return step_directory / manifest.folder if manifest.folder else step_directory
+
+
 def _digest(fields: dict[str, Any]) -> str:
   return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, allow_nan=False).encode())
 
@@ -107,21 +139,26 @@ def write(step_directory: Path, manifest: Manifest) -> None:
   Raises:
     ValueError: ``config`` or ``extra`` holds something that JSON cannot (NaN included).
   """
+  atomic.write_text(step_directory / FILE_NAME, to_text(manifest))
+
+
+def to_text(manifest: Manifest) -> str:
+  """What ``parse`` reads. ValueError as ``write``."""
   fields = dataclasses.asdict(manifest)
   try:
-    text = json.dumps({**fields, "xxh3_128": _digest(fields)}, indent=1, allow_nan=False)
+    return json.dumps({**fields, "xxh3_128": _digest(fields)}, indent=1, allow_nan=False) + "\n"
   except (TypeError, ValueError) as error:
     raise ValueError(f"step {manifest.step}: config and extra of a checkpoint must be JSON: {error}") from error
-  atomic.write_text(step_directory / FILE_NAME, text + "\n")
 
 
-def read(step_directory: Path) -> Manifest:
+def read(step_directory: Path | Place) -> Manifest:
   """Reads a manifest and checks it against its own hash.
 
   A manifest of a newer schema comes back with its ``schema`` and whatever fields we know; the caller refuses it.
 
   Raises:
     DamageError: missing, unreadable, not JSON, or changed since it was written.
+    OSError: a store does not answer, which is no damage.
   """
   path = step_directory / FILE_NAME
   try:
@@ -129,6 +166,8 @@ def read(step_directory: Path) -> Manifest:
   except FileNotFoundError as error:
     raise DamageError(f"file {path} is missing") from error
   except (OSError, ValueError) as error:
+    if isinstance(error, OSError) and isinstance(path, Place):
+      raise
     raise DamageError(f"file {path} is not a manifest ({type(error).__name__}: {error})") from error
   return parse(text, str(path))
 
@@ -152,14 +191,18 @@ def parse(text: str, path: str) -> Manifest:
   return Manifest(**{name: value for name, value in fields.items() if name in known})
 
 
-def check_sizes(step_directory: Path, manifest: Manifest) -> None:
-  """Checks that every file is there with its size; costs one stat per file.
+def check_sizes(step_directory: Path | Place, manifest: Manifest) -> None:
+  """Checks that every file is there with its size; costs one stat per file, of a store one listing.
 
   Raises:
     DamageError: names the first file that is missing or has another size.
+    OSError: a store does not answer.
   """
+  if isinstance(step_directory, Place):
+    check_objects(step_directory, manifest)
+    return
   for name, expected in manifest.files.items():
-    path = step_directory / name
+    path = home(step_directory, manifest) / name
     try:
       size = path.stat().st_size
     except OSError as error:
@@ -168,18 +211,63 @@ def check_sizes(step_directory: Path, manifest: Manifest) -> None:
       raise DamageError(f"file {path} has {size} bytes, {expected['size']} were written")
 
 
-def check_hashes(step_directory: Path, manifest: Manifest) -> None:
-  """Reads every file and checks its hash (1.5 GB/s from the page cache of a busy test machine).
+def check_objects(step_directory: Place, manifest: Manifest) -> None:
+  """Checks that every object is there with its size, and with the checksum that the store gave when it was written.
+
+  Raises:
+    DamageError: names the first that is not.
+    OSError: the store does not answer.
+  """
+  there = {entry.place: entry for entry in step_directory.entries()}
+  for name, expected in manifest.files.items():
+    place = home(step_directory, manifest) / name
+    if (found := there.get(place)) is None:
+      raise DamageError(f"object {place} is missing")
+    if found.size != expected["size"]:
+      raise DamageError(f"object {place} has {found.size} bytes, {expected['size']} were written")
+    # Of a file that ends with its own CRC-32C, as OCDBT's do, the store's is always the same: md5 tells them apart.
+    kinds = [kind for kind in _OF_THE_STORE if kind in expected and kind in found.checksums]
+    if wrong := [kind for kind in kinds if found.checksums[kind] != expected[kind]]:
+      raise DamageError(
+        f"object {place} is not what was written ({wrong[0]} {found.checksums[wrong[0]]}, not {expected[wrong[0]]})"
+      )
+    if not kinds and any(kind in expected for kind in _OF_THE_STORE):
+      raise DamageError(f"object {place}: the store knows no checksum of it any more")
+
+
+def is_whole(step_directory: Path | Place, step: int) -> bool:
+  """Whether a directory holds this step, as far as can be told without reading its arrays. OSError as ``check_sizes``."""
+  try:
+    stored = read(step_directory)
+    check_sizes(step_directory, stored)
+  except DamageError:
+    return False
+  return stored.step == step
+
+
+def check_hashes(step_directory: Path | Place, manifest: Manifest, below: str = "") -> None:
+  """Reads every file and checks its hash (1.5 GB/s from the page cache of a busy test machine); of objects, their checksums.
+
+  Args:
+    step_directory: of the step.
+    manifest: its own.
+    below: only files whose names begin so.
 
   Raises:
     DamageError: names the first file that is missing, has another size or other content.
+    OSError: a store does not answer.
   """
   check_sizes(step_directory, manifest)
+  if isinstance(step_directory, Place):
+    return
   for name, expected in manifest.files.items():
-    path = step_directory / name
+    if not name.startswith(below):
+      continue
+    path = home(step_directory, manifest) / name
+    kind = "xxh3_128" if "xxh3_128" in expected else "crc32c"  # the latter of a copy from a store
     try:
-      _, digest = hash_file(path)
+      digest = hash_file(path)[1] if kind == "xxh3_128" else local_copies.crc32c(path)
     except OSError as error:
       raise DamageError(f"file {path} cannot be read ({error.strerror})") from error
-    if digest != expected["xxh3_128"]:
-      raise DamageError(f"file {path} has changed since it was written (hash {digest}, not {expected['xxh3_128']})")
+    if digest != expected[kind]:
+      raise DamageError(f"file {path} has changed since it was written (hash {digest}, not {expected[kind]})")

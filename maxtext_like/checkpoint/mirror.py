@@ -22,33 +22,12 @@ from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
+from maxtext_like.storage import require_usable
 
 _log = logging.getLogger(__name__)
 _MARKER = "COPYING"
 _CHUNK_BYTES = 16 << 20
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 5.0, 600.0
-_EXTRAS = {"gs": "gcs", "gcs": "gcs"}  # protocols whose package is an optional extra of ours
-
-
-def require_usable(place: str) -> None:
-  """Looks whether a mirror's kind of storage can be used at all; asks no network.
-
-  Raises:
-    UserError: an unknown protocol, or one whose package is not installed.
-  """
-  import fsspec
-
-  protocol = fsspec.core.split_protocol(place)[0] or "file"
-  try:
-    fsspec.get_filesystem_class(protocol)
-  except ImportError as error:
-    extra = _EXTRAS.get(protocol)
-    fix = f"pip install -e '.[{extra}]'" if extra else f"install the package: {error}"
-    raise UserError(f"checkpoint_mirror = {place}: {protocol}:// needs a package that is not installed\n  fix: {fix}") from None
-  except ValueError:
-    raise UserError(
-      f"checkpoint_mirror = {place}: unknown protocol {protocol}://\n  fix: a path, or a URL that fsspec knows, as gs://bucket/runs"
-    ) from None
 
 
 class Mirror:
@@ -68,7 +47,7 @@ class Mirror:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    require_usable(place)
+    require_usable("checkpoint_mirror", place)
     if "://" not in place:
       place = os.path.abspath(os.path.expanduser(place))
     self._files, root = fsspec.core.url_to_fs(place)

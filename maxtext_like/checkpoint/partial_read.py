@@ -30,7 +30,7 @@ class StoredArrays:
         f"{step_directory}: written with checkpoint schema {self.manifest.schema}; this version reads up to "
         f"{manifest.SCHEMA_VERSION}; upgrade maxtext_like"
       )
-    self._state = (step_directory / manifest.STATE_NAME).absolute()
+    self._state = (manifest.home(step_directory, self.manifest) / manifest.STATE_NAME).absolute()
     self._open: tuple[str, Any] = ("", None)
 
   def parameter(self, path: tuple[str, ...], index: tuple[int | slice, ...]) -> np.ndarray:

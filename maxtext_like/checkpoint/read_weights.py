@@ -7,32 +7,41 @@ import jax
 
 from maxtext_like.checkpoint import restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
-from maxtext_like.checkpoint.weight_sources import find_step, no_checkpoint
+from maxtext_like.checkpoint.weight_sources import (
+  find_step,
+  hugging_face_here,
+  is_hugging_face,
+  no_checkpoint,
+  readable_step,
+)
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.models.placed import Model
 from maxtext_like.models.row_norms import row_labels, row_squares
+from maxtext_like.storage import Place
 
 
-def read_weights(directory: Path, model: Model) -> Any:
+def read_weights(directory: Path | Place, model: Model) -> Any:
   """The parameters of ``directory``, each device reading its own part.
 
   Args:
-    directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them.
+    directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them; it may be
+      in a store.
     model: whose they become.
 
   Raises:
     UserError: nothing of the kind is there, or it is of another model.
     NonFiniteError: a weight is not finite.
   """
-  directory = directory.expanduser()
   params = model.abstract_params
-  if (directory / "config.json").is_file():
+  if is_hugging_face(directory):
     places = jax.tree.map(lambda x: x.sharding, params)
     config = model.config
-    return load_hugging_face(directory, model.decoder, model=config.model, vision=config.vision, shardings=places, finite=True)
+    place = hugging_face_here(directory)
+    return load_hugging_face(place, model.decoder, model=config.model, vision=config.vision, shardings=places, finite=True)
   step = find_step(directory)
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
+  step = readable_step(step)
   allow = model.config.checkpoint.allow_dtype_change
   found = restore.load(step, {"params": params}, config=model.config, allow_dtype_change=allow).state["params"]
   finite = jax.device_get(jax.jit(lambda tree: row_squares(tree).finite)(found))

@@ -7,6 +7,7 @@ from typing import Any
 
 from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
 
@@ -19,11 +20,11 @@ class Restored:
   state: Any
   extra: dict[str, Any]
   config: dict[str, Any]
-  directory: Path
+  directory: Path | Place
 
 
 def check(
-  step_directory: Path,
+  step_directory: Path | Place,
   stored: manifest.Manifest,
   wanted: dict[str, Any],
   *,
@@ -53,7 +54,7 @@ def check(
   )
 
 
-def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
+def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> Any:
   """Reads the arrays that ``like`` names from a step that was checked and verified.
 
   Args:
@@ -85,7 +86,7 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
   }
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     flat = checkpointer.restore(
-      (step_directory / manifest.STATE_NAME).absolute(),  # orbax refuses relative paths
+      _for_orbax(manifest.home(step_directory, stored)),
       args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
     )
   casts: dict[str, list[str]] = {}
@@ -96,6 +97,14 @@ def read(step_directory: Path, stored: manifest.Manifest, like: Any) -> Any:
   for change, names in casts.items():
     _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
   return tree.unflatten(like, flat)
+
+
+def _for_orbax(home: Path | Place) -> Any:
+  if isinstance(home, Place):
+    from etils import epath
+
+    return epath.Path(str(home / manifest.STATE_NAME))
+  return (home / manifest.STATE_NAME).absolute()  # orbax refuses relative paths
 
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:
@@ -112,7 +121,7 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
   return array.astype(dtype)
 
 
-def load(step_directory: Path, like: Any, *, config: Any = None, allow_dtype_change: bool = False) -> Restored:
+def load(step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False) -> Restored:
   """Reads ``like`` (it may be a part of the state, such as ``{"params": ...}``) from one step of any run.
 
   Args:
@@ -124,7 +133,6 @@ def load(step_directory: Path, like: Any, *, config: Any = None, allow_dtype_cha
   Raises:
     UserError: not a complete step, damaged, of another model, or other arrays.
   """
-  step_directory = Path(step_directory)
   try:
     stored = manifest.read(step_directory)
     wanted = tree.flatten(like)
@@ -133,4 +141,6 @@ def load(step_directory: Path, like: Any, *, config: Any = None, allow_dtype_cha
     manifest.check_hashes(step_directory, stored)
   except manifest.DamageError as error:
     raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
+  except OSError as error:
+    raise failed(error) from error
   return Restored(stored.step, read(step_directory, stored, like), stored.extra, stored.config, step_directory)

@@ -61,7 +61,7 @@ class StepDirectories:
 
   def complete(self) -> list[int]:
     """Returns the steps whose manifest is whole and of that step, and whose files have the right sizes, oldest first."""
-    return [step for step in self.numbered() if _is_whole(self.path(step), step)]
+    return [step for step in self.numbered() if manifest.is_whole(self.path(step), step)]
 
   def require_names(self) -> None:
     """Looks whether every step is what its name says: a renamed one would be taken for progress that was never made.
@@ -103,7 +103,7 @@ class StepDirectories:
     for path in sorted(self.directory.iterdir()):
       if found := _PRIVATE.fullmatch(path.name):
         step, doing = int(found[1]), found[2]
-        if doing == "saving" and _is_whole(path, step) and not self.path(step).exists():
+        if doing == "saving" and manifest.is_whole(path, step) and not self.path(step).exists():
           _log.warning("%s was whole and only lacked its name; it is step %d now", path, step)
           self.commit(step, path)
         else:
@@ -189,12 +189,3 @@ class StepDirectories:
 def is_step_name(name: str) -> bool:
   """Whether a directory of this name is a step."""
   return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def _is_whole(path: Path, step: int) -> bool:
-  try:
-    stored = manifest.read(path)
-    manifest.check_sizes(path, stored)
-  except manifest.DamageError:
-    return False
-  return stored.step == step

@@ -1,19 +1,49 @@
-"""Where weights to begin with may lie: a run, its checkpoints, one step of them, or a Hugging Face directory. Without JAX."""
+"""Where weights to begin with may lie: a run, its checkpoints, one step of them, or a Hugging Face directory. Without JAX.
+
+Each of them may be a URL. A step that was written to gs:// is read from there, each process its own part; any other is
+copied to this machine first, as are Hugging Face's files, which are mapped.
+"""
 
 from pathlib import Path
+from typing import Any
 
-from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like import local_copies
+from maxtext_like.checkpoint import accompanying_files, manifest
+from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed, is_remote
 
 
-def find_step(directory: Path) -> Path | None:
+def located(text: str | Path) -> Path | Place:
+  """What a path or a URL names."""
+  return Place(str(text)) if is_remote(str(text)) else Path(text).expanduser()
+
+
+def is_hugging_face(directory: Path | Place) -> bool:
+  """Whether a directory is Hugging Face's."""
+  if isinstance(directory, Place):
+    return _is_object(directory / "config.json")
+  return (directory / "config.json").is_file()
+
+
+def _is_object(place: Place) -> bool:
+  try:
+    return place.entry() is not None
+  except OSError as error:
+    raise failed(error) from error
+
+
+def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
   """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none.
 
   Raises:
     UserError: the run has a step under another's name.
+    RetryableError: a store does not answer.
   """
+  if isinstance(directory, Place):
+    found: Any = _find_in_store(directory)
+    return found
   if (directory / manifest.FILE_NAME).is_file():
     return directory
   for place in (directory / "checkpoints", directory):
@@ -26,7 +56,80 @@ def find_step(directory: Path) -> Path | None:
   return None
 
 
-def require_source(source: Path, named: str = "init_from") -> None:
+def _find_in_store(directory: Place) -> Place | None:
+  if _is_object(directory / manifest.FILE_NAME):
+    return directory
+  try:
+    for place in (directory / "checkpoints", directory):
+      for number in sorted((int(name) for name in place.folders() if is_step_name(name)), reverse=True):
+        step = place / str(number)
+        if manifest.is_whole(step, number):
+          return step
+  except OSError as error:
+    raise failed(error) from error
+  return None
+
+
+def on_this_machine(text: str | Path) -> Path:
+  """Where what somebody named is on this machine: a path as it is, a model of the Hugging Face cache, a URL's copy.
+
+  Of a URL its Hugging Face files are copied, or the newest step of the run that it names.
+
+  Raises:
+    UserError: there is neither, or no room for it, or no permission.
+    RetryableError: the store does not answer.
+  """
+  source = located(text)
+  if isinstance(source, Path):
+    return hub.find(str(text)) or source
+  if is_hugging_face(source):
+    return hugging_face_here(source)
+  step = find_step(source)
+  if step is None:
+    raise no_checkpoint(str(source), source)
+  return copied_step(step)
+
+
+def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
+  """A Hugging Face directory on this machine, with or without its weights."""
+  if isinstance(source, Path):
+    return source
+  kinds = (".json", ".model", ".txt", ".jinja", *((".safetensors",) if weights else ()))
+  return local_copies.copy_folder(source, lambda e: e.place.name.endswith(kinds) or e.place.name in accompanying_files.NAMES)
+
+
+def copied_step(step: Place) -> Path:
+  """A complete step, copied to this machine."""
+  try:
+    stored = manifest.read(step)
+    wanted = {step / manifest.FILE_NAME, *(manifest.home(step, stored) / name for name in stored.files)}
+    local_copies.copy([entry for entry in step.entries() if entry.place in wanted])
+  except manifest.DamageError as error:
+    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+  except OSError as error:
+    raise failed(error) from error
+  return local_copies.path_of(step)
+
+
+def readable_step(step: Path | Place) -> Path | Place:
+  """A step where its arrays can be read: in gs:// where it was written there, else on this machine.
+
+  Raises:
+    UserError, RetryableError: as ``copied_step``.
+  """
+  if isinstance(step, Path):
+    return step
+  try:
+    written_there = bool(manifest.read(step).folder)
+  except manifest.DamageError as error:
+    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+  except OSError as error:
+    raise failed(error) from error
+  # orbax knows gs:// alone, and what was hashed on a disk is to have its hashes.
+  return step if written_there and step.protocol in ("gs", "gcs") else copied_step(step)
+
+
+def require_source(source: Path | Place, named: str = "init_from") -> None:
   """Looks for the weights of ``init_from``, whether a run needs them or goes on from a step of its own.
 
   Args:
@@ -35,15 +138,16 @@ def require_source(source: Path, named: str = "init_from") -> None:
 
   Raises:
     UserError: there is no checkpoint in ``source``.
+    RetryableError: a store does not answer.
   """
-  source = source.expanduser()
-  if not (source / "config.json").is_file() and find_step(source) is None:
+  if not is_hugging_face(source) and find_step(source) is None:
     raise no_checkpoint(f"{named}: {source}", source)
 
 
-def no_checkpoint(what: str, directory: Path) -> UserError:
+def no_checkpoint(what: str, directory: Path | Place) -> UserError:
   """The error for a directory without weights; ``what`` says who named it, and the directory."""
+  known = isinstance(directory, Path) and directory.exists()
   return UserError(
-    f"{what} {'is no checkpoint' if directory.exists() else 'does not exist'}{hub.advice(str(directory))}\n"
+    f"{what} {'is no checkpoint' if known or isinstance(directory, Place) else 'does not exist'}{hub.advice(str(directory))}\n"
     "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
   )

@@ -3,7 +3,8 @@
 import argparse
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
-from maxtext_like.config.paths import existing_path, local_path
+from maxtext_like.config.hub import checkpoint_path
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Writes the newest complete checkpoint of a run, or what `maxtext-like import` made, as a directory that
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
   )
   parser.add_argument(
     "source",
-    type=existing_path,
+    type=checkpoint_path,
     metavar="RUN_OR_DIR",
     nargs="?",
     help="a run, one of its checkpoints, or an imported checkpoint",

@@ -3,9 +3,11 @@
 import functools
 from pathlib import Path
 
+from maxtext_like import local_copies
 from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote
 
 SUFFIXES = (".yml", ".yaml")
 
@@ -46,7 +48,7 @@ def find_config(name: str) -> Path:
   """
   if not name:
     raise UserError("no configuration named\n  fix: name a model or a file, as gemma4-tiny")
-  path = Path(require_local(name)).expanduser()
+  path = named_file(name)
   known = configs_folder() / "models" / f"{name}.yml"
   looks_like_path = path.suffix in SUFFIXES or "/" in name
   if not looks_like_path and known.is_file():
@@ -69,6 +71,11 @@ def find_config(name: str) -> Path:
     raise UserError(f"{name}: is not a regular file")
   stem = path.stem if path.suffix in SUFFIXES else path.name
   raise UserError(f"{name}: no such model or configuration file{_hint(stem)}")
+
+
+def named_file(name: str) -> Path:
+  """The path that a configuration file is named by; of a URL, its copy on this machine."""
+  return local_copies.copy_file(name) if is_remote(name) else Path(require_local(name)).expanduser()
 
 
 def _hint(stem: str) -> str:

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 
 from maxtext_like.config.paths import existing_path, local_path
+from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote, require_usable
 
 KEYS = ("init_from", "tokenizer")
 """Keys of a configuration whose value may be such a name."""
@@ -55,6 +57,12 @@ def advice(text: str) -> str:
 
 def checkpoint_path(text: str) -> str:
   """A checkpoint that is there as the ``type`` of an option or word that argparse reads: a path, or a model of the cache."""
+  if is_remote(text):
+    try:
+      require_usable("checkpoint", text)
+    except UserError as error:
+      raise argparse.ArgumentTypeError(str(error)) from None
+    return text
   found = find(local_path(text))
   if found is None and (how := advice(text)):
     raise argparse.ArgumentTypeError(f"{text} is no directory here{how}")

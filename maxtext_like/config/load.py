@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config import hub, maxtext, maxtext_file
 from maxtext_like.config.coerce import CoercionError, coerce, describe
-from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
+from maxtext_like.config.files import configs_folder, find_config, label_of, model_names, named_file
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
-from maxtext_like.config.paths import require_local
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.problems import Problem, did_you_mean, error_of
 from maxtext_like.config.rules import cross_problems
@@ -229,7 +228,7 @@ def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Pat
 
 
 def _hardware_file(name: str) -> Path:
-  path = Path(require_local(name)).expanduser()
+  path = named_file(name)
   if not path.is_file():
     if name in ("tpu", "gpu", "gpu_multiprocess", "cpu"):  # MaxText's hardware
       raise UserError(

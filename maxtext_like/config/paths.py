@@ -7,9 +7,13 @@ from pathlib import Path
 
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote
 
-PATH_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "output_dir", "compilation_cache_dir")
+LOCAL_KEYS = ("output_dir", "compilation_cache_dir")
 """Keys whose value names something in the file system of this machine."""
+
+PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "checkpoint_mirror")
+"""Keys whose value is a path or a URL of a store."""
 
 # Any scheme with two slashes; of the ones for storage also what pathlib makes of them.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|https?|hdfs|abfss?|az|file):/")
@@ -47,16 +51,17 @@ def existing_path(text: str) -> str:
 
 
 def url_problems(config: object) -> Iterator[Problem]:
-  """Every path key of a ``Config`` that holds a URL, as it was typed."""
-  sections = vars(config).values()
-  for key in PATH_KEYS:
-    (value,) = (getattr(section, key) for section in sections if hasattr(section, key))
+  """Every path key of a ``Config`` that holds a URL where none can be, or one that is none, as it was typed."""
+  for key in (*LOCAL_KEYS, *PLACE_KEYS):
+    (value,) = (getattr(section, key) for section in vars(config).values() if hasattr(section, key))
     for text in value if isinstance(value, tuple) else (value,):
-      if isinstance(text, str) and is_url(text):
+      if not isinstance(text, str) or not is_url(text):
+        continue
+      scheme, rest = re.split(r":/+", text, maxsplit=1)
+      if key in LOCAL_KEYS:
         yield Problem(f"{key} = {text} is a URL, not a path", (key,), _FIX)
-  for section in sections:
-    mirror = getattr(section, "checkpoint_mirror", None)  # a URL it may be, but with both of its slashes
-    if mirror and is_url(mirror) and "://" not in mirror:
-      scheme, rest = mirror.split(":/", 1)
-      what = f"checkpoint_mirror = {mirror} would be a folder named {scheme}: on this machine"
-      yield Problem(what, ("checkpoint_mirror",), f"write {scheme}://{rest}" if scheme != "file" else f"write /{rest}")
+      elif not is_remote(text):
+        what = f"{key} = {text} would be a folder named {scheme}: on this machine"
+        yield Problem(what, (key,), f"write {scheme}://{rest}" if scheme != "file" else f"write /{rest}")
+      elif scheme == "file" and key != "checkpoint_mirror":
+        yield Problem(f"{key} = {text} is this machine's", (key,), f"write /{rest}")

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from maxtext_like import local_copies
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.storage import Entry, Place, failed, is_remote
 
 HASH_CONTENTS_UP_TO = 64 * 2**20  # reading this much takes a fraction of a second; larger sets go by size and time
 LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
@@ -29,14 +31,17 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
 
   Every entry is a file, a directory (all files below it whose name ends in one of `suffixes`; any suffix when that is
   empty; hidden files and folders are left out) or a glob, where ** matches folders. An entry that is the name of an
-  existing file is never read as a glob. Raises UserError for an entry that matches nothing, is not a regular file or
-  cannot be read.
+  existing file is never read as a glob. The same for a URL, in its store; its files are copied to this machine. Raises
+  UserError for an entry that matches nothing, is not a regular file or cannot be read.
   """
   entries = [paths] if isinstance(paths, str) else list(paths or ())
   if not entries or any(not entry for entry in entries):
     raise UserError(f"data.{key} is empty, but dataset={dataset} reads files: give a file, a folder, a glob or a list of them")
   found: set[str] = set()
   for entry in entries:
+    if is_remote(entry):
+      found.update(map(str, local_copies.copy(find_remote(entry, suffixes, key))))
+      continue
     path = os.path.expanduser(entry)
     if os.path.lexists(path):
       matches = [path]
@@ -54,6 +59,34 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
     if not os.access(file, os.R_OK):
       raise UserError(f"{file}: no permission to read it (data.{key})")
   return sorted(found)
+
+
+def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:
+  """The objects that a URL names, as `find` does it with files. Asks the store, and copies nothing."""
+  where = f"data.{key} {url!r}"
+  try:
+    if glob.has_magic(url):
+      fixed, rest = re.split(r"/(?=[^/]*[*?\[])", url, maxsplit=1)
+      matches = Place(fixed).glob(rest)
+      if not matches:
+        raise UserError(f"{where}: the glob matches nothing")
+      return matches
+    place = Place(url)
+    if (entry := place.entry()) is not None:
+      return [entry]
+    below = [entry for entry in place.entries() if not any(part.startswith(".") for part in _inside(entry.place, place))]
+  except OSError as error:
+    raise failed(error) from error
+  if not below:
+    raise UserError(f"{where}: no such object, and none below")
+  files = [entry for entry in below if entry.place.name.endswith(suffixes or "")]
+  if not files:
+    raise UserError(f"{where}: {len(below)} object(s), but no {' or '.join(suffixes)} file among them")
+  return files
+
+
+def _inside(place: Place, folder: Place) -> tuple[str, ...]:
+  return place.parts[len(folder.parts) :]
 
 
 def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxtext_like import local_copies
 from maxtext_like.config import hub
 from maxtext_like.data.input_files import open_regular
 from maxtext_like.data.special_tokens import SPELLINGS, Spellings
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, is_remote
 
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
 AUTO = "auto"
@@ -197,7 +199,7 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
 
 def find_tokenizer(name: str) -> Path:
   """The file that data.tokenizer names: itself, or the one in its folder. Raises UserError where there is none."""
-  path = Path(name).expanduser() if name else Path("")
+  path = _copied(Place(name)) if is_remote(name) else Path(name).expanduser() if name else Path("")
   if not name or not path.exists():
     raise UserError(
       f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}; give 'bytes', a tokenizer.json, "
@@ -217,6 +219,14 @@ def find_tokenizer(name: str) -> Path:
   if path.suffix not in (".json", ".model"):
     raise UserError(f"data.tokenizer '{name}': expected a .json (tokenizers) or .model (sentencepiece) file")
   return path
+
+
+def _copied(place: Place) -> Path:
+  """A tokenizer of a store on this machine: a file, or those of a folder."""
+  if place.name.endswith((".json", ".model")):
+    return local_copies.copy_file(str(place))
+  kinds = (".json", ".model", ".txt", ".jinja")
+  return local_copies.copy_folder(place, lambda e: e.place.name.endswith(kinds) and e.size <= MAX_TOKENIZER_BYTES)
 
 
 def _read(path: Path) -> bytes:

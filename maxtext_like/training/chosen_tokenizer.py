@@ -6,11 +6,12 @@ from pathlib import Path
 
 from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.steps import StepDirectories
-from maxtext_like.checkpoint.weight_sources import find_step
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.tokenizer import AUTO, BytesTokenizer
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed, is_remote
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +35,10 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> Data
     return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
   if checkpoint.init_from is None:
     return dataclasses.replace(data, tokenizer="bytes")
-  return dataclasses.replace(data, tokenizer=_of_directory(Path(checkpoint.init_from).expanduser()))
+  return dataclasses.replace(data, tokenizer=_of_directory(located(checkpoint.init_from)))
 
 
-def of_step(step: Path) -> str:
+def of_step(step: Path | Place) -> str:
   """What ``load_tokenizer`` takes for the tokenizer of one of our steps.
 
   Raises:
@@ -47,28 +48,43 @@ def of_step(step: Path) -> str:
     stored = manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  except OSError as error:
+    raise failed(error) from error
   if any(name.startswith(f"{accompanying_files.FOLDER}/tokenizer.") for name in stored.files):
-    return str(step / accompanying_files.FOLDER)
+    return str(manifest.home(step, stored) / accompanying_files.FOLDER)
   named = stored.config.get("data", {}).get("tokenizer", "bytes")
   if named in ("bytes", AUTO):
     return "bytes"
-  if not Path(named).expanduser().exists():
+  if not is_remote(named) and not Path(named).expanduser().exists():
     raise UserError(f"{step}: made with the tokenizer '{named}', which is gone\n  fix: tokenizer=, with the path of a copy")
   return named
 
 
-def _is_whole(step: Path) -> bool:
+def _has_tokenizer(directory: Path | Place) -> bool:
+  names = ("tokenizer.json", "tokenizer.model")
+  if isinstance(directory, Path):
+    return any((directory / name).is_file() for name in names)
+  try:
+    return any((directory / name).entry() is not None for name in names)
+  except OSError as error:
+    raise failed(error) from error
+
+
+def _is_whole(step: Path | Place) -> bool:
   """The tokenizer's files in a complete step are what was written."""
-  files = {name: entry for name, entry in manifest.read(step).files.items() if name.startswith(f"{accompanying_files.FOLDER}/")}
-  return all(manifest.hash_file(step / name)[1] == entry["xxh3_128"] for name, entry in files.items())
+  try:
+    manifest.check_hashes(step, manifest.read(step), below=f"{accompanying_files.FOLDER}/")
+  except manifest.DamageError:
+    return False
+  return True
 
 
-def fingerprint_of(step: Path) -> str | None:
+def fingerprint_of(step: Path | Place) -> str | None:
   """The fingerprint of the tokenizer whose tokens a step was trained on; None: on none, or not known."""
   return manifest.read(step).extra.get("data", {}).get("identity", {}).get("tokenizer")
 
 
-def require_same(step: Path, data: DataSource) -> None:
+def require_same(step: Path | Place, data: DataSource) -> None:
   """Refuses to go on from a step with another tokenizer: the same ids would be other text.
 
   Raises:
@@ -83,9 +99,9 @@ def require_same(step: Path, data: DataSource) -> None:
     )
 
 
-def _of_directory(directory: Path) -> str:
-  if (directory / "config.json").is_file():
-    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+def _of_directory(directory: Path | Place) -> str:
+  if is_hugging_face(directory):
+    if _has_tokenizer(directory):
       return str(directory)
   elif (step := find_step(directory)) is not None:
     return of_step(step)

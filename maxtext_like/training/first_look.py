@@ -5,14 +5,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from maxtext_like.checkpoint import compatibility, manifest, mirror
-from maxtext_like.checkpoint.weight_sources import require_source
+from maxtext_like.checkpoint import compatibility, manifest
+from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.problems import Problem, error_of
 from maxtext_like.config.schema import Config
 from maxtext_like.data import input_files
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote, require_usable
 from maxtext_like.training import standing
 from maxtext_like.training.run_directory import RunDirectory
 
@@ -34,7 +35,7 @@ def first_look(loaded: Loaded) -> str | None:
   config = loaded.config
   directory = run_directory(config)
   if config.checkpoint.checkpoint_mirror is not None:
-    mirror.require_usable(config.checkpoint.checkpoint_mirror)
+    require_usable("checkpoint_mirror", config.checkpoint.checkpoint_mirror)
   if problems := list(_lost_paths(loaded)):
     raise error_of(problems)
   stands = standing.look(directory.path)
@@ -62,7 +63,7 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
   c = loaded.config
   checks: list[tuple[str, Callable[[], object]]] = []
   if (source := c.checkpoint.init_from) is not None:
-    checks.append(("checkpoint.init_from", lambda: require_source(Path(source))))
+    checks.append(("checkpoint.init_from", lambda: require_source(located(source))))
   if c.data.dataset not in ("python-stdlib", "synthetic"):
     checks.append(("data.dataset_path", lambda: _require_data(c.data.dataset_path, c.data.dataset, "dataset_path")))
     checks.append(("data.eval_path", lambda: _require_data(c.data.eval_path, c.data.dataset, "eval_path")))
@@ -81,6 +82,9 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
 def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> None:
   """An entry that matches nothing is refused as it would be later; no folder is listed to its end for that."""
   for entry in [paths] if isinstance(paths, str) else paths or ():
+    if is_remote(entry):
+      input_files.find_remote(entry, (), key)
+      continue
     path = os.path.expanduser(entry)
     if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
       input_files.find(entry, (), dataset, key)

@@ -7,7 +7,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.read_weights import read_weights
-from maxtext_like.checkpoint.weight_sources import find_step, no_checkpoint
+from maxtext_like.checkpoint.weight_sources import find_step, located, no_checkpoint
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
@@ -45,5 +45,5 @@ def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
     return read_state(step, program)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
-    return program.lower_around().compile()(read_weights(Path(source), program.model))
+    return program.lower_around().compile()(read_weights(located(source), program.model))
   return program.lower_init().compile()(np.uint32(program.config.training.seed % 2**32))

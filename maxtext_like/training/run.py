@@ -15,7 +15,7 @@ import jax
 
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten, total_bytes
-from maxtext_like.checkpoint.weight_sources import require_source
+from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
@@ -127,7 +127,7 @@ class _Run:
     c, watchdog, progress, directory = self._config, self._watchdog, self._progress, self._directory
     use_compilation_cache(c.logging.compilation_cache_dir)
     if c.checkpoint.init_from is not None:
-      require_source(Path(c.checkpoint.init_from))
+      require_source(located(c.checkpoint.init_from))
     with self._stack as stack:
       stack.enter_context(watchdog)
       watchdog.stop = self._stop

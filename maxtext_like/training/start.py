@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.restore import Restored
+from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.data.loader import DataSource
 from maxtext_like.masking import masked
 from maxtext_like.training.changes import changes
@@ -67,7 +67,7 @@ def prepare(
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = program.config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"), reading("the reading of weights"):
-      params = None if source is None else read_weights(Path(source), program.model)
+      params = None if source is None else read_weights(located(source), program.model)
     # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):
       initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None

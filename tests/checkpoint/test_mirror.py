@@ -9,7 +9,9 @@ import fsspec
 import jax
 import jax.numpy as jnp
 import pytest
+from fsspec.registry import _registry
 
+from maxtext_like import storage
 from maxtext_like.checkpoint import manifest, mirror
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
@@ -195,10 +197,11 @@ def test_a_place_that_does_not_answer(place, tmp_path, monkeypatch, caplog):
 
 def test_unusable_places(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "gcsfs", None)
+  monkeypatch.delitem(_registry, "gs", raising=False)  # what another test has loaded
   with pytest.raises(UserError, match=r"gs:// needs a package that is not installed\n  fix: pip install -e '.\[gcs\]'"):
-    mirror.require_usable("gs://bucket/runs")
+    storage.require_usable("checkpoint_mirror", "gs://bucket/runs")
   with pytest.raises(UserError, match="unknown protocol nonsense://"):
-    mirror.require_usable("nonsense://bucket")
+    storage.require_usable("checkpoint_mirror", "nonsense://bucket")
   with pytest.raises(UserError, match="is where the run itself writes"):
     Mirror(str(tmp_path), "run", tmp_path / "run" / "checkpoints", 2)
 

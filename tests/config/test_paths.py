@@ -2,24 +2,23 @@
 
 import pytest
 
+from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
-from maxtext_like.config.paths import PATH_KEYS, is_url, require_local
+from maxtext_like.config.paths import LOCAL_KEYS, PLACE_KEYS, is_url, require_local
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.errors import UserError
-
-REMOTE = ("checkpoint_mirror",)  # keys that may hold a URL
+from maxtext_like.storage import Place
 
 
 def test_every_key_with_a_path_is_known():
   named = {leaf for leaf in LEAVES if leaf.endswith(("_dir", "_path", "_from", "_file")) or leaf == "tokenizer"}
-  assert named - set(REMOTE) == set(PATH_KEYS)
+  assert named | {"checkpoint_mirror"} == {*LOCAL_KEYS, *PLACE_KEYS}
 
 
-@pytest.mark.parametrize("key", PATH_KEYS)
+@pytest.mark.parametrize("key", LOCAL_KEYS)
 def test_a_url_is_refused_as_it_was_typed(key):
-  more = {"dataset_path": ["dataset=text"], "eval_path": ["dataset=text", "dataset_path=/a", "eval_interval=1"]}.get(key, [])
   with pytest.raises(UserError) as refused:
-    load_config("gemma4-tiny", [*more, f"{key}=gs://bucket//a/../b/"])
+    load_config("gemma4-tiny", [f"{key}=gs://bucket//a/../b/"])
   assert f'{key} = gs://bucket//a/../b/ is a URL, not a path\n  where: argument "{key}=gs://bucket//a/../b/"' in str(
     refused.value
   )
@@ -27,7 +26,7 @@ def test_a_url_is_refused_as_it_was_typed(key):
 
 def test_every_url_of_a_command_is_listed():
   with pytest.raises(UserError) as refused:
-    load_config("gemma4-tiny", ["dataset=text", "dataset_path=[/a, s3://b, hf://c]", "output_dir=http://d"])
+    load_config("gemma4-tiny", ["dataset=text", "dataset_path=[/a, s3:/b, s3://b, file://c]", "output_dir=http://d"])
   assert "3 problems" in str(refused.value)
 
 
@@ -42,14 +41,23 @@ def test_urls(text):
     require_local(text)
 
 
+@pytest.mark.parametrize("key", PLACE_KEYS)
 @pytest.mark.parametrize(("given", "meant"), [("gs:/b/x", "gs://b/x"), ("file:/b/x", "/b/x")])
-def test_a_mirror_needs_both_slashes(given, meant):
-  with pytest.raises(UserError, match=f"^checkpoint_mirror = {given} would be a folder named (.|\n)*fix: write {meant}$"):
-    load_config("gemma4-tiny", [f"checkpoint_mirror={given}"])
-  assert load_config("gemma4-tiny", ["checkpoint_mirror=gs://b/x"]).config.checkpoint.checkpoint_mirror == "gs://b/x"
+def test_a_url_needs_both_slashes(key, given, meant):
+  more = {"dataset_path": ["dataset=text"], "eval_path": ["dataset=text", "dataset_path=/a", "eval_interval=1"]}.get(key, [])
+  with pytest.raises(UserError, match=f"^{key} = {given} would be a folder named (.|\n)*fix: write {meant}$"):
+    load_config("gemma4-tiny", [*more, f"{key}={given}"])
+  load_config("gemma4-tiny", [*more, f"{key}=gs://b/x"])
 
 
-@pytest.mark.parametrize("words", [("gs://b/model.yml",), ("gemma4-tiny", "gs://b/mine.yml")])
-def test_configuration_files_too(words):
-  with pytest.raises(UserError, match=f"{words[-1]} is a URL"):
+@pytest.mark.parametrize("words", [("{}/model.yml",), ("gemma4-tiny", "{}/mine.yml")])
+def test_configuration_files_may_be_in_a_store(words, monkeypatch, tmp_path):
+  monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path))
+  words = [word.format("memory://of-test-paths") for word in words]
+  with pytest.raises(UserError, match=f"^{words[-1]}: no such object"):
     load_config(words[0], words[1:])
+  tiny = configs_folder() / "models" / "gemma4-tiny.yml"
+  Place(words[-1]).write_bytes(tiny.read_bytes().replace(b"steps: 100", b"steps: 7"))
+  assert load_config(words[0], words[1:]).config.training.steps == 7
+  with pytest.raises(UserError, match=r"gs:/b/model\.yml is a URL, not a path"):
+    load_config("gs:/b/model.yml", [])

@@ -1,0 +1,191 @@
+"""Tests maxtext_like/storage.py and local_copies.py on an emulated gs://, on memory:// and on an emulated s3://."""
+
+import asyncio
+import errno
+import itertools
+import os
+import types
+
+import fsspec
+import pytest
+
+from maxtext_like import local_copies, storage
+from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.storage import Place
+from tests.gcs_emulator import BUCKET, emulator
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["gs", "memory"])
+def place(request):
+  """An empty place."""
+  emulator()
+  yield Place(f"{request.param}://{BUCKET}/storage-{next(NUMBERS)}")
+  fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def copies(monkeypatch, tmp_path):
+  monkeypatch.setenv(local_copies.FOLDER_VARIABLE, str(tmp_path / "copies"))
+  return tmp_path / "copies"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+  """Clients and copies try again at once."""
+
+  async def at_once(_):
+    return
+
+  monkeypatch.setattr("gcsfs.retry.asyncio", types.SimpleNamespace(sleep=at_once, TimeoutError=asyncio.TimeoutError))
+  monkeypatch.setattr(local_copies, "_FIRST_WAIT_SECONDS", 0.0)
+
+
+def test_what_is_there_is_listed_and_read(place):
+  assert place.entries() == place.children() == place.folders() == []
+  assert place.entry() is None
+  for name in ("b.txt", "a.txt", "deep/er/c.txt"):
+    (place / name).write_bytes(name.encode())
+  assert [entry.place for entry in place.entries()] == [place / "a.txt", place / "b.txt", place / "deep/er/c.txt"]
+  assert [entry.place.name for entry in place.children()] == ["a.txt", "b.txt"]
+  assert place.folders() == ["deep"]
+  assert [entry.place.name for entry in place.glob("**/*.txt")] == ["a.txt", "b.txt", "c.txt"]
+  assert (place / "deep/er/c.txt").read_text() == "deep/er/c.txt"
+  entry = (place / "a.txt").entry()
+  assert entry is not None
+  assert entry.size == 5
+  (place / "a.txt").write_bytes(b"again")
+  again = (place / "a.txt").entry()
+  assert again is not None
+  assert again.version != entry.version
+  (place / "a.txt").remove()
+  (place / "a.txt").remove()
+  with pytest.raises(FileNotFoundError) as gone:
+    (place / "a.txt").read_bytes()
+  assert gone.value.filename == str(place / "a.txt")
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs://b//x", "gs://b/../x", "gs://b/./x"])
+def test_names_that_no_directory_has(url):
+  with pytest.raises(UserError, match="between slashes are no names"):
+    Place(url)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "kind", "told"),
+  [
+    ("503", RetryableError, "storage failed: .*the test says so"),
+    ("403", UserError, "permission denied"),
+    ("404", UserError, "no such object"),
+  ],
+)
+def test_an_error_names_the_url_and_whether_a_retry_mends_it(impatient, wrong, kind, told):
+  store = emulator()
+  place = Place(f"gs://{BUCKET}/x")
+  with store.failing(lambda *_: wrong), pytest.raises(OSError, match=str(place)) as raised:
+    place.read_bytes()
+  assert raised.value.filename == str(place)
+  error = storage.failed(raised.value)
+  assert isinstance(error, kind)
+  with pytest.raises(kind, match=f"^{place}: {told}"):
+    raise error
+
+
+def test_a_client_tries_again(impatient):
+  store, place = emulator(), Place(f"gs://{BUCKET}/tried")
+  answers = iter(["503", "503"])
+  with store.failing(lambda *_: next(answers, None)):
+    place.write_bytes(b"in the end")
+  assert store.read("tried") == b"in the end"
+
+
+# Copies.
+
+
+def test_a_copy_is_taken_once_and_again_when_the_object_is_another(place, copies, monkeypatch):
+  (place / "x.txt").write_bytes(b"one")
+  path = local_copies.copy_file(f"{place}/x.txt")
+  assert path == copies / place.protocol / "/".join(place.parts) / "x.txt"
+  downloads = []
+  plain = Place.download
+  monkeypatch.setattr(Place, "download", lambda self, to: (downloads.append(self.name), plain(self, to)))
+  assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"one"
+  assert not downloads
+  (place / "x.txt").write_bytes(b"two")
+  assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"two"
+  path.write_bytes(b"cut")
+  path.write_bytes(b"cut short")
+  assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"two"  # by its size
+  with pytest.raises(UserError, match=r"y\.txt: no such object"):
+    local_copies.copy_file(f"{place}/y.txt")
+
+
+def test_every_host_has_the_time_of_the_object(copies):
+  place = Place(f"gs://{BUCKET}/timed")
+  place.write_bytes(b"x")
+  entry = place.entry()
+  assert entry is not None
+  assert os.stat(local_copies.copy_file(str(place))).st_mtime == pytest.approx(entry.modified, abs=1e-3)
+
+
+def test_of_a_folder_what_is_gone_goes(place, copies):
+  for name in ("a.json", "b.json", "c.bin"):
+    (place / name).write_bytes(b"{}")
+  wanted = lambda entry: entry.place.name.endswith(".json")
+  folder = local_copies.copy_folder(place, wanted)
+  assert sorted(path.name for path in folder.glob("[!.]*")) == ["a.json", "b.json"]
+  (place / "a.json").remove()
+  local_copies.copy_folder(place, wanted)
+  assert [path.name for path in folder.glob("[!.]*")] == ["b.json"]
+  with pytest.raises(UserError, match="no such object, and none directly below"):
+    local_copies.copy_folder(place / "none", wanted)
+
+
+@pytest.mark.parametrize("wrong", ["cut", "503"])
+def test_what_breaks_off_is_taken_again_and_never_used(copies, impatient, wrong):
+  store, place = emulator(), Place(f"gs://{BUCKET}/broken")
+  place.write_bytes(bytes(range(256)) * 100)
+  fault = lambda method, path, query: wrong if query.get("alt") == "media" and next(answers, 1) else None
+  answers = iter([1, 1, 0])
+  with store.failing(fault):
+    assert local_copies.copy_file(str(place)).read_bytes() == bytes(range(256)) * 100
+  place.write_bytes(b"longer than before" * 1000)
+  answers = iter([])
+  with store.failing(fault), pytest.raises(RetryableError, match=str(place)):
+    local_copies.copy_file(str(place))
+  left = [path.name for path in copies.rglob("*.part")]
+  assert not left
+
+
+def test_a_copy_without_room_says_what_it_needs(place, copies, monkeypatch):
+  place.write_bytes(b"x" * 1000)
+  monkeypatch.setattr(local_copies.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=999))
+  with pytest.raises(UserError, match=f"(?s)0.00 GB are to be copied here.*{local_copies.FOLDER_VARIABLE}=DIR"):
+    local_copies.copy_file(str(place))
+
+
+def test_s3(copies, monkeypatch):
+  import boto3
+  from moto.server import ThreadedMotoServer
+
+  server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+  server.start()
+  try:
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
+      monkeypatch.setenv(f"AWS_{name}", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    boto3.client("s3").create_bucket(Bucket="a-bucket")
+    place = Place("s3://a-bucket/data")
+    (place / "a.txt").write_bytes(b"one")
+    (place / "deep" / "b.txt").write_bytes(b"two")
+    assert [entry.place.name for entry in place.entries()] == ["a.txt", "b.txt"]
+    assert local_copies.copy_file("s3://a-bucket/data/a.txt").read_bytes() == b"one"
+    (place / "a.txt").write_bytes(b"six")
+    assert local_copies.copy_file("s3://a-bucket/data/a.txt").read_bytes() == b"six"
+    with pytest.raises(OSError, match="no such object") as gone:
+      (place / "none").read_bytes()
+    assert gone.value.errno == errno.ENOENT
+  finally:
+    server.stop()
