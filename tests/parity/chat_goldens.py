@@ -185,12 +185,15 @@ def given(record: Record, *, text_arguments: bool) -> list[Record]:
 
 def jinja(source: str, family: str) -> Callable[[Record, bool], str | None]:
   """Renders as Hugging Face's tokenizers do."""
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  )
 
   def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
   environment.globals["raise_exception"] = refuse
+  environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
   template = environment.from_string(source)
   bos = "<bos>" if family.startswith("gemma") else "<｜begin▁of▁sentence｜>"
 

@@ -1,0 +1,183 @@
+"""Conversations as a model's own template has them: the jinja that lies in its checkpoint.
+
+What the assistant says is found by rendering beginnings of the conversation: where a prompt for message i ends in the whole,
+and the token that ends message i. Where that gives no single answer, the conversation is refused.
+
+Special tokens that the record's texts spell are broken up before, so that those in the rendered text are the template's own.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from maxtext_like import strict_json
+from maxtext_like.data.chat.conversation import Conversation, Message, Picture
+from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
+from maxtext_like.data.chat.sandbox import bounded_time, compile_template
+from maxtext_like.data.input_files import open_regular
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+
+MAX_BYTES = 2**20  # of a template; the longest known has 30 KiB
+BREAK = "\ufdd0"  # no character, and in no record: set into a spelling that is to stay text
+
+
+def find_template(folder: Path) -> tuple[str, str] | None:
+  """The template that lies beside a tokenizer, and the file that it is from; None: there is none.
+
+  Raises:
+    UserError: a file that cannot be read or used.
+  """
+  if (path := folder / "chat_template.jinja").is_file():
+    return read_template(path), str(path)
+  for name in ("chat_template.json", "tokenizer_config.json"):
+    path = folder / name
+    found = strict_json.parse_file(path, limit=16 * MAX_BYTES).get("chat_template") if path.is_file() else None
+    if isinstance(found, list):  # several by name
+      found = next(
+        (entry.get("template") for entry in found if isinstance(entry, dict) and entry.get("name") == "default"), None
+      )
+    if isinstance(found, str):
+      return found, str(path)
+  return None
+
+
+def read_template(path: Path) -> str:
+  """The text of a template's file. Raises UserError."""
+  try:
+    with open_regular(path) as file:
+      data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+      raise UserError(f"{path}: more than {MAX_BYTES} bytes, no chat template")
+    return data.decode("utf-8")
+  except OSError as error:
+    raise UserError(f"{path}: {error.strerror}") from None
+  except UnicodeDecodeError as error:
+    raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+class Jinja:
+  """A template with one tokenizer's special tokens."""
+
+  needed: tuple[str, ...] = ()
+
+  def __init__(self, source: str, name: str, tokenizer: Tokenizer):
+    """`name`: of its file. Raises UserError: no jinja2, or none that can be run."""
+    self.name = f"{Path(name).name}, xxh3 {xxhash.xxh3_128_hexdigest(source.encode('utf-8', 'surrogatepass'))}"
+    spelt = {id_: text for text, id_ in tokenizer.special.items()}
+    self._tokens = {
+      f"{kind}_token": spelt.get(id_ if id_ is not None else -1, "")
+      for kind, id_ in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
+    }
+    # Tokens that are not marked as special (<think>) but stand in the template are the template's all the same.
+    marked = [
+      text for text in set(re.findall(r"<[^<>\s]{1,40}>|\[[A-Z_/]{1,40}\]", source)) if tokenizer.find(text) is not None
+    ]
+    self.special = frozenset(tokenizer.special) | frozenset(marked)
+    if not self.special:
+      raise UserError(f"{name}: the tokenizer has no special tokens, so nothing would tell a turn from its text")
+    self._spelling = re.compile("|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True)))
+    self._template: Callable[..., str] = compile_template(source, name)
+
+  def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    with bounded_time():
+      tools = self._broken([dict(tool) for tool in conversation.tools]) or None
+      messages = [self._message(message) for message in conversation.messages]
+      whole = self._text(messages, tools, conversation.thinks, purpose == "prompt")
+      spans = self._spans(conversation, messages, tools, whole) if purpose == "training" else []
+    out, at, lost = Writer(self.special), 0, 0
+    for number, (start, end) in spans:
+      out.literal(whole[at:start])
+      message = conversation.messages[number]
+      lost += bool(message.thinking and message.trained and self._broken(message.thinking.strip()) not in whole[start:end])
+      out.speak(number, message.trained)
+      out.literal(whole[start:end])
+      out.stop()
+      at = end
+    out.literal(whole[at:])
+    pieces = (piece._replace(text=piece.text.replace(BREAK, "")) for piece in out.pieces)
+    return Rendered(tuple(pieces), lost)
+
+  def _text(self, messages: list[dict[str, Any]], tools: Any, thinks: bool, prompt: bool) -> str:
+    return self._template(
+      messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=thinks, documents=None, **self._tokens
+    )
+
+  def _broken(self, value: Any) -> Any:
+    """JSON in whose texts no spelling is whole."""
+    if isinstance(value, str):
+      if BREAK in value:
+        raise RenderError(f"the text has U+{ord(BREAK):04X}, which is no character")
+      return self._spelling.sub(lambda found: found.group()[0] + BREAK + found.group()[1:], value)
+    if isinstance(value, Mapping):
+      return {self._broken(key): self._broken(item) for key, item in value.items()}
+    return [self._broken(item) for item in value] if isinstance(value, list | tuple) else value
+
+  def _message(self, message: Message) -> dict[str, Any]:
+    """A message as Hugging Face's templates take it."""
+    if any(isinstance(part, Picture) for part in message.parts):
+      raise RenderError("images cannot be placed by a checkpoint's own template")
+    content = (
+      message.content if message.content is None or isinstance(message.content, str) else "".join(map(str, message.parts))
+    )
+    made: dict[str, Any] = {"role": message.role, "content": content}
+    if message.thinking:
+      made["reasoning_content"] = message.thinking
+    if message.tool_calls:
+      made["tool_calls"] = [
+        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        | ({"id": call.id} if call.id else {})
+        for call in message.tool_calls
+      ]
+      made["content"] = content or ""
+    if message.tool_responses:
+      raise RenderError("what tools answer has to be messages of role 'tool'")
+    made |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    return self._broken(made)
+
+  def _spans(
+    self, conversation: Conversation, messages: list[dict[str, Any]], tools: Any, whole: str
+  ) -> list[tuple[int, tuple[int, int]]]:
+    """Of each message of the assistant its number, and where it begins and ends in the whole."""
+    found, last = [], 0
+    for number, message in enumerate(conversation.messages):
+      if message.role != "assistant":
+        continue
+      text = lambda count, prompt: self._text(messages[:count], tools, conversation.thinks, prompt)
+      before, prompt = text(number, False) if number else "", text(number, True) if number else ""
+      start = self._begin(whole, before, prompt, number)
+      end = start + self._length(whole[start:], text(number + 1, False)[len(before) :], number)
+      said = self._broken(next((part for part in message.parts if isinstance(part, str)), "")).strip()
+      if start < last or said not in whole[start:end]:
+        raise self._ambiguous(number, "its text is not where its turn is")
+      found.append((number, (start, end)))
+      last = end
+    return found
+
+  def _begin(self, whole: str, before: str, prompt: str, number: int) -> int:
+    """Where the assistant begins to speak: after as much of the prompt for it as the whole has, up to a special token."""
+    if not prompt.startswith(before) or not whole.startswith(before):
+      raise self._ambiguous(number, "what stands before it depends on what comes after")
+    asks = prompt[len(before) :]
+    ends = [len(asks), *reversed([match.start() for match in self._spelling.finditer(asks)])]
+    for end in ends:
+      if end and whole.startswith(asks[:end], len(before)):
+        return len(before) + end
+    raise self._ambiguous(number, "the prompt for it does not stand before it")
+
+  def _length(self, rest: str, alone: str, number: int) -> int:
+    """How much of `rest` the assistant says: through the token with which the message ends when it is the last."""
+    ends = list(self._spelling.finditer(alone))
+    if not ends or alone[ends[-1].end() :].strip():
+      raise self._ambiguous(number, "no special token ends it")
+    token = ends[-1].group()
+    stop = next((found.end() for found in self._spelling.finditer(rest) if found.group() == token), None)
+    if stop is None:
+      raise self._ambiguous(number, f"{token} does not end it in the whole")
+    return stop
+
+  def _ambiguous(self, number: int, why: str) -> RenderError:
+    return RenderError(f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}")
