@@ -27,7 +27,9 @@ ORDER = (
   ("__main__",),
 )
 HEIGHT = {name: height for height, names in enumerate(ORDER) for name in names}
-# A family's parts belong to different layers; models/registry.py, which all ask for them, loads each by name.
+# The registry.py of these is "registry": the configuration too asks for its names, so it loads what it names when asked to.
+REGISTRIES = {"models", "data", "training.objectives", "training.optimizers"}
+# A family's parts belong to different layers.
 OF_A_FAMILY = {"config": "config", "maxtext": "config", "huggingface": "checkpoint", "risk": "analysis"}
 # Of ours, these import only what is named here, whatever stands below them.
 ONLY = {"layers": {"layers"}, "numerics": {"numerics", "layers", "errors"}, **dict.fromkeys(ORDER[0], ORDER[0])}
@@ -41,10 +43,10 @@ def sources() -> list[Path]:
 def part_of(module: str) -> str:
   """'config' of 'maxtext_like.config.schema'; what is of the package itself, as ``maxtext_like.load``, is of '__init__'."""
   part = module.split(".")[1] if "." in module else "__init__"
+  if module.removeprefix("maxtext_like.").partition(".registry")[0] in REGISTRIES and ".registry" in module:
+    return "registry"
   if part == "models":
     _, _, first, name, *_ = *module.split("."), "", ""
-    if first == "registry":
-      return "registry"
     if (PACKAGE / "models" / first).is_dir():
       return OF_A_FAMILY.get(name, "models")
   return part if part in HEIGHT or (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file() else "__init__"
@@ -100,6 +102,7 @@ def test_modules_are_loaded_by_name_only_where_a_table_has_their_names():
     if called & {"import_module", "__import__"}:
       found.add(str(path.relative_to(PACKAGE)))
   tables = {"layers/kernels/attention/registry.py", "layers/kernels/grouped/registry.py", "models/registry.py"}
+  tables |= {"data/registry.py", "training/objectives/registry.py", "training/optimizers/registry.py"}
   assert found == tables | {"__init__.py", "cli/main.py"}
 
 
@@ -130,6 +133,9 @@ def test_every_file_has_its_place_in_the_order():
     ("models.gemma3.huggingface", "from maxtext_like.checkpoint.huggingface.fields import Fields", False),
     ("models.gemma3.model", "from maxtext_like.checkpoint.huggingface.fields import Fields", True),
     ("models.registry", "from maxtext_like.config.model import ModelConfig", True),
+    ("config.schema", "from maxtext_like.training.optimizers import registry", False),
+    ("config.schema", "from maxtext_like.training.optimizers import adamw", True),
+    ("data.registry", "from maxtext_like.data.jsonl import JsonLines", True),
     ("sharding.mesh", "from maxtext_like.models.placed import Model", True),
     ("data.pack", "from maxtext_like.checkpoint import manifest", True),
     ("errors", "from maxtext_like.config import schema", True),

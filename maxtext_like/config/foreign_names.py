@@ -8,6 +8,10 @@ is looked up first. MaxText's names with a meaning here are in ``maxtext.py``, w
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from maxtext_like.data.registry import DATASETS
+from maxtext_like.training.objectives.registry import NAMES as OBJECTIVES
+from maxtext_like.training.optimizers.registry import NAMES as OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -45,6 +49,7 @@ _CALL = "or in Python maxtext_like."
 _METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html"
 
 NAMES: dict[str, Foreign] = {
+  **_renamed("objective", "training_objective", "loss_type", "loss_fn"),
   # Steps, batches, lengths.
   **_renamed("steps", "max_steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "total_steps"),
   **_renamed("steps", "max_iters", "iterations", "num_iterations"),
@@ -111,7 +116,7 @@ NAMES: dict[str, Foreign] = {
   **_told("every step is compiled", "", "compile", "torch_compile", "jit", "use_compile"),
   # Data.
   **_told(
-    "the text comes from files of yours", "dataset=jsonl dataset_path=FILES (or text, parquet, synthetic, python-stdlib)",
+    "the text comes from files of yours", f"dataset=jsonl dataset_path=FILES ({', '.join(DATASETS)})",
     "dataset_dir", "dataset_name", "datasets", "train_dataset", "data", "train_data", "eval_dataset",
   ),
   **_renamed("dataset_path", "data_path", "data_files", "train_file", "train_files", "train_path", "data_dir", "dataset_files"),
@@ -207,8 +212,8 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   ),
   (
     "use_sft sft_* use_dpo dpo_* grpo_* ppo_* kto_* orpo_* rl_* reward_* distill_* train_on_* completion_only* mask_history "
-    "mtp_* label_smoothing* training_objective block_diffusion_*",
-    Foreign("the one objective of this version is the next token of a text, over every token of it"),
+    "mtp_* label_smoothing* block_diffusion_*",
+    Foreign(f"objectives: {', '.join(OBJECTIVES)}, the next token of a text, over every token of it"),
   ),
   (
     "template chat_template* use_chat_template apply_chat_template default_system system_prompt",
@@ -225,7 +230,7 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
     "grain_* olmo_* tfds_* train_split eval_split eval_dataset_name train_data_columns eval_data_columns max_corpus_chars",
     Foreign("the text comes from files of yours", "dataset=jsonl dataset_path=FILES text_field=NAME (or parquet, text)"),
   ),
-  ("muon* galore* badam* apollo*", Foreign("the optimizers are adamw, adafactor, lion and sgd", "opt_type=adamw")),
+  ("muon* galore* badam* apollo*", Foreign(f"the optimizers are {', '.join(OPTIMIZERS)}", "opt_type=adamw")),
   (
     "profil* *_profiler *_profiler_* xprof_* xplane nsys skip_first_n_steps_for_profiler",
     Foreign("JAX's profiler traces some steps for xprof", "profile_steps=10-12"),

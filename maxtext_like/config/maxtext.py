@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from maxtext_like.config import foreign_names
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.maxtext_family import Meaning, entry_of, same_number
-from maxtext_like.config.problems import Problem
+from maxtext_like.config.problems import Problem, alternatives
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import Entry, Scalar, Sequence, to_text
+from maxtext_like.data.registry import OF_FILES
 from maxtext_like.models.registry import FAMILIES
+from maxtext_like.training.optimizers.registry import NAMES as OPTIMIZERS
 
 RENAMED = {
   "base_emb_dim": "emb_dim",
@@ -99,9 +101,7 @@ CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER)
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
-_FILES = Meaning(
-  refused="the text comes from files of yours: write dataset=jsonl (or text, parquet, arrow, arrayrecord) dataset_path=FILES"
-)
+_FILES = Meaning(refused=f"the text comes from files of yours: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
 _KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_attention, full (nothing is kept) or none")
 _MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
@@ -115,7 +115,7 @@ VALUES: dict[str, Mapping[str, Meaning]] = {
   },
   "opt_type": {
     "adam_pax": Meaning("adamw", note="the same equation; but norms, scalars and biases have no weight decay here"),
-    "muon": Meaning(refused="write opt_type=adamw, adafactor, lion or sgd"),
+    "muon": Meaning(refused=f"write opt_type={alternatives(OPTIMIZERS)}"),
   },
   "remat_policy": dict.fromkeys([*_MANY.split(), "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj", "custom"], _KEPT),
   "matmul_precision": {"bfloat16": Meaning("default"), "float32": Meaning("highest")},

@@ -32,6 +32,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
   return f", did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
+def alternatives(names: Iterable[str]) -> str:
+  """``a, b or c``."""
+  *most, last = names
+  return f"{', '.join(most)} or {last}" if most else last
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
   """The known names closest to a given one, best first, by their letters or by their words.
 

@@ -11,6 +11,7 @@ from maxtext_like.config.paths import url_problems
 from maxtext_like.config.precision_keys import EXPERTS, ROUTER, foreign_keys
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import FAMILIES_OF_KEY, Config, profiled
+from maxtext_like.data.registry import DATASETS
 
 
 def cross_problems(
@@ -55,9 +56,9 @@ def cross_problems(
   profile, steps = config.logging.profile_steps, config.training.steps
   if profile is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
     yield Problem(f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), "name steps of the run")
-  if config.logging.sample_every > 0 and config.data.dataset == "synthetic":
+  if config.logging.sample_every > 0 and not DATASETS[config.data.dataset].text:
     yield Problem(
-      f"sample_every = {config.logging.sample_every} with dataset: synthetic", ("sample_every", "dataset"),
+      f"sample_every = {config.logging.sample_every} with dataset: {config.data.dataset}", ("sample_every", "dataset"),
       "its tokens are no text: set sample_every to 0, or another dataset",
     )  # fmt: skip
   yield from url_problems(config)

@@ -14,12 +14,15 @@ from typing import Literal
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
-from maxtext_like.config.problems import Checked, Problem, above_zero, at_least, did_you_mean
+from maxtext_like.config.problems import Checked, Problem, above_zero, alternatives, at_least, did_you_mean
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.registry import DATASETS, OF_FILES
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.layers.rules import LOGICAL_AXES, MESH_AXES
 from maxtext_like.models.registry import FAMILIES
+from maxtext_like.training.objectives import registry as objectives
+from maxtext_like.training.optimizers import registry as optimizers
 
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 
@@ -38,7 +41,8 @@ class TrainingConfig(Checked):
   per_device_batch_size: int | float
   max_target_length: int
   gradient_accumulation_steps: int
-  opt_type: Literal["adamw", "adafactor", "lion", "sgd"]
+  objective: objectives.Name
+  opt_type: optimizers.Name
   learning_rate: float
   lr_schedule_type: Literal["cosine", "linear", "constant", "wsd"]
   lr_schedule_steps: int | None
@@ -104,7 +108,7 @@ class TrainingConfig(Checked):
 class DataConfig(Checked):
   """``data:``, where the text comes from and how it becomes rows of tokens."""
 
-  dataset: Literal["python-stdlib", "text", "jsonl", "parquet", "arrow", "arrayrecord", "synthetic"]
+  dataset: str
   dataset_path: str | tuple[str, ...] | None
   tokenizer: str
   text_field: str
@@ -140,25 +144,25 @@ class DataConfig(Checked):
         f"eval_interval = {self.eval_interval} with eval_fraction = 0", ("eval_interval", "eval_fraction"),
         "hold a part of the documents out, as in eval_fraction=0.05, name other files in eval_path, or set eval_interval to 0",
       )  # fmt: skip
-    reads_files = self.dataset not in ("python-stdlib", "synthetic")
-    if reads_files and not self.dataset_path:
+    kind = DATASETS[self.dataset]
+    if kind.files and not self.dataset_path:
       yield Problem(
         f"dataset: {self.dataset} without dataset_path", ("dataset", "dataset_path"),
         "name the files, as in dataset_path=/data/*.txt",
       )  # fmt: skip
-    if not reads_files and self.dataset_path:
+    if not kind.files and self.dataset_path:
       yield Problem(
         f"dataset: {self.dataset} reads no files, but dataset_path is set", ("dataset", "dataset_path"),
-        "set dataset to jsonl or another that reads files, or leave dataset_path out",
+        f"set dataset to {alternatives(OF_FILES)}, or leave dataset_path out",
       )  # fmt: skip
-    if not reads_files and self.eval_path:
+    if not kind.files and self.eval_path:
       yield Problem(
         f"dataset: {self.dataset} reads no files, but eval_path is set", ("dataset", "eval_path"),
         "eval_path has files of the same kind as dataset_path",
       )  # fmt: skip
-    if self.dataset == "synthetic" and self.special_tokens_in_text is not None:
+    if not kind.text and self.special_tokens_in_text is not None:
       yield Problem(
-        f"special_tokens_in_text: {self.special_tokens_in_text} with dataset: synthetic, which has no text",
+        f"special_tokens_in_text: {self.special_tokens_in_text} with dataset: {self.dataset}, which has no text",
         ("special_tokens_in_text", "dataset"), "leave it out",
       )  # fmt: skip
     for name in ("tokenizer", "text_field"):
@@ -425,6 +429,7 @@ def _leaves() -> tuple[dict[str, tuple[str, object]], dict[str, tuple[str, ...]]
         if name:
           owners.setdefault(leaf, []).append(name)
   leaves["decoder_block"] = ("model", Literal[tuple(FAMILIES)])
+  leaves["dataset"] = ("data", Literal[tuple(DATASETS)])
   return leaves, {leaf: tuple(names) for leaf, names in owners.items() if len(names) < len(FAMILIES)}
 
 

@@ -8,7 +8,7 @@ that: a file that is cut off under the run is an error with a name, where a mapp
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +19,7 @@ from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
+SUFFIXES = (".arrow",)
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of batches
 FILE_MAGIC = b"ARROW1\0\0"  # the other of Arrow's two forms begins with it
 READ_AT_ONCE = MAX_RECORD_BYTES  # bytes of text of one batch, in a pass over all of them
@@ -240,3 +241,9 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
         f"  fix: {key}={os.path.join(above, min(names, key=lambda name: (name != 'train', name)))} names one of them"
       )
   return kept
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Arrow:
+  """The files of dataset=arrow."""
+  del vision, whole  # no images in it, and a record is never cut
+  return Arrow(files, data.text_field, key=key)

@@ -3,14 +3,16 @@
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from maxtext_like import strict_json
+from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
+from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -129,3 +131,18 @@ class JsonLines:
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
+
+
+def open_documents(
+  files: Sequence[str], data: Any, *, vision: VisionConfig | None, whole: Iterable[str], key: str
+) -> JsonLines:
+  """The files of dataset=jsonl, with images where the model has a `vision:` section."""
+  del whole  # a record is never cut
+  if twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED}):
+    logger.warning(
+      "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
+      key, twice[0], os.path.splitext(twice[0])[0], len(twice),
+    )  # fmt: skip
+  if vision is None:
+    return JsonLines(files, data.text_field, key=key)
+  return JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)

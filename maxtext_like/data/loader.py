@@ -24,9 +24,8 @@ from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Share, Split, seed_for
 from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
-from maxtext_like.data.sources import DataConfig, held_out_fraction, open_documents, path_key, refuse_path
+from maxtext_like.data.sources import DataConfig, held_out_fraction, kind_of, open_documents, path_key, refuse_path
 from maxtext_like.data.special_tokens import Spellings
-from maxtext_like.data.synthetic import SyntheticRows
 from maxtext_like.data.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import RetryableError, UserError
@@ -77,11 +76,12 @@ def make_data(
     raise ValueError(f"split is {split!r}, expected 'train' or 'eval'")
   lookup = lookup or Lookup(vocab_size=vocab_size)
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
-  if data.dataset == "synthetic":
+  kind = kind_of(data)
+  if not kind.text:
     refuse_path(data)
     multimodal = _multimodal(vision, None, length)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
-    rows: Rows = SyntheticRows(
+    rows: Rows = kind.load(kind.opens)(
       length,
       lookup.rows,
       data.data_shuffle_seed,
@@ -136,7 +136,7 @@ def make_data(
   identity |= {
     "files": documents.fingerprint(),
     "documents": used,
-    "text_field": None if data.dataset in ("text", "python-stdlib") else data.text_field,
+    "text_field": data.text_field if kind.fields else None,
     "tokenizer": tokenizer.fingerprint,
     "special_tokens_in_text": _stream_with(data),
     "packing": data.packing,
@@ -173,7 +173,7 @@ def _inspect(
   data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str, alive: Callable[[], None]
 ) -> None:
   """Looks at every record before the first step. Raises UserError for bad ones."""
-  if data.dataset == "python-stdlib" and (not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")):
+  if kind_of(data).sound and (not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")):
     return  # nothing in it can be bad
   found = inspect(documents, count, rules, [data.dataset, data.text_field], alive)
   judge(

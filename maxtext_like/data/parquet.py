@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
+SUFFIXES = (".parquet",)
 CACHED_ROW_GROUPS = 2  # the order of reading stays inside a row group (order.py), so more would not be hit
 # Equal texts that the file stores once stay one in memory (Arrow's dictionaries, which hold 2 GiB).
 DICTIONARY_UP_TO = 2**30
@@ -159,3 +160,9 @@ def _footer(path: str) -> str:
   tail = input_files.read_bytes(path, max(0, size - 8), 8)
   length = int.from_bytes(tail[:4], "little") + 8
   return f"footer xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - length)))}"
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
+  """The files of dataset=parquet."""
+  del vision, whole  # no images in it, and a record is never cut
+  return Parquet(files, data.text_field, key=key)

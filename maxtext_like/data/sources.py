@@ -1,27 +1,18 @@
 """Which documents a configuration names, for training and for evaluation."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import array_record, input_files, jsonl
-from maxtext_like.data.array_record import ArrayRecord
-from maxtext_like.data.arrow import Arrow
+from maxtext_like.data import input_files
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
-from maxtext_like.data.packed import SUFFIXES as PACKED
-from maxtext_like.data.parquet import Parquet
-from maxtext_like.data.text import TextFiles, stdlib
+from maxtext_like.data.registry import DATASETS, OF_FILES, Dataset
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-SUFFIXES: dict[str, tuple[str, ...]] = {
-  "text": (), "jsonl": jsonl.SUFFIXES, "parquet": (".parquet",), "arrow": (".arrow",), "arrayrecord": array_record.SUFFIXES,
-}  # fmt: skip
-"""The files of a folder that each data set reads; empty: all."""
 
 
 class DataConfig(Protocol):
@@ -55,6 +46,13 @@ class DataConfig(Protocol):
   def dataset_documents_max(self) -> int | None: ...
 
 
+def kind_of(data: DataConfig) -> Dataset:
+  """The kind of data set that data.dataset names. Raises UserError."""
+  if data.dataset not in DATASETS:
+    raise UserError(f"data.dataset is '{data.dataset}', expected one of {', '.join(DATASETS)}")
+  return DATASETS[data.dataset]
+
+
 def held_out_fraction(data: DataConfig) -> float:
   """The share of the documents of data.dataset_path that is kept for evaluation: none where nothing evaluates them."""
   return 0.0 if data.eval_path or not data.eval_interval else data.eval_fraction
@@ -68,32 +66,23 @@ def path_key(data: DataConfig, split: Split) -> str:
 def open_documents(
   data: DataConfig, vision: VisionConfig | None = None, split: Split = "train", whole: Iterable[str] = ()
 ) -> Documents:
-  """The documents that data.dataset names for a split; images are jsonl's alone. `whole`: see TextFiles. Raises UserError."""
+  """The documents that data.dataset names for a split. Raises UserError.
+
+  `vision`: where records may have images; `whole`: spellings that no piece of a text ends inside of.
+  """
   key = path_key(data, split)
-  path = data.eval_path if key == "eval_path" else data.dataset_path
-  if data.dataset == "python-stdlib":
+  kind = kind_of(data)
+  files: list[str] = []
+  if not kind.files:
     refuse_path(data)
-    return stdlib()
-  if data.dataset not in SUFFIXES:
-    raise UserError(f"data.dataset is '{data.dataset}', expected one of python-stdlib, synthetic, {', '.join(SUFFIXES)}")
-  files = input_files.find(path, SUFFIXES[data.dataset], data.dataset, key)
-  if data.dataset == "jsonl" and (twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED})):
-    logger.warning(
-      "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
-      key, twice[0], os.path.splitext(twice[0])[0], len(twice),
-    )  # fmt: skip
-  if key == "eval_path":
-    trained = input_files.find(data.dataset_path, SUFFIXES[data.dataset], data.dataset)
-    if common := sorted(set(files) & set(trained)):
-      logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
-  if data.dataset == "text":
-    return TextFiles(files, whole=whole, key=key)
-  if data.dataset == "jsonl":
-    if vision is None:
-      return jsonl.JsonLines(files, data.text_field, key=key)
-    return jsonl.JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)
-  columns = {"parquet": Parquet, "arrow": Arrow, "arrayrecord": ArrayRecord}
-  return columns[data.dataset](files, data.text_field, key=key)
+  else:
+    suffixes = kind.load("SUFFIXES")
+    files = input_files.find(data.eval_path if key == "eval_path" else data.dataset_path, suffixes, data.dataset, key)
+    if key == "eval_path":
+      trained = input_files.find(data.dataset_path, suffixes, data.dataset)
+      if common := sorted(set(files) & set(trained)):
+        logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
+  return kind.load(kind.opens)(files, data, vision=vision, whole=whole, key=key)
 
 
 def refuse_path(data: DataConfig) -> None:
@@ -101,5 +90,5 @@ def refuse_path(data: DataConfig) -> None:
   if data.dataset_path:
     raise UserError(
       f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
-      "set dataset to jsonl or another that reads files, or leave dataset_path empty"
+      f"set dataset to {alternatives(OF_FILES)}, or leave dataset_path empty"
     )

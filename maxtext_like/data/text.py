@@ -5,11 +5,13 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 from maxtext_like.data import input_files
 from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.errors import UserError
 
+SUFFIXES: tuple[str, ...] = ()  # of the files of a folder: any
 PIECE_BYTES = 2**16
 WINDOW_BYTES = 2**12  # a piece ends at the first newline within this distance of its nominal end
 STDLIB_PIECE_BYTES = 2**20  # no file of the standard library is longer: one document a file
@@ -137,6 +139,18 @@ def stdlib_files(folder: str | None = None) -> list[str]:
       "use dataset=text dataset_path=YOUR_FILES"
     )
   return sorted(found)
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+  """The files of dataset=text."""
+  del data, vision
+  return TextFiles(files, whole=whole, key=key)
+
+
+def open_stdlib(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+  """dataset=python-stdlib, which is nobody's choice of files."""
+  del files, data, vision, whole, key
+  return stdlib()
 
 
 def stdlib() -> TextFiles:

@@ -9,6 +9,7 @@ from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource
+from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, BytesTokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed, is_remote
@@ -27,7 +28,7 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> Data
   Raises:
     UserError: the checkpoint was made with a tokenizer that it does not hold.
   """
-  if data.tokenizer != AUTO or data.dataset == "synthetic":
+  if data.tokenizer != AUTO or not DATASETS[data.dataset].text:
     return data
   # A step whose tokenizer is damaged will be set aside, so it is not asked.
   whole = [n for n in StepDirectories(steps).complete() if _is_whole(steps / str(n))] if steps.is_dir() else []

@@ -11,6 +11,7 @@ from maxtext_like.config.load import Loaded
 from maxtext_like.config.problems import Problem, error_of
 from maxtext_like.config.schema import Config
 from maxtext_like.data import input_files
+from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.storage import is_remote, require_usable
@@ -64,10 +65,11 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
   checks: list[tuple[str, Callable[[], object]]] = []
   if (source := c.checkpoint.init_from) is not None:
     checks.append(("checkpoint.init_from", lambda: require_source(located(source))))
-  if c.data.dataset not in ("python-stdlib", "synthetic"):
+  kind = DATASETS[c.data.dataset]
+  if kind.files:
     checks.append(("data.dataset_path", lambda: _require_data(c.data.dataset_path, c.data.dataset, "dataset_path")))
     checks.append(("data.eval_path", lambda: _require_data(c.data.eval_path, c.data.dataset, "eval_path")))
-  if c.data.tokenizer not in ("bytes", AUTO) and c.data.dataset != "synthetic":
+  if c.data.tokenizer not in ("bytes", AUTO) and kind.text:
     checks.append(("data.tokenizer", lambda: find_tokenizer(c.data.tokenizer)))
   for key, check in checks:
     try:

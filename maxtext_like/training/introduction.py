@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.layers.param import count
 from maxtext_like.training import memory
@@ -24,10 +25,11 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   devices = f"{program.model.mesh.size} x {program.model.devices[0].device_kind}"
   available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
   kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
+  other = "" if t.objective == base_values()["objective"] else f", {t.objective}"
   lines = [
     f"model   {program.config.model.model_name}: {total:,} parameters{some}, {kind}",
     f"device  {devices}, about {need.total / memory.GB:.2f} GB{available} on each",
-    f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}",
+    f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}{other}",
     f"run     {run}",
   ]
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:

@@ -18,8 +18,8 @@ from maxtext_like.sharding.mesh import replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.objective import Objective
-from maxtext_like.training.objectives.registry import OBJECTIVES
-from maxtext_like.training.optimizers.registry import make_optimizer
+from maxtext_like.training.objectives.registry import make_objective
+from maxtext_like.training.optimizers.optimizer import make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
@@ -185,7 +185,7 @@ def make_program(
   t = config.training
   model = make_model(config, mesh=mesh, platform=platform)
   decoder = model.decoder
-  objective = OBJECTIVES["language_modelling"](model)
+  objective = make_objective(t.objective, model)
   spec = objective.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
   optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)

@@ -63,11 +63,8 @@ def test_labels_are_short(monkeypatch, tmp_path):
 
 def test_an_installed_wheel_finds_its_own_copy(tmp_path):
   # What the wheel holds: the package without the checkout around it, configs/ inside (pyproject's force-include).
-  for part in ("config", "layers", "models"):
-    shutil.copytree(ROOT / "maxtext_like" / part, tmp_path / "maxtext_like" / part)
+  shutil.copytree(ROOT / "maxtext_like", tmp_path / "maxtext_like", ignore=shutil.ignore_patterns("__pycache__"))
   shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
-  for name in ("__init__.py", "errors.py"):
-    shutil.copy(ROOT / "maxtext_like" / name, tmp_path / "maxtext_like" / name)
   program = (
     "from maxtext_like.config.load import load_config; import maxtext_like;"
     "loaded = load_config('configs/models/gemma4-tiny.yml'); print(loaded.path); print(loaded.origins['training.steps'])"
@@ -81,9 +78,7 @@ def test_an_installed_wheel_finds_its_own_copy(tmp_path):
 
 
 def test_a_damaged_installation_says_so(tmp_path):
-  shutil.copytree(ROOT / "maxtext_like" / "config", tmp_path / "maxtext_like" / "config")
-  for name in ("__init__.py", "errors.py"):
-    shutil.copy(ROOT / "maxtext_like" / name, tmp_path / "maxtext_like" / name)
+  shutil.copytree(ROOT / "maxtext_like", tmp_path / "maxtext_like", ignore=shutil.ignore_patterns("__pycache__"))
   program = "from maxtext_like.config.files import configs_folder; configs_folder()"
   done = subprocess.run(
     [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, env={"PYTHONPATH": "."}

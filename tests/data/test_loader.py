@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from maxtext_like.data import jsonl, loader, sources
 from maxtext_like.data.pack import KEYS
+from maxtext_like.data.text import TextFiles
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
@@ -325,7 +326,7 @@ def test_less_than_one_batch(make, tmp_path):
 def test_wrong_sources(make, path):
   with pytest.raises(UserError, match="dataset=python-stdlib reads no path"):
     make(dataset="python-stdlib", dataset_path=path)
-  with pytest.raises(UserError, match="expected one of python-stdlib, synthetic, text, jsonl, parquet, arrow"):
+  with pytest.raises(UserError, match="expected one of python-stdlib, text, jsonl, parquet, arrow, arrayrecord, synthetic"):
     make(dataset="c4")
   with pytest.raises(ValueError, match="split is 'test'"):
     make(dataset_path=path, split="test")
@@ -358,7 +359,7 @@ def test_a_token_without_a_row_in_a_smaller_table_never_reaches_the_device(make,
 
 
 def test_text_files_have_bos_and_eos_at_their_ends_only(make, tmp_path, monkeypatch):
-  monkeypatch.setattr(sources.TextFiles.__init__, "__kwdefaults__", {"piece_bytes": 8, "skip_undecodable": False})
+  monkeypatch.setattr(TextFiles.__init__, "__kwdefaults__", {"piece_bytes": 8, "skip_undecodable": False})
   (tmp_path / "a.txt").write_text("0123456\n" * 3)
   source = make(dataset="text", dataset_path=str(tmp_path), shuffle=False, length=13, global_batch=2)
   tokens = next(source)["tokens"].ravel().tolist()

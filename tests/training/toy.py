@@ -15,7 +15,7 @@ from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.models.row_norms import split_squares, state_peaks
 from maxtext_like.training import loss_scale
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
-from maxtext_like.training.optimizers.registry import make_optimizer
+from maxtext_like.training.optimizers.optimizer import make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import TrainStep

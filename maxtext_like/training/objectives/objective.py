@@ -1,7 +1,7 @@
 """What an objective is: the batch that it wants, and a pure call of parameters and batch.
 
-To add one: a file with a frozen dataclass of these members, and its line in ``registry.py``. The train step, the estimate of
-memory and the faces know no other objective than this.
+To add one: a file with a frozen dataclass of these members and a ``build``, and its name in ``registry.py``. The step, the
+estimate of memory and the faces know no other objective than this.
 """
 
 from typing import Any, ClassVar, Protocol

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxtext_like.config.schema import TrainingConfig
 from maxtext_like.layers.param import Param
+from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
 
 Tree = Any
@@ -115,6 +117,17 @@ class Optimizer:
     # A moment is a tree of the parameters' structure somewhere inside the state's named tuples. A lone parameter would
     # make every leaf such a tree; _match then goes by shape.
     return jax.tree.map(place, state, is_leaf=lambda node: jax.tree.structure(node) == inner)
+
+
+def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> Optimizer:
+  """The optimizer of a configuration.
+
+  Args:
+    training: the ``training:`` section.
+    spec: Params of the trainable leaves (None elsewhere).
+    weight_dtype: of the stored parameters: the default of ``mu_dtype``.
+  """
+  return Optimizer(make_rule(training), training.adam_weight_decay, training.mu_dtype or weight_dtype, weight_dtype, spec)
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -1,28 +1,19 @@
-"""Optimizers by ``opt_type``. To add one: a file beside this one, a line here, and its name in config/schema.py."""
+"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it, and its name here.
 
-from collections.abc import Callable
-from typing import Any
+The file has ``build(training) -> Rule``. This module imports no JAX, so that the configuration may ask for the names.
+"""
 
-from maxtext_like.config.schema import TrainingConfig
-from maxtext_like.training.optimizers import adafactor, adamw, lion, sgd
-from maxtext_like.training.optimizers.optimizer import Optimizer
-from maxtext_like.training.optimizers.rule import Rule
+import importlib
+from typing import TYPE_CHECKING, Literal, get_args
 
-RULES: dict[str, Callable[[TrainingConfig], Rule]] = {
-  "adafactor": adafactor.build,
-  "adamw": adamw.build,
-  "lion": lion.build,
-  "sgd": sgd.build,
-}
+if TYPE_CHECKING:
+  from maxtext_like.config.schema import TrainingConfig
+  from maxtext_like.training.optimizers.rule import Rule
+
+Name = Literal["adamw", "adafactor", "lion", "sgd"]
+NAMES: tuple[Name, ...] = get_args(Name)
 
 
-def make_optimizer(training: TrainingConfig, spec: Any, weight_dtype: str) -> Optimizer:
-  """The optimizer of a configuration.
-
-  Args:
-    training: the ``training:`` section.
-    spec: Params of the trainable leaves (None elsewhere).
-    weight_dtype: of the stored parameters: the default of ``mu_dtype``.
-  """
-  rule = RULES[training.opt_type](training)
-  return Optimizer(rule, training.adam_weight_decay, training.mu_dtype or weight_dtype, weight_dtype, spec)
+def make_rule(training: "TrainingConfig") -> "Rule":
+  """The rule of descent that a ``training:`` section names; imports its module."""
+  return importlib.import_module(f"{__package__}.{training.opt_type}").build(training)

@@ -1,7 +1,6 @@
 """What a rule of descent is: a direction, and a bound on what it computes.
 
-To add one: a file with a frozen dataclass of these members, its line in ``registry.py``, and its name among the values of
-``opt_type`` in config/schema.py.
+To add one: a file with a frozen dataclass of these members and a ``build``, and its name in ``registry.py``.
 """
 
 from typing import Any, ClassVar, NamedTuple, Protocol

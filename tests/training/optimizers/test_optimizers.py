@@ -9,8 +9,8 @@ import pytest
 
 from maxtext_like.config.schema import TrainingConfig
 from maxtext_like.layers.param import Param
-from maxtext_like.training.optimizers.optimizer import decays
-from maxtext_like.training.optimizers.registry import RULES, make_optimizer
+from maxtext_like.training.optimizers.optimizer import decays, make_optimizer
+from maxtext_like.training.optimizers.registry import NAMES
 from tests.training.toy import toy_config
 
 OPT_TYPES = get_args(get_type_hints(TrainingConfig)["opt_type"])
@@ -140,7 +140,7 @@ def test_factored_moments_are_sharded_along_what_they_keep():
 
 
 def test_the_configuration_and_the_registry_name_the_same():
-  assert sorted(OPT_TYPES) == sorted(RULES)
+  assert sorted(OPT_TYPES) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("rule", OPT_TYPES)

@@ -1,0 +1,77 @@
+"""Optimizers, objectives and data sets are their file and a line of their registry: nothing else names them."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.config.problems import alternatives
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.data.registry import DATASETS
+from maxtext_like.errors import UserError
+from maxtext_like.training import memory, objectives, optimizers
+from maxtext_like.training.introduction import introduction
+from maxtext_like.training.objectives import language_modelling
+from maxtext_like.training.objectives import registry as objective_registry
+from maxtext_like.training.optimizers import registry as optimizer_registry
+from maxtext_like.training.program import make_program
+
+SMALL = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dataset=synthetic", "max_target_length=8"]
+
+
+@pytest.mark.parametrize(("package", "registry"), [(objectives, objective_registry), (optimizers, optimizer_registry)])
+def test_a_file_is_a_name_of_the_registry(package: ModuleType, registry: Any):
+  files = [path for path in Path(package.__path__[0]).glob("*.py") if "\ndef build(" in path.read_text("utf-8")]
+  assert sorted(path.stem for path in files) == sorted(registry.NAMES)
+
+
+@pytest.mark.parametrize(
+  ("key", "names"),
+  [("objective", objective_registry.NAMES), ("opt_type", optimizer_registry.NAMES), ("dataset", tuple(DATASETS))],
+)
+def test_the_configuration_asks_the_registry(key, names):
+  assert get_args(LEAVES[key][1]) == names
+  wrong = names[0].replace(names[0][-3:], names[0][-4:])
+  with pytest.raises(UserError, match=f"{key}: '{wrong}' is not one of {', '.join(names)}, did you mean '{names[0]}'"):
+    load_config("gemma4-tiny", [f"{key}={wrong}"])
+
+
+def test_only_registries_name_optimizers():
+  """MaxText's names and advice on memory, which are of one of them, apart."""
+  package = Path(objectives.__path__[0]).parents[1]
+  naming = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if '"lion"' in path.read_text("utf-8")}
+  assert naming == {"training/optimizers/registry.py"}
+
+
+def test_every_data_set_opens():
+  for kind in DATASETS.values():
+    assert callable(kind.load(kind.opens))
+    assert not kind.files or isinstance(kind.load("SUFFIXES"), tuple)
+
+
+def test_the_key_chooses_the_objective_and_the_start_line_tells_it(monkeypatch):
+  @dataclasses.dataclass(frozen=True)
+  class Other(language_modelling.LanguageModelling):
+    pass
+
+  module: Any = ModuleType("other")
+  module.build = lambda model: Other(**vars(language_modelling.build(model)))
+  monkeypatch.setitem(sys.modules, "maxtext_like.training.objectives.other", module)
+  config = load_config("gemma4-tiny", SMALL).config
+  other = dataclasses.replace(config, training=dataclasses.replace(config.training, objective="other"))
+  told = []
+  for c, kind in ((config, language_modelling.LanguageModelling), (other, Other)):
+    program = make_program(c)
+    assert type(program.objective) is kind
+    lines = introduction(program, "run", memory.estimate(program), None).splitlines()
+    told += [line for line in lines if line.startswith("batch")]
+  assert told[0].endswith(", adamw")
+  assert told[1] == f"{told[0]}, other"
+
+
+def test_names_in_a_sentence():
+  assert [alternatives(names) for names in ("a", "ab", "abc")] == ["a", "a or b", "a, b or c"]
