@@ -68,9 +68,7 @@ def _union(node: Node, kinds: tuple) -> object:
     raise CoercionError(f"null where {' or '.join(describe(k) for k in kinds)} is needed")
   errors = []
   for kind in (k for k in kinds if k is not types.NoneType):
-    if typing.get_origin(kind) is tuple and not isinstance(node, Sequence):
-      continue
-    if typing.get_origin(kind) is not tuple and isinstance(node, Sequence) and len(kinds) - optional > 1:
+    if len(kinds) - optional > 1 and not isinstance(node, _NODES.get(typing.get_origin(kind), Scalar)):
       continue
     try:
       return coerce(node, kind)
@@ -152,6 +150,7 @@ def _str(node: Scalar) -> str:
   return node.text
 
 
+_NODES: dict[object, type] = {tuple: Sequence, dict: Mapping}
 _SCALARS: dict[object, Callable[[Scalar], object]] = {int: _int, float: _float, bool: _bool, str: _str}
 
 

@@ -120,6 +120,7 @@ NAMES: dict[str, Foreign] = {
     "dataset_dir", "dataset_name", "datasets", "train_dataset", "data", "train_data", "eval_dataset",
   ),
   **_renamed("dataset_path", "data_path", "data_files", "train_file", "train_files", "train_path", "data_dir", "dataset_files"),
+  **_renamed("dataset_weights", "train_weights", "mixture_weights", "interleave_probs", "data_weights"),
   **_renamed("eval_path", "eval_data_path", "val_file", "validation_file", "valid_data", "eval_file", "eval_data_files"),
   **_renamed("text_field", "dataset_text_field", "text_column", "text_key", "content_field"),
   **_renamed("images_field", "image_column", "image_field", "images_column"),

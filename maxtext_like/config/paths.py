@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
@@ -50,12 +51,22 @@ def existing_path(text: str) -> str:
   return text
 
 
+def by_source(value: Any) -> dict[str, str | Sequence[str] | None]:
+  """The files that ``dataset_path`` or ``eval_path`` names, by source; where it names none, all are those of ""."""
+  return dict(value) if isinstance(value, Mapping) else {"": value} if value else {}
+
+
+def _texts(value: Any) -> Iterator[str]:
+  for paths in by_source(value).values():
+    yield from (paths,) if isinstance(paths, str) else paths or ()
+
+
 def url_problems(config: object) -> Iterator[Problem]:
   """Every path key of a ``Config`` that holds a URL where none can be, or one that is none, as it was typed."""
   for key in (*LOCAL_KEYS, *PLACE_KEYS):
     (value,) = (getattr(section, key) for section in vars(config).values() if hasattr(section, key))
-    for text in value if isinstance(value, tuple) else (value,):
-      if not isinstance(text, str) or not is_url(text):
+    for text in _texts(value):
+      if not is_url(text):
         continue
       scheme, rest = re.split(r":/+", text, maxsplit=1)
       if key in LOCAL_KEYS:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.paths import by_source
 from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.problems import Checked, Problem, above_zero, alternatives, at_least, did_you_mean
 from maxtext_like.config.vision import VisionConfig
@@ -104,19 +105,24 @@ class TrainingConfig(Checked):
         )
 
 
+Paths = str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of which names of metrics are made
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked):
   """``data:``, where the text comes from and how it becomes rows of tokens."""
 
   dataset: str
-  dataset_path: str | tuple[str, ...] | None
+  dataset_path: Paths = field(hash=False)
+  dataset_weights: dict[str, float] | None = field(hash=False)
   tokenizer: str
   text_field: str
   special_tokens_in_text: Literal["parse", "literal", "error"] | None
   on_bad_record: Literal["error", "skip"]
   packing: bool
   eval_fraction: float
-  eval_path: str | tuple[str, ...] | None
+  eval_path: Paths = field(hash=False)
   eval_interval: int
   eval_steps: int
   shuffle: bool
@@ -165,9 +171,35 @@ class DataConfig(Checked):
         f"special_tokens_in_text: {self.special_tokens_in_text} with dataset: {self.dataset}, which has no text",
         ("special_tokens_in_text", "dataset"), "leave it out",
       )  # fmt: skip
+    yield from self._mixture_problems()
     for name in ("tokenizer", "text_field"):
       if not getattr(self, name):
         yield Problem(f"{name} is empty", (name,))
+
+  def _mixture_problems(self) -> Iterator[Problem]:
+    for key in ("dataset_path", "eval_path"):
+      for name, paths in by_source(getattr(self, key)).items():
+        if name and not _SOURCE_NAME.fullmatch(name):
+          yield Problem(f"{key}: {name!r} is no name of a source", (key,), "use letters, digits, '.', '_' and '-'")
+        if name and not paths:
+          yield Problem(f"{key}: the source {name} has no files", (key,), "name them, or leave the source out")
+    keys, weights = ("dataset_path", "dataset_weights"), self.dataset_weights
+    if not isinstance(self.dataset_path, dict):
+      if weights is not None:
+        what = "dataset_weights without sources in dataset_path"
+        yield Problem(what, keys, "name them, as in dataset_path={web: web/*.jsonl, code: code/*.jsonl}")
+      return
+    if weights is None:
+      fix = f"how many tokens of each, as in dataset_weights={{{', '.join(f'{name}: 1' for name in self.dataset_path)}}}"
+      yield Problem("dataset_path names sources, and dataset_weights does not say how they are mixed", keys, fix)
+      return
+    for name in sorted(self.dataset_path.keys() ^ weights.keys()):
+      lacking = "dataset_weights" if name in self.dataset_path else "dataset_path"
+      yield Problem(f"{lacking} has no {name!r}", keys, "both have the same names; a source that is not wanted is in neither")
+    for name, weight in weights.items():
+      if weight <= 0:
+        fix = f"weights are relative, any numbers above 0; leave {name} out of both keys to train without it"
+        yield Problem(f"dataset_weights: {name}: {weight:g} is not above 0", ("dataset_weights",), fix)
 
 
 @dataclass(frozen=True, kw_only=True)

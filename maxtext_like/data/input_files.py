@@ -79,7 +79,7 @@ def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:
     raise failed(error) from error
   if not below:
     raise UserError(f"{where}: no such object, and none below")
-  files = [entry for entry in below if entry.place.name.endswith(suffixes or "")]
+  files = [entry for entry in below if _SHARD.sub("", entry.place.name).endswith(suffixes or "")]
   if not files:
     raise UserError(f"{where}: {len(below)} object(s), but no {' or '.join(suffixes)} file among them")
   return files

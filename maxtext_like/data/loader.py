@@ -1,7 +1,7 @@
 """From the configuration to an iterator of batches with exact, checkpointable state: make_data.
 
   files -> documents (jsonl, parquet, ...), every one looked at once                              [sources, inspection.py]
-        -> order (held-out split, shuffle) -> tokens                                         [order.py, tokenise.py]
+        -> order (held-out split, shuffle) -> tokens, of several sources by weight       [order.py, tokenise.py, mixture.py]
         -> packed rows -> rows shuffled in buffers -> batches                                            [pack.py]
         -> a thread that works two batches ahead                                                        [prefetch.py]
 
@@ -13,6 +13,7 @@ depends on the data, the data keys, the tokenizer and T; not on the batch size, 
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,21 @@ import numpy as np
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules, inspect, judge
+from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Share, Split, seed_for
 from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
-from maxtext_like.data.sources import DataConfig, held_out_fraction, kind_of, open_documents, path_key, refuse_path
+from maxtext_like.data.sources import (
+  DataConfig,
+  dotted,
+  held_out_fraction,
+  kind_of,
+  open_documents,
+  path_key,
+  refuse_path,
+  source_names,
+)
 from maxtext_like.data.special_tokens import Spellings
 from maxtext_like.data.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +62,7 @@ def make_data(
   length: int,
   global_batch: int,
   split: Split = "train",
+  source: str | None = None,
   vision: VisionConfig | None = None,
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   lookup: Lookup | None = None,
@@ -58,6 +70,8 @@ def make_data(
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
   """The batches of one split, of `global_batch` rows of `length` tokens.
+
+  Where dataset_path names several sources, "train" mixes all of them by dataset_weights, and "eval" is of the one `source`.
 
   Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
   With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
@@ -74,6 +88,8 @@ def make_data(
   """
   if split not in ("train", "eval"):
     raise ValueError(f"split is {split!r}, expected 'train' or 'eval'")
+  if split == "eval" and source is None and len(names := source_names(data, split)) > 1:
+    raise ValueError(f"evaluation is of one source: one of {', '.join(names)}")
   lookup = lookup or Lookup(vocab_size=vocab_size)
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
   kind = kind_of(data)
@@ -96,36 +112,30 @@ def make_data(
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
   multimodal = _multimodal(vision, tokenizer.encode_special if parse else tokenizer.encode, length)
-  documents = open_documents(data, vision, split, whole=tokenizer.special if parse else ())
-  available, fraction = len(documents), held_out_fraction(data)
-  whole = path_key(data, split) == "eval_path"  # evaluation has files of its own
-  used = available if whole else min(available, data.dataset_documents_max or available)
-  indices = Share(used) if whole else Share(used, fraction, split)
-  if not len(indices):
-    raise UserError(
-      f"the {split} split has none of {used} documents (eval_fraction={fraction}); add documents"
-      + (" or raise eval_fraction" if split == "eval" and not whole else "")
-    )
   rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal)
-  bad_max = max(10, min(10_000, used // 100))
-  if split == "train" or whole:  # both splits of one data set are looked at together
-    _inspect(data, documents, used, rules, bad_max, path_key(data, split), alive)
   shuffle = data.shuffle and split == "train"
-  order = Order(
-    indices,
-    shuffle_seed=data.data_shuffle_seed if shuffle else None,
-    repeat=split == "train",
-    groups=documents.groups,
-  )
+  parts = {
+    name: _open_part(data, split, name, documents, rules, shuffle, alive)
+    for name, documents in open_documents(data, vision, split, source, tokenizer.special if parse else ()).items()
+  }
+  streams = {
+    name: DocumentStream(part.order, Tokenise(part.documents, tokenizer, lookup, rules)) for name, part in parts.items()
+  }
+  weights = data.dataset_weights if split == "train" else None
+  documents: DocumentStream | Mixture = next(iter(streams.values()))
+  if weights is not None:
+    most = None if data.packing else length
+    documents = Mixture({name: Source(s, parts[name].count, weights[name], most) for name, s in streams.items()})
+  count = sum(part.count for part in parts.values())
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packer = Packer(
-    DocumentStream(order, Tokenise(documents, tokenizer, lookup, rules)),
+    documents,
     length=length,
     pad_id=pad_id,
     packing=data.packing,
     on_bad_record=data.on_bad_record,
-    bad_max=bad_max,
-    epoch_length=len(indices),
+    bad_max=sum(part.bad_max for part in parts.values()),
+    epoch_length=count,
     max_images=multimodal.vision.max_images_per_row if multimodal else 0,
   )
   packer.on_skip = _SkipLog()
@@ -133,32 +143,67 @@ def make_data(
   if shuffle and data.packing:
     size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
     rows = ShuffleBuffer(packer, size=size, seed=seed_for(data.data_shuffle_seed, "rows"))
+  found = {name: {"files": part.documents.fingerprint(), "documents": part.used} for name, part in parts.items()}
+  if weights is not None:
+    identity |= {"sources": found, "weights": dict(weights)}
+  else:
+    identity |= next(iter(found.values())) | ({"source": source} if source else {})
   identity |= {
-    "files": documents.fingerprint(),
-    "documents": used,
     "text_field": data.text_field if kind.fields else None,
     "tokenizer": tokenizer.fingerprint,
     "special_tokens_in_text": _stream_with(data),
     "packing": data.packing,
-    "eval_fraction": fraction,
+    "eval_fraction": held_out_fraction(data),
     "shuffle": data.shuffle,
     "data_shuffle_seed": data.data_shuffle_seed,
   }
   if multimodal:
     identity["vision"] = multimodal.identity()
-  source = DataSource(
+  opened = DataSource(
     rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
-    stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents=len(indices),
+    stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents={name: part.count for name, part in parts.items()},
   )  # fmt: skip
   if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
-    source.close()
+    opened.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
     raise UserError(
       f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
       f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} "
       "rows; add data, or lower per_device_batch_size or max_target_length"
     )
-  return source
+  return opened
+
+
+@dataclass(frozen=True)
+class _Part:
+  """One source of a split: its documents, how many are used (training and evaluation together), and in which order."""
+
+  documents: Documents
+  used: int
+  count: int
+  order: Order
+  bad_max: int
+
+
+def _open_part(
+  data: DataConfig, split: Split, name: str, documents: Documents, rules: Rules, shuffle: bool, alive: Callable[[], None]
+) -> _Part:
+  """Divides the documents of one source, and looks at every record. UserError: none are left, or bad ones."""
+  available, fraction, key = len(documents), held_out_fraction(data), path_key(data, split)
+  whole = key == "eval_path"  # evaluation has files of its own
+  used = available if whole else min(available, data.dataset_documents_max or available)
+  indices = Share(used) if whole else Share(used, fraction, split)
+  if not len(indices):
+    raise UserError(
+      f"the {split} split has none of {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction}); add documents"
+      + (" or raise eval_fraction" if split == "eval" and not whole else "")
+    )
+  bad_max = max(10, min(10_000, used // 100))
+  if split == "train" or whole:  # both splits of one data set are looked at together
+    _inspect(data, documents, used, rules, bad_max, dotted(key, name), alive)
+  seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed
+  order = Order(indices, shuffle_seed=seed if shuffle else None, repeat=split == "train", groups=documents.groups)
+  return _Part(documents, used, len(indices), order, bad_max)
 
 
 def _multimodal(vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int) -> Multimodal | None:
@@ -220,14 +265,14 @@ class DataSource:
     identity: dict[str, Any],
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
-    documents: int | None = None,
+    documents: dict[str, int] | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of the split."""
+    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of each source."""
     self.tokenizer = tokenizer
-    self.documents = documents
+    self.documents = documents or {}
     self.identity = identity
     self._multimodal = multimodal
     self._rows, self._batch, self._length, self._pad_id = rows, batch, length, pad_id
@@ -282,10 +327,17 @@ class DataSource:
     """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the buffer it is from)."""
     return dict(self._counts)
 
-  @property
-  def epoch(self) -> float | None:
-    """Passes over the documents, up to the last batch (and the buffer it is from); None: data without an end."""
-    return self._counts["documents"] / self.documents if self.documents else None
+  def progress(self) -> dict[str, float]:
+    """Passes over the documents, up to the last batch (and the buffer it is from): "epoch"; none for data without an end.
+
+    Of a mixture "epoch/web" and the tokens read, "tokens/web", for each source.
+    """
+    if not self.documents:
+      return {}
+    if "" in self.documents:
+      return {"epoch": self._counts["documents"] / self.documents[""]}
+    epochs = {f"epoch/{name}": self._counts[f"documents/{name}"] / count for name, count in self.documents.items()}
+    return epochs | {name: number for name, number in self._counts.items() if name.startswith("tokens/")}
 
   def get_state(self) -> dict[str, Any]:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
@@ -350,11 +402,16 @@ class DataSource:
 def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dict[str, Any]:
   """`position` moved back to a document start if the rows of the present settings can go on there; else `initial`."""
   rows = position["rows"]
-  if rows.keys() != initial["rows"].keys():
+  if rows.keys() != initial["rows"].keys() or _of_mixture(rows) != _of_mixture(initial["rows"]):
     return initial
   if "block" in rows:
     return {"rows": {**rows, "next": 0, "rows": {**rows["rows"], "used": 0}}, "ended": False}
   return {"rows": {**rows, "used": 0} if "used" in rows else rows, "ended": False}
+
+
+def _of_mixture(rows: dict[str, Any]) -> bool:
+  """Whether a state is one of several sources."""
+  return "sources" in rows.get("rows", rows).get("documents", {})
 
 
 def differences(saved: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:

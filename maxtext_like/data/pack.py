@@ -80,7 +80,7 @@ class Rows(Protocol):
 
 
 class Packer:
-  """Rows from a grain iterator over Documents.
+  """Rows from a DocumentStream or a Mixture.
 
   `packing`: documents are laid end to end and cut every `length` tokens. What continues in the next row is a segment of
   its own there, with positions from 0 (attention cannot reach across rows). Without: one document a row, the rest of a
@@ -103,7 +103,7 @@ class Packer:
     epoch_length: int,
     max_images: int = 0,
   ):
-    """`documents`: a grain DatasetIterator of Document.
+    """`documents`: an iterator of Document with `get_state`, `set_state` and `counts`.
 
     `epoch_length`: documents until they repeat;
     `bad_max`: bad records that on_bad_record "skip" accepts; `max_images`: places for images in a row.
@@ -199,7 +199,7 @@ class Packer:
       )
 
   def counts(self) -> dict[str, int]:
-    return {**self._tally, "bad": len(self._bad)}
+    return {**self._tally, "bad": len(self._bad), **self._documents.counts()}
 
   def get_state(self) -> dict[str, Any]:
     unfinished = self._used < len(self._ids)

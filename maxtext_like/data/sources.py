@@ -1,9 +1,11 @@
 """Which documents a configuration names, for training and for evaluation."""
 
 import logging
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
@@ -21,7 +23,9 @@ class DataConfig(Protocol):
   @property
   def dataset(self) -> str: ...
   @property
-  def dataset_path(self) -> str | Sequence[str] | None: ...
+  def dataset_path(self) -> str | Sequence[str] | Mapping[str, str | Sequence[str]] | None: ...
+  @property
+  def dataset_weights(self) -> Mapping[str, float] | None: ...
   @property
   def tokenizer(self) -> str: ...
   @property
@@ -35,7 +39,7 @@ class DataConfig(Protocol):
   @property
   def eval_fraction(self) -> float: ...
   @property
-  def eval_path(self) -> str | Sequence[str] | None: ...
+  def eval_path(self) -> str | Sequence[str] | Mapping[str, str | Sequence[str]] | None: ...
   @property
   def eval_interval(self) -> int: ...
   @property
@@ -63,26 +67,59 @@ def path_key(data: DataConfig, split: Split) -> str:
   return "eval_path" if split == "eval" and data.eval_path else "dataset_path"
 
 
+def source_names(data: DataConfig, split: Split) -> tuple[str, ...]:
+  """The sources of a split, sorted; ("",) where there are no several. Those of "train" are mixed."""
+  return tuple(sorted(by_source(getattr(data, path_key(data, split))))) or ("",)
+
+
+def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
+  """The files of each source of a split. UserError: as `input_files.find`; a file that two sources have."""
+  key, owners, suffixes = path_key(data, split), {}, kind_of(data).load("SUFFIXES")
+  found = {
+    name: input_files.find(paths, suffixes, data.dataset, dotted(key, name))
+    for name, paths in sorted(by_source(getattr(data, key)).items() or {"": None}.items())
+  }
+  for name, files in found.items():
+    for file in files:
+      if (other := owners.setdefault(os.path.realpath(file), name)) != name:
+        raise UserError(
+          f"data.{key}: {file} is in two sources, {other} and {name}\n  fix: name it in one of them; its weight says how often "
+          "it is read"
+        )
+  return found
+
+
 def open_documents(
-  data: DataConfig, vision: VisionConfig | None = None, split: Split = "train", whole: Iterable[str] = ()
-) -> Documents:
-  """The documents that data.dataset names for a split. Raises UserError.
+  data: DataConfig,
+  vision: VisionConfig | None = None,
+  split: Split = "train",
+  only: str | None = None,
+  whole: Iterable[str] = (),
+) -> dict[str, Documents]:
+  """The documents of each source that data.dataset has for a split, or of `only` one. Raises UserError.
 
   `vision`: where records may have images; `whole`: spellings that no piece of a text ends inside of.
   """
-  key = path_key(data, split)
-  kind = kind_of(data)
-  files: list[str] = []
+  key, kind = path_key(data, split), kind_of(data)
   if not kind.files:
     refuse_path(data)
-  else:
-    suffixes = kind.load("SUFFIXES")
-    files = input_files.find(data.eval_path if key == "eval_path" else data.dataset_path, suffixes, data.dataset, key)
-    if key == "eval_path":
-      trained = input_files.find(data.dataset_path, suffixes, data.dataset)
-      if common := sorted(set(files) & set(trained)):
-        logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
-  return kind.load(kind.opens)(files, data, vision=vision, whole=whole, key=key)
+    return {"": kind.load(kind.opens)([], data, vision=vision, whole=whole, key=key)}
+  found = find_files(data, split)
+  if key == "eval_path":
+    files = [file for files in found.values() for file in files]
+    trained = {file for files in find_files(data, "train").values() for file in files}
+    if common := sorted(set(files) & trained):
+      logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
+  return {
+    name: kind.load(kind.opens)(files, data, vision=vision, whole=whole, key=dotted(key, name))
+    for name, files in found.items()
+    if only in (None, name)
+  }
+
+
+def dotted(key: str, source: str) -> str:
+  """What names the files of a source: the key, and the name that the source has in it."""
+  return f"{key}.{source}" if source else key
 
 
 def refuse_path(data: DataConfig) -> None:

@@ -80,6 +80,10 @@ class DocumentStream:
     self._next += 1  # a document that failed is asked for again
     return document
 
+  def counts(self) -> dict[str, int]:
+    """None but what whoever reads it counts; of several sources see Mixture."""
+    return {}
+
   def get_state(self) -> dict[str, Any]:
     """The position of the next document in the order."""
     return {"next_index": self._next}

@@ -18,6 +18,7 @@ def open_data(
   settings: DataConfig,
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
+  source: str | None = None,
 ) -> DataSource:
   """This process's batches of one split. Raises UserError as ``make_data`` does.
 
@@ -27,6 +28,7 @@ def open_data(
     settings: the ``data:`` section, with its tokenizer resolved.
     alive: called now and then while every record is looked at.
     waiting: called now and then while a batch does not come; what it raises ends the wait.
+    source: which of several to evaluate on.
   """
   config = program.config
   return make_data(
@@ -35,6 +37,7 @@ def open_data(
     length=config.training.max_target_length,
     global_batch=program.global_batch if split == "train" else program.microbatch,
     split=split,
+    source=source,
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
     lookup=program.model.decoder.cfg.lookup,

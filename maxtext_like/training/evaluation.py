@@ -1,5 +1,6 @@
 """The held-out loss of a run."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,33 +15,50 @@ from maxtext_like.training.watchdog import Watchdog
 
 
 class Evaluation:
-  """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones."""
+  """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones, of each source."""
 
   def __init__(
-    self, program: TrainProgram, data: DataSource, progress: Progress, stop: StopRequest, goodput: Goodput, watchdog: Watchdog
+    self,
+    program: TrainProgram,
+    data: Mapping[str, DataSource],
+    progress: Progress,
+    stop: StopRequest,
+    goodput: Goodput,
+    watchdog: Watchdog,
   ):
+    """``data``: by the name of its source; "" where there are no several."""
     self._program, self._data, self._progress = program, data, progress
     self._stop, self._goodput, self._watchdog = stop, goodput, watchdog
     self._compiled: Any = None
 
-  def __call__(self, params: Any) -> float | None:
-    """The loss of these parameters; None when a stop was asked for before it was there."""
+  def __call__(self, params: Any) -> dict[str, float] | None:
+    """The losses of these parameters: "eval_loss" over all targets, "eval_loss/web" over those of a source.
+
+    None when a stop was asked for before they were there.
+    """
     if self._compiled is None:
       try:
         with self._goodput.phase("compile"), compile_notice(self._progress):
           self._compiled = self._stop.interruptible(lambda: self._program.lower_eval().compile())
       except StopAsked:
         return None
-    sums = []
     try:
-      self._data.reset()
-      for _ in range(self._program.config.data.eval_steps):
-        self._watchdog.again()
-        self._stop.check()
-        sums.append(self._compiled(params, self._program.place(next(self._data))))
-        if len(sums) > 1:
-          jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
+      found = {name: self._sums(params, data) for name, data in self._data.items()}
     except StopAsked:
       return None
+    means = {f"eval_loss/{name}": loss / max(count, 1) for name, (loss, count) in found.items() if name}
+    loss, count = (sum(part) for part in zip(*found.values(), strict=True))
+    return {"eval_loss": loss / max(count, 1)} | means
+
+  def _sums(self, params: Any, data: DataSource) -> tuple[float, int]:
+    """Losses and targets of one source, added up. StopAsked where a stop was asked for."""
+    sums = []
+    data.reset()
+    for _ in range(self._program.config.data.eval_steps):
+      self._watchdog.again()
+      self._stop.check()
+      sums.append(self._compiled(params, self._program.place(next(data))))
+      if len(sums) > 1:
+        jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
     losses, counts = zip(*jax.device_get(sums), strict=True)
-    return float(np.sum(losses, dtype=np.float64) / max(int(np.sum(counts)), 1))
+    return float(np.sum(losses, dtype=np.float64)), int(np.sum(counts))

@@ -2,14 +2,15 @@
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxtext_like.checkpoint import compatibility, manifest
 from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.load import Loaded
+from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Problem, error_of
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
@@ -67,8 +68,8 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
     checks.append(("checkpoint.init_from", lambda: require_source(located(source))))
   kind = DATASETS[c.data.dataset]
   if kind.files:
-    checks.append(("data.dataset_path", lambda: _require_data(c.data.dataset_path, c.data.dataset, "dataset_path")))
-    checks.append(("data.eval_path", lambda: _require_data(c.data.eval_path, c.data.dataset, "eval_path")))
+    checks.append(("data.dataset_path", lambda: _require_data(c.data, "dataset_path")))
+    checks.append(("data.eval_path", lambda: _require_data(c.data, "eval_path")))
   if c.data.tokenizer not in ("bytes", AUTO) and kind.text:
     checks.append(("data.tokenizer", lambda: find_tokenizer(c.data.tokenizer)))
   for key, check in checks:
@@ -81,15 +82,17 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
       yield Problem(f"{key.partition('.')[2]}: {error.filename}: {error.strerror}", where=loaded.origins[key])
 
 
-def _require_data(paths: str | Sequence[str] | None, dataset: str, key: str) -> None:
+def _require_data(data: DataConfig, key: str) -> None:
   """An entry that matches nothing is refused as it would be later; no folder is listed to its end for that."""
-  for entry in [paths] if isinstance(paths, str) else paths or ():
-    if is_remote(entry):
-      input_files.find_remote(entry, (), key)
-      continue
-    path = os.path.expanduser(entry)
-    if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
-      input_files.find(entry, (), dataset, key)
+  for name, paths in by_source(getattr(data, key)).items():
+    named = f"{key}.{name}" if name else key
+    for entry in [paths] if isinstance(paths, str) else paths or ():
+      if is_remote(entry):
+        input_files.find_remote(entry, (), named)
+        continue
+      path = os.path.expanduser(entry)
+      if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
+        input_files.find(entry, (), data.dataset, named)
 
 
 def _manifest(step: Path) -> manifest.Manifest | None:

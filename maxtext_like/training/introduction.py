@@ -1,5 +1,7 @@
 """What a run says of itself before its first step."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 
 from maxtext_like.config.load import base_values
@@ -42,10 +44,21 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   return "\n".join(lines)
 
 
-def shares(trained: int, evaluated: int | None, settings: DataConfig) -> str:
-  """How many documents are for what."""
-  if evaluated is None:
-    unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
-    return f"{trained:,} documents train, none are held out: nothing evaluates{unused}"
+def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: DataConfig) -> str:
+  """How many documents are for what, of each source, and how they are mixed; a line or more."""
   whence = "of eval_path" if settings.eval_path else f"held out: eval_fraction={settings.eval_fraction:g}"
-  return f"{trained:,} documents train, {evaluated:,} evaluate ({whence})"
+  lines = []
+  if weights := settings.dataset_weights:
+    for name, count in trained.items():
+      lines.append(f"data    {name}: {weights[name] / sum(weights.values()):.4g} of the tokens, {count:,} documents train")
+      if name in evaluated:
+        lines[-1] += f", {evaluated[name]:,} evaluate ({whence})"
+    lines += [
+      f"data    {name or 'eval_path'}: {count:,} documents evaluate" for name, count in evaluated.items() if name not in trained
+    ]
+    return "\n".join(lines)
+  total = sum(trained.values())
+  if not evaluated:
+    unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
+    return f"data    {total:,} documents train, none are held out: nothing evaluates{unused}"
+  return f"data    {total:,} documents train, {sum(evaluated.values()):,} evaluate ({whence})"

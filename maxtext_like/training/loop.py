@@ -48,7 +48,7 @@ class _Launched:
     batch: of the step.
     end: of the step, in seconds of ``time.perf_counter``.
     drawn: when the host began and ended to wait for the batch, likewise.
-    epoch: passes over the data when it was drawn; None: the data have no end.
+    read: how far the data were read when it was drawn, as ``DataSource.progress`` says.
     position: state of the data after its batch; None: nobody goes back.
   """
 
@@ -57,7 +57,7 @@ class _Launched:
   batch: Any
   end: Future[float]
   drawn: tuple[float, float]
-  epoch: float | None
+  read: dict[str, float]
   position: dict[str, Any] | None
 
 
@@ -85,8 +85,8 @@ class Loop:
     train_step: compiled ``TrainProgram.lower_step``.
     look: compiled ``TrainProgram.lower_look``.
     state: where to start; each step takes its memory.
-    data: batches of this process, ``get_state()`` and ``epoch``.
-    evaluate: params -> held-out loss, None when it was left for a stop; None: no evaluation.
+    data: batches of this process, ``get_state()`` and ``progress()``.
+    evaluate: params -> held-out losses of the row, None when it was left for a stop; None: no evaluation.
     sample: (step, params) -> rows of samples.jsonl; None: no samples.
     manager, files, progress, stop, guard: the run's own.
     flops: of one step on all devices.
@@ -104,7 +104,7 @@ class Loop:
   look: Callable[..., dict[str, jax.Array]]
   state: State
   data: Any
-  evaluate: Callable[[Any], float | None] | None
+  evaluate: Callable[[Any], dict[str, float] | None] | None
   sample: Callable[[int, Any], list[Row]] | None
   manager: CheckpointManager | None
   files: RunFiles
@@ -182,7 +182,7 @@ class Loop:
           continue
         end = clock.submit(_end_of, metrics["loss"])
         position = None if self.spikes is None else self.data.get_state()
-        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.epoch, position)
+        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.progress(), position)
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         evaluating = self.evaluate is not None and step % d.eval_interval == 0
         saving = self.manager is not None and self.manager.due(step)
@@ -383,7 +383,7 @@ class Loop:
       return  # the loop asks for itself
     self._last_end = time.perf_counter()
 
-  def _settle(self, evaluate: Callable[[Any], float | None] | None = None) -> bool:
+  def _settle(self, evaluate: Callable[[Any], dict[str, float] | None] | None = None) -> bool:
     """Waits for the step under way, and writes and shows what it gave.
 
     Returns:
@@ -415,7 +415,7 @@ class Loop:
     if self.peak_tflops:
       row["mfu"] = row["tflops_per_device"] / self.peak_tflops
     row |= memory.in_use(self.program.model.devices)
-    row |= {} if launched.epoch is None else {"epoch": launched.epoch}
+    row |= launched.read
     if every and step % every == 0:
       row |= by_layer
     result = StepResult(step, scalars, finite)
@@ -429,7 +429,7 @@ class Loop:
       try:
         with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
           held_out = evaluate(self.state["params"])
-        row |= {} if held_out is None else {"eval_loss": held_out}
+        row |= held_out or {}
       except ExitError as raised:
         failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()

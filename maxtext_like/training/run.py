@@ -19,6 +19,7 @@ from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
+from maxtext_like.data.sources import source_names
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
 from maxtext_like.masking import masked
 from maxtext_like.sharding import processes, roll_call
@@ -104,7 +105,7 @@ class _Opened:
   limit: memory.Limit | None
   settings: DataConfig
   data: DataSource
-  held_out: DataSource | None
+  held_out: dict[str, DataSource]
   samples: Samples | None
   manager: CheckpointManager | None
 
@@ -149,9 +150,9 @@ class _Run:
         return finished
       stack.callback(watchdog.leave)
       progress.say(introduction(opened.program, str(_from_here(directory.path)), opened.need, opened.limit))
-      if opened.data.documents is not None:
-        held_out = opened.held_out and opened.held_out.documents
-        progress.say(f"data    {shares(opened.data.documents, held_out, opened.settings)}")
+      if opened.data.documents:
+        held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
+        progress.say(shares(opened.data.documents, held_out, opened.settings))
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
         processes.barrier("start", watchdog.limit("compile"))  # one may have to compile what the others have in their cache
@@ -178,10 +179,15 @@ class _Run:
     settings = chosen_tokenizer.resolve(c.data, c.checkpoint, self._directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     alive = lambda: watchdog.again(thread=self._thread)
-    open_split = lambda split: stop.interruptible(lambda: open_data(program, split, settings, alive, stop.check))
-    data = stack.enter_context(contextlib.closing(open_split("train")))
-    held_out = stack.enter_context(contextlib.closing(open_split("eval"))) if settings.eval_interval else None
-    identities = {f"{source.identity['split']} data": source.identity for source in (data, held_out) if source is not None}
+
+    def open_split(split: str, source: str | None = None) -> DataSource:
+      opened = stop.interruptible(lambda: open_data(program, split, settings, alive, stop.check, source))
+      return stack.enter_context(contextlib.closing(opened))
+
+    data = open_split("train")
+    held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
+    identities = {"train data": data.identity}
+    identities |= {f"eval data{f' of {name}' * bool(name)}": source.identity for name, source in held_out.items()}
     processes.require_same(identities, watchdog.limit("compile"))  # one may have to look at every record first
     samples = None
     if c.logging.sample_every:
@@ -230,7 +236,7 @@ class _Run:
     env = provenance.describe() | used
     files.text("env.json", json.dumps(env, indent=1) + "\n")
     evaluate = None
-    if opened.held_out is not None:
+    if opened.held_out:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
     profiled = c.logging.profile_steps
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.steps)

@@ -33,6 +33,7 @@ def test_sections_are_frozen_and_keyword_only(section):
 
 
 READS = {"dataset": "text", "dataset_path": "a"}
+MIXED = {"dataset_path": {"web": "a", "code": "b"}, "dataset_weights": {"web": 3.0, "code": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,15 @@ READS = {"dataset": "text", "dataset_path": "a"}
     ("data", {"dataset": "jsonl"}, "dataset: jsonl without dataset_path"),
     ("data", {"dataset": "text", "dataset_path": ()}, "without dataset_path"),
     ("data", {"dataset_path": "x.txt"}, "reads no files"),
+    ("data", {**READS, "dataset_path": {"a": "b"}}, "dataset_weights does not say how they are mixed"),
+    ("data", {**READS, "dataset_weights": {"a": 1.0}}, "dataset_weights without sources in dataset_path"),
+    ("data", {**READS, **MIXED, "dataset_weights": {"web": 1.0}}, "dataset_weights has no 'code'"),
+    ("data", {**READS, **MIXED, "dataset_path": {"web": "a"}}, "dataset_path has no 'code'"),
+    ("data", {**READS, **MIXED, "dataset_weights": {"web": 1.0, "code": 0.0}}, "dataset_weights: code: 0 is not above 0"),
+    ("data", {**READS, **MIXED, "dataset_weights": {"web": 1.0, "code": -0.5}}, "dataset_weights: code: -0.5 is not above 0"),
+    ("data", {**READS, **MIXED, "dataset_path": {"web": "a", "code": ()}}, "dataset_path: the source code has no files"),
+    ("data", {**READS, "dataset_path": {"a/b": "c"}, "dataset_weights": {"a/b": 1.0}}, "'a/b' is no name of a source"),
+    ("data", MIXED, "reads no files, but dataset_path is set"),
     ("data", {"tokenizer": ""}, "tokenizer is empty"),
     ("data", {"dataset_documents_max": 0}, "dataset_documents_max = 0"),
     ("checkpoint", {"enable_checkpointing": False}, "resume: true with enable_checkpointing: false"),

@@ -10,6 +10,7 @@ from maxtext_like.data.loader import make_data
 DEFAULTS = {
   "dataset": "jsonl",
   "dataset_path": None,
+  "dataset_weights": None,
   "tokenizer": "bytes",
   "text_field": "text",
   "special_tokens_in_text": None,
@@ -27,6 +28,7 @@ ARGUMENTS = {
   "length": 16,
   "global_batch": 2,
   "split": "train",
+  "source": None,
   "vision": None,
   "lookup": None,
   "stall_limit_seconds": 600.0,

@@ -164,9 +164,9 @@ def test_nothing_is_held_out_where_nothing_evaluates(make, path):
   given_ = {"dataset_path": path, "packing": False, "length": 64, "global_batch": 4, "eval_fraction": 0.2}
   source = make(**given_, eval_interval=0)
   assert sorted(texts_of(take(source, 10))) == sorted(TEXTS)
-  assert source.documents == 40
+  assert source.documents == {"": 40}
   evaluated, trained = make(**given_, split="eval"), make(**given_)
-  assert (trained.documents, evaluated.documents) == (32, 8)
+  assert (trained.documents, evaluated.documents) == ({"": 32}, {"": 8})
   # A run of before the key counted held 20 % out without evaluating: its state says so.
   with pytest.raises(UserError, match=r"(?s)eval_fraction: was 0\.2, is 0\.0.*eval_interval=N goes on"):
     source.set_state(trained.get_state())
@@ -183,7 +183,7 @@ def test_files_of_their_own_to_evaluate_on(make, path, tmp_path, caplog):
   trained, evaluated = make(**given_, dataset_documents_max=4), make(**given_, split="eval", dataset_documents_max=4)
   assert sorted(texts_of(take(trained, 1))) == sorted(TEXTS[:4])
   assert texts_of(take(evaluated, 2)) == ["one", "two", "three"]
-  assert (trained.documents, evaluated.documents) == (4, 3)
+  assert (trained.documents, evaluated.documents) == ({"": 4}, {"": 3})
   without = make(**{**given_, "eval_path": None, "eval_interval": 0}, dataset_documents_max=4)
   without.set_state(trained.get_state())  # to begin with it, or to end it, leaves the training data as they are
   with caplog.at_level(logging.WARNING):
@@ -404,7 +404,7 @@ def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
   from maxtext_like.config.schema import DataConfig
 
   read = {name for name, member in vars(sources.DataConfig).items() if isinstance(member, property)}
-  assert len(read) == 13
+  assert len(read) == 14
   assert read <= {field.name for field in dataclasses.fields(DataConfig)}
 
 

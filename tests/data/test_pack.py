@@ -36,6 +36,9 @@ class Listed:
   def set_state(self, state):
     self.at = state["next_index"]
 
+  def counts(self):
+    return {}
+
 
 def packer(documents, length=7, packing=True, repeat=False, on_bad_record="error", bad_max=10):
   return Packer(

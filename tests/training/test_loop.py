@@ -73,7 +73,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   stop.should_stop.return_value = False
   stop.interruptible = lambda work: work()
   files: Any = MagicMock()
-  data: Any = MagicMock(epoch=None, __next__=lambda _: {})
+  data: Any = MagicMock(progress=dict, __next__=lambda _: {})
   quiet: Any = MagicMock()
   given = {"evaluate": None, "sample": None, "manager": None} | parts
   seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
@@ -112,7 +112,7 @@ def test_what_comes_between_two_steps_is_in_none_of_their_times():
   evaluated = iter([True])
   files = run(
     6, "eval_interval=1", "sample_every=3", "dataset=text", "dataset_path=x",
-    evaluate=lambda _: busy(1.0) if next(evaluated, False) else 1.0,
+    evaluate=lambda _: {"eval_loss": busy(1.0) if next(evaluated, False) else 1.0},
     sample=lambda step, _: busy([]) if step == 3 else [], manager=manager, profile=profile,
   )  # fmt: skip
   np.testing.assert_allclose(seconds_of(files), STEP, atol=0.08)

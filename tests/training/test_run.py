@@ -102,6 +102,25 @@ def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken):
   assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
 
 
+def test_a_mixture_of_sources_is_told_and_each_evaluated(workplace, unbroken, tmp_path, capsys):
+  for name, length in (("web", 60), ("code", 17)):
+    texts = (f"{i} {name} " + name[i % 3] * (i * 7 % length) for i in range(40))
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  files = f"{{web: {tmp_path}/web.jsonl, code: [{tmp_path}/code.jsonl]}}"
+  words = ["dataset=jsonl", f"dataset_path={files}", "dataset_weights={web: 3, code: 1}", "eval_interval=2", "eval_steps=2"]
+  assert train(workplace, "mixed", *words, "steps=2") == 0
+  shown = capsys.readouterr().out
+  assert "data    code: 0.25 of the tokens, 32 documents train, 8 evaluate (held out: eval_fraction=0.2)" in shown
+  assert "data    web: 0.75 of the tokens, 32 documents train, 8 evaluate" in shown
+  rows = metrics(workplace, "mixed")
+  assert rows[1].keys() >= {"epoch/web", "epoch/code", "tokens/web", "tokens/code", "eval_loss/web", "eval_loss/code"}
+  assert abs(rows[1]["tokens/web"] - 3 * rows[1]["tokens/code"]) <= 4 * 70
+  both = sorted((rows[1]["eval_loss/web"], rows[1]["eval_loss/code"]))
+  assert both[0] < rows[1]["eval_loss"] < both[1]
+  assert train(workplace, "mixed", *words, "steps=3", "dataset_weights={web: 1, code: 1}") == 2
+  assert "weights web: was 3.0, is 1.0" in capsys.readouterr().err
+
+
 def test_a_finished_run_is_left_as_it_is(workplace, unbroken, capsys):
   run = workplace / "unbroken"
   before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and "lock" not in path.name}
@@ -171,7 +190,7 @@ def test_a_stop_while_the_data_to_evaluate_on_stall_leaves_the_evaluation(call):
   )  # fmt: skip
   quiet: Any = MagicMock()
   stop: Any = SimpleNamespace(requested=None, check=lambda: None, interruptible=lambda work: work())
-  assert Evaluation(program, data, quiet, stop, quiet, quiet)({}) is None
+  assert Evaluation(program, {"": data}, quiet, stop, quiet, quiet)({}) is None
 
 
 def test_another_model_in_the_same_run_is_refused(workplace, unbroken, capsys):

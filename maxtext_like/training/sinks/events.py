@@ -62,7 +62,11 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
   for name, value in row.items():
     if name == "step":
       continue
-    tag = name if name.startswith("numerics/") else _TAGS.get(name, f"train/{name}")
+    tag = (
+      name
+      if name.startswith("numerics/")
+      else _TAGS.get(name, f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_loss/") else f"train/{name}")
+    )
     layers = {f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
     yield from ((tag, number) for tag, number in layers.items() if number is not None)
   # Beside other terms the loss is not the cross entropy.

@@ -24,7 +24,16 @@ def events(directory):
 
 def test_a_row_is_one_event_with_a_tag_for_each_number_and_each_layer(tmp_path):
   writer = Events(tmp_path, 0)
-  row = {"step": 1, "loss": 2.0, "cross_entropy": 1.0, "eval_loss": 0.0, "mfu": 0.5, "memory_gb": 3.0, "epoch": 0.25}
+  row = {
+    "step": 1,
+    "loss": 2.0,
+    "cross_entropy": 1.0,
+    "eval_loss": 0.0,
+    "eval_loss/web": 3.5,
+    "mfu": 0.5,
+    "memory_gb": 3.0,
+    "epoch": 0.25,
+  }
   writer.write(row | {"numerics/forward/mlp/max": [1.5, None]})
   writer.write({"step": 2, "loss": None})
   head, one, two = events(tmp_path)
@@ -36,6 +45,7 @@ def test_a_row_is_one_event_with_a_tag_for_each_number_and_each_layer(tmp_path):
     "train/perplexity": 2.718,
     "train/epoch": 0.25,
     "eval/loss": 0.0,
+    "eval/loss/web": 3.5,
     "eval/perplexity": 1.0,
     "perf/mfu": 0.5,
     "perf/memory_gb": 3.0,
