@@ -1,19 +1,39 @@
 """Whether a train step fits machines that are not here: compiled for a TPU slice, or estimated for GPUs."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, GpuHost, find_gpus, find_topology
+from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, GpuHost, Topology, find_gpus, find_topology
 
 if TYPE_CHECKING:
+  from maxtext_like.analysis.audit_keys import KeyVerdict
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.schema import Config
-  from maxtext_like.training.ahead_of_time import CompiledStep
+  from maxtext_like.training.ahead_of_time import CompiledStep, Work
   from maxtext_like.training.memory import Limit, MemoryEstimate
+  from maxtext_like.training.memory_layout import MemoryLayout
   from maxtext_like.training.program import TrainProgram
+
+
+@dataclass(frozen=True)
+class Change:
+  """Other values of keys, that were tried. As text: the values and what came of it.
+
+  Attributes:
+    values: as on the command line.
+    step: what the compiler says with them.
+  """
+
+  values: tuple[str, ...]
+  step: "CompiledStep"
+
+  def __str__(self) -> str:
+    size = "" if self.step.peak_bytes is None else f", {_size(self.step.peak_bytes)} a chip"
+    return f"{' '.join(self.values)}: {'fits' if self.step.fits else 'does not fit'}{size}"
 
 
 @dataclass(frozen=True)
@@ -22,13 +42,17 @@ class Compiled:
 
   Attributes:
     config: of it.
-    step: memory, collectives, seconds.
+    step: memory, work, seconds.
     flags: the group of XLA flags that it was compiled with.
+    tried: where it does not fit: changes that were compiled until memory was laid out, the last of which may fit.
+    keys: verdicts on the precision keys of the compiled program; empty where there is none, or layers differ in precision.
   """
 
   config: "Config"
   step: "CompiledStep"
   flags: str
+  tried: tuple[Change, ...] = ()
+  keys: "tuple[KeyVerdict, ...]" = ()
 
   @property
   def fits(self) -> bool:
@@ -40,29 +64,104 @@ class Compiled:
     from maxtext_like.training.ahead_of_time import version
 
     step = self.step
-    hbm = step.topology.hbm_bytes
-    chips = "1 chip" if step.topology.chips == 1 else f"{step.topology.chips} chips"
-    mesh = in_words(step.mesh)
+    hbm, t = step.topology.hbm_bytes, step.topology
+    chips = "1 chip" if t.chips == 1 else f"{t.chips} chips" + (f" in {t.slices} slices" if t.slices > 1 else "")
     rows = [
       *_run_rows(self.config, step.parameters, "chip"),
-      ("topology", f"{step.topology.name} ({step.topology.libtpu_name}), {chips}, mesh {mesh}"),
+      ("topology", f"{t.name} ({t.libtpu_name}), {chips}, mesh {in_words(step.mesh)}"),
       *(("attention", str(use)) for use in step.kernels),
       ("arguments", f"{_size(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
     ]
-    if step.temporary_bytes is not None:
-      rows.append(("temporaries", f"{_size(step.temporary_bytes)} a chip, not all at once"))
+    if step.layout is not None:
+      rows += _memory_rows(step.layout)
     if step.peak_bytes is not None:
       share = f"{step.peak_bytes / hbm:.0%}"
-      name = "peak" if not step.out_of_memory else "needed"
+      name = "needed" if step.out_of_memory else "peak" if step.machine_code else "laid out"
       rows.append((name, f"{_size(step.peak_bytes)} of {_size(hbm)} HBM a chip ({share})"))
-    if not step.out_of_memory:
-      rows.append(("collectives", collectives(step)))
+    if step.work is not None:
+      rows += _work_rows(step.work)
+    if self.keys:
+      rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
-    rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}"))
+    until = "" if step.machine_code else ", stopped before machine code"
+    rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}{until}"))
     if step.out_of_memory:
       rows.append(("compiler", step.out_of_memory))
-    rows.append(("verdict", "fits" if step.fits else f"does not fit: {_remedy(step)}"))
+    rows += [("tried" if i == 0 else "", str(change)) for i, change in enumerate(self.tried)]
+    rows.append(("verdict", "fits" if step.fits else f"does not fit: {self._remedy()}"))
     return _rows(rows)
+
+  def _remedy(self) -> str:
+    if self.tried and self.tried[-1].step.fits:
+      return f"it does with {' '.join(self.tried[-1].values)}"
+    return "neither with what was tried; more chips, or opt_type=adafactor, or a smaller max_target_length"
+
+  def to_json(self) -> dict[str, Any]:
+    """All of it."""
+    from maxtext_like.training.ahead_of_time import version
+
+    step, t = self.step, self.step.topology
+    work = None
+    if step.work is not None:
+      work = asdict(step.work) | {"transfers": [asdict(x) for x in step.work.transfers]}
+    return {
+      "model": self.config.model.model_name,
+      "topology": {"name": t.name, "chips": t.chips, "slices": t.slices, "hbm_bytes": t.hbm_bytes},
+      "mesh": step.mesh,
+      "parameters": step.parameters,
+      "kernels": [use.to_json() for use in step.kernels],
+      "argument_bytes": step.argument_bytes,
+      "peak_bytes": step.peak_bytes,
+      "layout": None if step.layout is None else asdict(step.layout),
+      "work": work,
+      "audit": [asdict(key) for key in self.keys],
+      "seconds": step.seconds,
+      "machine_code": step.machine_code,
+      "packages": {name: version(name) for name in ("jax", "libtpu")},
+      "xla_flags": self.flags,
+      "out_of_memory": step.out_of_memory,
+      "tried": [{"values": list(c.values), "fits": c.step.fits, "peak_bytes": c.step.peak_bytes} for c in self.tried],
+      "fits": step.fits,
+    }
+
+
+def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
+  parts = ", ".join(f"{name} {_size(size)}" for name, size in layout.classes.items() if size >= 1 << 20)
+  rows = [("memory", f"{_size(layout.bytes)} laid out, at the fullest instant: {parts}")]
+  for i, held in enumerate(layout.largest):
+    words = " ".join(filter(None, (held.place, held.path.removeprefix("jit(<unnamed function>)/"))))
+    several = f"{held.count} x " if held.count > 1 else ""
+    rows.append(("largest" if i == 0 else "", f"{several}{_size(held.bytes)} {held.type}, {held.kind}: {words}"))
+  return rows
+
+
+def _work_rows(work: "Work") -> list[tuple[str, str]]:
+  bounds = work.roofline
+  times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
+  share = work.flops / work.model_flops
+  rows = [
+    (
+      "products",
+      f"{work.flops / 1e12:,.4g} TFLOP a chip and step, {share:.2f} times the model's {work.model_flops / 1e12:,.4g}",
+    ),
+  ]
+  for i, t in enumerate(work.transfers):
+    way = ("beside computation" if t.asynchronous else "waited for") + (", between slices" if t.between_slices else "")
+    rows.append(("collectives" if i == 0 else "", f"{t.kind}: {t.times} a step, {t.bytes / 1e9:,.4g} GB through a chip, {way}"))
+  if not work.transfers:
+    rows.append(("collectives", "none"))
+  rows.append(("at least", f"{bounds.step:.3f} s a step: {times}, and transfers that are waited for {bounds.waiting:.3f} s"))
+  rows.append(("at most", f"{bounds.mfu:.1%} MFU; bound by {bounds.binds}; no chip has run this"))
+  return rows
+
+
+def audit_summary(keys: "tuple[KeyVerdict, ...]") -> str:
+  """The verdicts in a line."""
+  by: dict[str, list[str]] = {}
+  for key in keys:
+    by.setdefault(key.verdict, []).append(key.key)
+  names = lambda verdict: "" if verdict == "honoured" else f" ({', '.join(by[verdict])})"
+  return ", ".join(f"{len(found)} keys {verdict}{names(verdict)}" for verdict, found in by.items())
 
 
 @dataclass(frozen=True)
@@ -85,6 +184,19 @@ class Estimated:
   def fits(self) -> bool:
     """Whether the estimate is within the limit."""
     return self.need.total <= self.limit.bytes
+
+  def to_json(self) -> dict[str, Any]:
+    """All of it."""
+    c, need = self.program.config, asdict(self.need)
+    return {
+      "model": c.model.model_name,
+      "topology": {"name": self.host.name, "gpus": self.host.gpus, "card": self.host.card},
+      "mesh": dict(self.program.model.mesh.shape),
+      "kernels": [use.to_json() for use in self.program.model.kernels],
+      "estimate": need | {"total": self.need.total},
+      "limit": asdict(self.limit),
+      "fits": self.fits,
+    }
 
   def __str__(self) -> str:
     import jax
@@ -110,17 +222,27 @@ class Estimated:
 
 
 def compile_step(
-  config: "Configuration", *overrides: str, topology: str, xla_flags: str | None = None, **keys: Any
+  config: "Configuration",
+  *overrides: str,
+  topology: str,
+  num_slices: int = 1,
+  xla_flags: str | None = None,
+  machine_code: bool = True,
+  **keys: Any,
 ) -> Compiled | Estimated:
-  """Compiles the train step for a TPU slice with libtpu, on any Linux machine; for GPUs it estimates. Nothing runs.
+  """Compiles the train step for TPU slices with libtpu, on any Linux machine; for GPUs it estimates. Nothing runs.
 
   Only a GPU's own libraries can compile its programs, so there the arrays are counted, as a run counts them at its start.
+  What does not fit a TPU is tried with other values, one after the other, until one fits.
 
   Args:
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
     topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8".
+    num_slices: of TPUs: how many such slices, joined by the data-center network.
     xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
+    machine_code: of TPUs: False stops the compiler once memory is laid out, which is a tenth of the work; all but the
+      compiler's own peak and its objections to kernels is known then.
     keys: values laid over it.
 
   Raises:
@@ -128,8 +250,11 @@ def compile_step(
   """
   given = words(overrides, keys, compile_step)
   host = find_gpus(topology)
-  if host is not None and xla_flags is not None:
-    raise UserError(f"compile: xla_flags={xla_flags} is for TPUs, {host.name} is not\n  fix: leave it out")
+  if host is not None and (xla_flags is not None or num_slices != 1):
+    what = f"xla_flags={xla_flags}" if xla_flags is not None else f"num_slices={num_slices}"
+    raise UserError(f"compile: {what} is for TPUs, {host.name} is not\n  fix: leave it out")
+  if num_slices < 1:
+    raise UserError(f"compile: num_slices={num_slices}\n  fix: 1 or more")
   target = host or find_topology(topology, GPU_NAMES)
   c = load_config(config, *given).config
   if isinstance(target, GpuHost):
@@ -138,8 +263,61 @@ def compile_step(
     return Estimated(target, *memory.for_gpus(c, target))
   from maxtext_like.training import ahead_of_time
 
+  target = replace(target, slices=num_slices)
   group = xla_flags or "base"
-  return Compiled(c, ahead_of_time.compile_step(c, target, ahead_of_time.xla_flags(group)), group)
+  flags = ahead_of_time.xla_flags(group)
+  step = ahead_of_time.compile_step(c, target, flags, machine_code=machine_code)
+  tried = () if step.fits else tuple(_changes(c, target, flags))
+  return Compiled(c, step, group, tried, _verdicts(c, step))
+
+
+def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterator[Change]":
+  """Values that make a step smaller, those first that change no number: tried until one fits."""
+  from maxtext_like.training import ahead_of_time
+
+  t = c.training
+  values: dict[str, Any] = {}
+  steps: list[dict[str, Any]] = []
+  if t.remat_policy != "full":
+    steps.append({"remat_policy": "full"})
+  if t.per_device_batch_size > 1:
+    parts = t.per_device_batch_size * t.gradient_accumulation_steps
+    steps.append({"per_device_batch_size": 1, "gradient_accumulation_steps": parts})
+  for more in steps:
+    values |= more
+    changed = replace(c, training=replace(t, **values))
+    step = ahead_of_time.compile_step(changed, topology, flags, machine_code=False)
+    yield Change(tuple(f"{k}={v}" for k, v in values.items()), step)
+    if step.fits:
+      return
+  changed = replace(c, training=replace(t, **values))
+  for bigger in TOPOLOGIES.values():
+    if bigger.chips_of_slice <= topology.chips_of_slice or topology.slices > 1 or not _any_size(c):
+      continue
+    step = ahead_of_time.compile_step(changed, bigger, flags, machine_code=False)
+    yield Change((f"topology={bigger.name}", *(f"{k}={v}" for k, v in values.items())), step)
+    if step.fits:
+      return
+  if c.precision.weight_dtype == "float32" and c.precision.dtype != "float16":
+    narrow = replace(changed, precision=replace(c.precision, weight_dtype="bfloat16"))
+    step = ahead_of_time.compile_step(narrow, topology, flags, machine_code=False)
+    yield Change((*(f"{k}={v}" for k, v in values.items()), "weight_dtype=bfloat16"), step)
+
+
+def _any_size(c: "Config") -> bool:
+  """Whether an axis of the mesh takes whatever chips there are."""
+  return -1 in vars(c.mesh).values()
+
+
+def _verdicts(c: "Config", step: "CompiledStep") -> "tuple[KeyVerdict, ...]":
+  if not step.hlo or c.precision.layer_precision:
+    return ()
+  from maxtext_like.analysis import audit_keys
+  from maxtext_like.models.build import precision_of
+  from maxtext_like.numerics import hlo
+
+  reading, precision = hlo.read_hlo(step.hlo), precision_of(c.precision)
+  return tuple(audit_keys.judge_keys(reading, precision, c.model, c.vision, weights=step.weights, compiled=True))
 
 
 def _run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]:
@@ -154,24 +332,8 @@ def _run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]
   ]
 
 
-def collectives(step) -> str:
-  """The counts in words."""
-  if step.collectives is None:
-    return "this libtpu cannot print the program"
-  if not step.collectives:
-    return "none"
-  words = ", ".join(f"{count} {name}" for name, count in step.collectives.items())
-  return f"{sum(step.collectives.values())} in the program text: {words}"
-
-
 def _size(size: int) -> str:
   return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.2f} MiB"
-
-
-def _remedy(step) -> str:
-  bigger = [t.name for t in TOPOLOGIES.values() if t.chips > step.topology.chips]
-  lower = "per_device_batch_size, max_target_length, weight_dtype=bfloat16, opt_type=adafactor, remat_policy=full"
-  return f"try {'topology=' + bigger[0] + ', or ' if bigger else ''}{lower}"
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:

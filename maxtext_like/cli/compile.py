@@ -1,18 +1,29 @@
 """``maxtext-like compile``: the train step compiled for a TPU slice, or estimated for GPUs, and whether it fits there."""
 
+import argparse
+import json
 import os
+from pathlib import Path
+from typing import Any
 
 from maxtext_like import load_config
-from maxtext_like.cli.arguments import print_notes, split_configuration
+from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES, find_gpus, find_topology
 
 DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
-(pip install -e '.[tpu]'), and prints the memory that one chip needs. Nothing runs, no TPU is needed. For GPUs, whose programs
-only the device's own libraries can compile, it prints the estimate that train makes before it allocates anything.
+(pip install -e '.[tpu]'), and prints the memory that one chip needs, what lies there, what the step does (products, bytes,
+transfers between chips) and the time that this takes at least. Nothing runs, no TPU is needed. What does not fit is tried with
+other values. For GPUs, whose programs only the device's own libraries can compile, it prints the estimate that train makes
+before it allocates anything.
 
   topology=NAME     a slice: {", ".join(TOPOLOGIES)}
                     GPUs of a host, by estimate: a100-1 (80 GB), h100-8, h200-8, b200-8, h200 for one
+  num_slices=N      TPU: so many such slices, joined by the data-center network (the mesh: dcn_data_parallelism=N)
+  machine_code=false  TPU: stop once memory is laid out, after a tenth of the work; all but the compiler's own peak and its
+                    objections to kernels is known then
+  --json FILE       also writes all of it as JSON
   xla_flags=GROUP   TPU: base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
                     them for a run; compiles 2 to 3 times as long and needs about as much memory
 
@@ -20,12 +31,16 @@ Exit code 0: fits, 4: does not fit, 2: wrong usage."""
 EXAMPLES = """examples:
   maxtext-like compile gemma4-tiny topology=v6e-1
   maxtext-like compile gemma4-31b topology=v6e-32
+  maxtext-like compile gemma4-31b topology=v6e-256 num_slices=2 dcn_data_parallelism=2 machine_code=false
   maxtext-like compile gemma4-31b tpu/v6e-32.yml topology=v6e-32 per_device_batch_size=2
   maxtext-like compile gemma4-31b topology=h200-8"""
 
 
 def run(argv: list[str]) -> int:
   """Compiles and prints the verdict; see ``DESCRIPTION``."""
+  parser = argparse.ArgumentParser(prog="maxtext-like compile", add_help=False, allow_abbrev=False, exit_on_error=False)
+  parser.add_argument("--json", type=local_path)
+  options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)
   if "topology" not in own:
@@ -40,20 +55,28 @@ def run(argv: list[str]) -> int:
 
   found = compile_step(loaded, **own)
   print(found)
+  if options.json:
+    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
   return 0 if found.fits else DoesNotFitError.exit_code
 
 
-def split_own(words: list[str]) -> tuple[dict[str, str], list[str]]:
-  """The words that are compile's own (``topology=``, ``xla_flags=``, with dashes or without), and all others in order."""
-  own: dict[str, str] = {}
+def split_own(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+  """The words that are compile's own (``topology=``, ``xla_flags=``, ..., with dashes or without), and all others in order."""
+  own: dict[str, Any] = {}
   others = []
   for word in words:
     key, equals, value = word.partition("=")
     name = key.lstrip("-").replace("-", "_")
-    if name in ("topology", "xla_flags"):
-      if not equals or not value:
-        raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like compile --help")
-      own[name] = value
-    else:
+    if name not in _OWN:
       others.append(word)
+      continue
+    if not equals or not value:
+      raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like compile --help")
+    try:
+      own[name] = _OWN[name](value)
+    except (KeyError, ValueError):
+      raise UserError(f"command line {word!r}: {value} is no value of {name}\n  fix: see maxtext-like compile --help") from None
   return own, others
+
+
+_OWN = {"topology": str, "xla_flags": str, "num_slices": int, "machine_code": {"true": True, "false": False}.__getitem__}

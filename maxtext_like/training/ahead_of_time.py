@@ -1,14 +1,18 @@
 """The train step compiled for a TPU slice that is not there: libtpu compiles on any x86 machine, and tells the memory.
 
-Nothing runs and no array is made, so a step of a 31B model compiles on a laptop.
+Nothing runs and no array is made, so a step of a 31B model compiles on a laptop. Where only memory and speed are asked for, the
+compiler is stopped once it has laid out memory: machine code is nine tenths of its work.
 """
 
-import collections
 import importlib.metadata
 import importlib.util
 import math
 import os
+import pickle
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +23,33 @@ from packaging.requirements import Requirement
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.schema import Config, MeshConfig
 from maxtext_like.errors import UserError
+from maxtext_like.training import memory_layout
+from maxtext_like.training.chips import find_chip
+from maxtext_like.training.compiled_program import CompiledProgram, Transfer
+from maxtext_like.training.memory_layout import MemoryLayout
 from maxtext_like.training.topologies import GIB, Topology
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 FLAG_GROUPS = {"base": ("base",), "all": ("base", "overlap")}
 """What ``xla_flags=`` means: groups of ``tpu/xla_flags.yml``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+  """What a step makes a chip do, and in which time it can.
+
+  Attributes:
+    flops: of matrix products, loops counted as often as they turn, recomputation too.
+    model_flops: the model's alone (``flops.train_flops``), on a chip's share of the batch.
+    memory_bytes: through main memory.
+    transfers: the collectives.
+    roofline: bounds of the time.
+  """
+
+  flops: float
+  model_flops: float
+  memory_bytes: int
+  transfers: tuple[Transfer, ...]
+  roofline: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +57,21 @@ class CompiledStep:
   """What the compiler says about a train step. Bytes are those of one chip.
 
   Attributes:
-    topology: the slice.
+    topology: the slices.
     mesh: size of each mesh axis.
     parameters: number of them, buffers included.
     argument_bytes: the state and the batch, from their shardings.
-    peak_bytes: the most that is in use at once; with ``out_of_memory`` what the compiler names, which may be less than
-      all; None where it was not compiled because the arguments alone do not fit.
-    temporary_bytes: all temporaries, not all of them at once; None without a compiled program.
-    collectives: instructions of the compiled program by kind, a loop's body counted once; None when libtpu cannot print
-      the program (0.0.51 with jax 0.10.2, for big ones).
+    peak_bytes: the most that is in use at once, as libtpu counts it, or what it has laid out where it was stopped then; with
+      ``out_of_memory`` what the compiler names, which may be less than all; None where it was not compiled because the
+      arguments alone do not fit.
+    layout: how memory is laid out; None where it is not.
+    work: what a step does; None without a program.
     seconds: of tracing and compiling.
+    machine_code: False where the compiler was stopped once memory was laid out.
     kernels: what the attention layers run on.
     out_of_memory: the compiler's words; empty when it compiled.
+    hlo: the compiled program's text, where there is one.
+    weights: the declared dtype of every parameter by the name of its argument.
   """
 
   topology: Topology
@@ -50,11 +79,14 @@ class CompiledStep:
   parameters: int
   argument_bytes: int
   peak_bytes: int | None
-  temporary_bytes: int | None = None
-  collectives: dict[str, int] | None = field(default_factory=dict)
+  layout: MemoryLayout | None = None
+  work: Work | None = None
   seconds: float
+  machine_code: bool = True
   kernels: tuple[Any, ...] = ()
   out_of_memory: str = ""
+  hlo: str = ""
+  weights: dict[str, str] = field(default_factory=dict)
 
   @property
   def fits(self) -> bool:
@@ -62,13 +94,14 @@ class CompiledStep:
     return not self.out_of_memory and self.peak_bytes is not None and self.peak_bytes <= self.topology.hbm_bytes
 
 
-def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> CompiledStep:
-  """Compiles the train step of a configuration for a slice.
+def compile_step(config: Config, topology: Topology, flags: dict[str, Any], *, machine_code: bool = True) -> CompiledStep:
+  """Compiles the train step of a configuration for slices.
 
   Args:
-    config: of the run; its mesh is laid over the slice.
-    topology: the slice.
+    config: of the run; its mesh is laid over the slices.
+    topology: the slices.
     flags: XLA flags by name.
+    machine_code: False: the compiler, in a process of its own, is stopped once memory is laid out.
 
   Raises:
     UserError: no libtpu, a mesh that does not fit the slice, a flag that libtpu does not know.
@@ -82,45 +115,121 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any]) -> C
   program = make_program(config, mesh=tpu_mesh(topology, config.mesh))
   state = program.abstract_state
   arguments = _bytes_of_a_chip((state, program.abstract_batch))
-  sizes = [math.prod(x.shape) for x in jax.tree.leaves(state["params"])]
+  leaves = jax.tree_util.tree_leaves_with_path(program.spec)
   known = {
     "topology": topology,
     "mesh": dict(program.model.mesh.shape),
-    "parameters": sum(sizes),
+    "parameters": sum(math.prod(leaf.shape) for _, leaf in leaves),
     "argument_bytes": arguments,
     "kernels": program.model.kernels,
+    "machine_code": machine_code,
   }
   if arguments > topology.hbm_bytes:
     # XLA would say so too, minutes later.
     reason = f"parameters, optimizer and batch alone take {arguments / GIB:.2f} GiB of a chip"
     return CompiledStep(**known, peak_bytes=None, seconds=time.monotonic() - start, out_of_memory=reason)
-  lowered = program.lower_step("tpu")
-  try:
-    compiled = lowered.compile(compiler_options=flags)
-  except jax.errors.JaxRuntimeError as error:
-    seconds = time.monotonic() - start
-    if (needed := out_of_memory_bytes(str(error))) is not None:
-      words = str(error).strip().splitlines()[0]
-      return CompiledStep(**known, peak_bytes=needed, seconds=seconds, out_of_memory=words)
-    if (flag := re.search(r"No such compile option: '(\w+)'", str(error))) is not None:
-      raise UserError(
-        f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: take it out, or change libtpu"
-      ) from error
-    if "proto" in str(error) and (wanted := other_libtpu_wanted()) is not None:
-      raise UserError(
-        f"compile: libtpu {version('libtpu')} cannot read the program of jax {jax.__version__}, which is made for {wanted}\n"
-        f"  it says: {str(error).strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
-      ) from error
-    raise
-  seconds = time.monotonic() - start
-  memory = compiled.memory_analysis()
+  with tempfile.TemporaryDirectory(prefix="maxtext-like-compile-") as folder:
+    where, peak, words = Path(folder), None, ""
+    if machine_code:
+      try:
+        compiled = program.lower_step("tpu").compile(compiler_options=flags | {_DUMP: folder})
+        peak = compiled.memory_analysis().peak_memory_in_bytes
+      except jax.errors.JaxRuntimeError as error:
+        words = str(error)
+    else:
+      words = _until_laid_out(config, topology, flags, where)
+    if words:
+      needed, line = explained(words)
+      layout = memory_layout.read_dump(where)[2] if memory_layout.written(where) else None
+      seconds = time.monotonic() - start
+      return CompiledStep(**known, peak_bytes=needed, layout=layout, seconds=seconds, out_of_memory=line)
+    text, compiled_program, layout = memory_layout.read_dump(where)
   return CompiledStep(
     **known,
-    peak_bytes=memory.peak_memory_in_bytes,
-    temporary_bytes=memory.temp_size_in_bytes,
-    collectives=_collectives(compiled),
-    seconds=seconds,
+    peak_bytes=layout.bytes if peak is None else peak,
+    layout=layout,
+    work=_work(program, compiled_program, topology),
+    seconds=time.monotonic() - start,
+    hlo=text,
+    weights={f"state['params']{jax.tree_util.keystr(path)}": leaf.dtype for path, leaf in leaves},
   )
+
+
+_DUMP = "xla_dump_to"
+
+
+def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
+  from maxtext_like.training.flops import train_flops
+  from maxtext_like.training.roofline import kernel_flops, roofline
+
+  chip = find_chip(f"tpu {topology.generation}")
+  assert chip is not None
+  length = program.config.training.max_target_length
+  decoder = program.model.decoder
+  flops = compiled.flops(kernel_flops(decoder))
+  model_flops = train_flops(decoder, program.selection, program.global_batch, length) / topology.chips
+  moved, transfers = compiled.memory_bytes(), tuple(compiled.transfers(topology.chips_of_slice))
+  bounds = roofline(
+    chip, topology.chips_of_slice, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops
+  )
+  return Work(flops=flops, model_flops=model_flops, memory_bytes=moved, transfers=transfers, roofline=bounds)
+
+
+def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], folder: Path) -> str:
+  """Compiles in a process of its own until the memory is laid out, and what is said of it lies in the folder.
+
+  Returns:
+    The compiler's error; empty where there is none.
+  """
+  task, errors = folder / "task", folder / "errors"
+  task.write_bytes(pickle.dumps((config, topology, flags)))
+  with errors.open("wb") as sink:
+    child = subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdout=sink, stderr=sink)
+  try:
+    while child.poll() is None and not memory_layout.written(folder):
+      time.sleep(0.1)
+  finally:
+    child.kill()
+    child.wait()
+  if memory_layout.written(folder):
+    return ""
+  said = errors.read_text("utf-8", errors="replace").strip()
+  return said or f"the compiler's process ended with {child.returncode}"
+
+
+def _main(folder: str) -> None:
+  """The process of ``_until_laid_out``, which is stopped in the middle of this."""
+  prepare_environment()
+  import jax
+
+  from maxtext_like.training.program import make_program
+
+  config, topology, flags = pickle.loads((Path(folder) / "task").read_bytes())
+  lowered = make_program(config, mesh=tpu_mesh(topology, config.mesh)).lower_step("tpu")
+  try:
+    lowered.compile(compiler_options=flags | {_DUMP: folder})
+  except jax.errors.JaxRuntimeError as error:
+    sys.stderr.write(str(error))
+
+
+def explained(message: str) -> tuple[int, str]:
+  """An error of the compiler: the bytes it would need, and its line.
+
+  Raises:
+    UserError: it is no lack of memory.
+  """
+  if (needed := out_of_memory_bytes(message)) is not None:
+    return needed, next(line for line in message.splitlines() if out_of_memory_bytes(line) is not None)
+  if (flag := re.search(r"No such compile option: '(\w+)'", message)) is not None:
+    raise UserError(
+      f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: take it out, or change libtpu"
+    )
+  if "proto" in message and (wanted := other_libtpu_wanted()) is not None:
+    raise UserError(
+      f"compile: libtpu {version('libtpu')} cannot read the program of jax {version('jax')}, which is made for {wanted}\n"
+      f"  it says: {message.strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
+    )
+  raise RuntimeError(f"libtpu: {message.strip()[-2000:]}")
 
 
 def other_libtpu_wanted() -> str | None:
@@ -157,7 +266,7 @@ def prepare_environment() -> None:
 
 
 def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
-  """The mesh of a configuration over the chips of a slice, neighbours in the mesh being neighbours in the torus.
+  """The mesh of a configuration over the chips of slices, neighbours in the mesh being neighbours in the torus.
 
   Raises:
     UserError: the axes do not multiply to the number of chips.
@@ -166,8 +275,10 @@ def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
 
   from maxtext_like.sharding.mesh import make_mesh
 
-  one_chip = {"chips_per_host_bounds": (1, 1, 1)} if topology.chips == 1 else {}
-  description = topologies.get_topology_desc(platform="tpu", topology_name=topology.libtpu_name, **one_chip)
+  more: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.chips_of_slice == 1 else {}
+  if topology.slices > 1:
+    more["num_slices"] = topology.slices
+  description = topologies.get_topology_desc(platform="tpu", topology_name=topology.libtpu_name, **more)
   try:
     return make_mesh(config, description.devices)
   except UserError as error:
@@ -224,34 +335,11 @@ def out_of_memory_bytes(message: str) -> int | None:
   return None
 
 
-def count_collectives(hlo: str) -> dict[str, int]:
-  """Instructions of an HLO text that move data between chips, by kind; an asynchronous pair counts once.
-
-  On TPU a reduce-scatter is an all-reduce in a fused computation of its own, ``%all-reduce-scatter``.
-  """
-  instruction = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
-  counted: collections.Counter[str] = collections.Counter()
-  scatter = False
-  for line in hlo.splitlines():
-    if line.startswith(("%", "ENTRY")):
-      scatter = line.startswith("%all-reduce-scatter")
-    for found in instruction.finditer(line):
-      counted["reduce-scatter" if scatter and found[1] == "all-reduce" else found[1]] += 1
-  return {name: counted[name] for name in COLLECTIVES if counted[name]}
-
-
-def _collectives(compiled: Any) -> dict[str, int] | None:
-  import jax
-
-  try:
-    return count_collectives(compiled.as_text())
-  except jax.errors.JaxRuntimeError as error:
-    if "async-update" in str(error):
-      return None
-    raise
-
-
 def _bytes_of_a_chip(tree: Any) -> int:
   import jax
 
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+if __name__ == "__main__":
+  _main(sys.argv[1])

@@ -9,29 +9,14 @@ import jax
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys
+from maxtext_like.training.chips import find_chip
 from maxtext_like.training.trainable import Selection
-
-# Dense bf16 peak of one device in TFLOP/s, by a part of jax.Device.device_kind (lower case). The first match counts.
-PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-  ("h200", 989.0),  # nvidia.com/en-us/data-center/h200: 1979 with sparsity
-  ("h100 pcie", 756.0),  # nvidia.com/en-us/data-center/h100
-  ("h100", 989.0),  # same page, SXM
-  ("b200", 2250.0),  # NVIDIA Blackwell datasheet, dense
-  ("a100", 312.0),  # nvidia.com/en-us/data-center/a100
-  ("tpu v6 lite", 918.0),  # cloud.google.com/tpu/docs/v6e
-  ("tpu v6e", 918.0),
-  ("tpu v5 lite", 197.0),  # cloud.google.com/tpu/docs/v5e
-  ("tpu v5e", 197.0),
-  ("tpu v5p", 459.0),  # cloud.google.com/tpu/docs/v5p
-  ("tpu v5", 459.0),
-  ("tpu v4", 275.0),  # cloud.google.com/tpu/docs/v4
-)
 
 
 def peak_tflops(device_kind: str) -> float | None:
   """Dense bf16 TFLOP/s of a device, None where it is not known."""
-  kind = device_kind.lower()
-  return next((peak for name, peak in PEAK_TFLOPS if name in kind), None)
+  chip = find_chip(device_kind)
+  return None if chip is None else chip.tflops
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:

@@ -15,22 +15,29 @@ _CUDNN = 91_000  # 9.10, as of 2025; what an assumed GPU has
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-  """A slice.
+  """A slice, or several alike that are joined by the data-center network.
 
   Attributes:
     name: as people order it, ``v6e-8``: generation and number of chips.
     generation: key of the chip.
-    grid: chips along x and y.
+    grid: chips of a slice along x and y.
     hbm_bytes: of one chip, what XLA lets a program use.
+    slices: how many of them.
   """
 
   name: str
   generation: str
   grid: tuple[int, int]
   hbm_bytes: int
+  slices: int = 1
 
   @property
   def chips(self) -> int:
+    """Of all slices."""
+    return self.chips_of_slice * self.slices
+
+  @property
+  def chips_of_slice(self) -> int:
     return self.grid[0] * self.grid[1]
 
   @property

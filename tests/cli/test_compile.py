@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -12,7 +13,10 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training import ahead_of_time
-from maxtext_like.training.ahead_of_time import CompiledStep, count_collectives, out_of_memory_bytes, xla_flags
+from maxtext_like.training.ahead_of_time import CompiledStep, Work, out_of_memory_bytes, xla_flags
+from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.memory_layout import Held, MemoryLayout
+from maxtext_like.training.roofline import Roofline
 from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -40,6 +44,10 @@ def test_topologies_are_what_their_names_say():
     (["gemma4-tiny", "topology=h100-0"], "one host, of 1 to 8 GPUs"),
     (["gemma4-tiny", "topology=H200_8"], "did you mean h200-8"),
     (["gemma4-tiny", "topology=h200", "xla_flags=all"], "xla_flags=all is for TPUs"),
+    (["gemma4-tiny", "topology=h200", "num_slices=2"], "num_slices=2 is for TPUs"),
+    (["gemma4-tiny", "topology=v6e-8", "num_slices=0"], "num_slices=0"),
+    (["gemma4-tiny", "topology=v6e-8", "num_slices=two"], "two is no value of num_slices"),
+    (["gemma4-tiny", "topology=v6e-8", "machine_code=no"], "no is no value of machine_code"),
     (["gemma4-tiny", "topology=h200-8", "stepz=3"], "did you mean 'steps'"),
   ],
 )
@@ -49,8 +57,11 @@ def test_wrong_words(words, message, capsys):
 
 
 def test_own_words_in_every_spelling():
-  own, others = command.split_own(["a.yml", "--topology=v6e-8", "steps=3", "xla-flags=all"])
-  assert (own, others) == ({"topology": "v6e-8", "xla_flags": "all"}, ["a.yml", "steps=3"])
+  own, others = command.split_own(
+    ["a.yml", "--topology=v6e-8", "steps=3", "xla-flags=all", "num-slices=2", "machine_code=false"]
+  )
+  assert own == {"topology": "v6e-8", "xla_flags": "all", "num_slices": 2, "machine_code": False}
+  assert others == ["a.yml", "steps=3"]
 
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch, capsys):
@@ -91,27 +102,6 @@ def test_help_names_the_topologies():
 def test_what_the_compiler_says_about_memory(message, gib):
   found = out_of_memory_bytes(message)
   assert found is None if gib is None else found == int(gib * GIB)
-
-
-def test_collectives_are_counted_once():
-  hlo = """HloModule jit_step
-
-%all-reduce-scatter.1 (input.5: bf16[64]) -> bf16[8] {
-  %all-reduce.7 = bf16[64] all-reduce(%input.5), channel_id=6
-  ROOT %dynamic-slice.38 = bf16[8] dynamic-slice(%all-reduce.7, %multiply.14)
-}
-
-ENTRY %main (p: f32[8]) -> f32[] {
-  %ag.1 = (f32[8], f32[64]) all-gather-start(f32[8] %p), replica_groups={}
-  %ag.2 = f32[64] all-gather-done((f32[8], f32[64]) %ag.1)
-  %fusion.1 = bf16[8] fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
-  %ag.3 = f32[64] all-gather(f32[8] %all-gather.7), dimensions={0}
-  %rs = f32[8] reduce-scatter(f32[64] %y)
-  ROOT %ar = f32[] all-reduce(f32[] %x), to_apply=%sum
-}
-"""
-  assert count_collectives(hlo) == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 1}
-  assert count_collectives("ROOT %add = f32[] add(%a, %b)") == {}
 
 
 def test_flags_have_the_types_that_the_compiler_takes():
@@ -172,30 +162,74 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   assert "topology=h200-8: mesh: " in capsys.readouterr().err
 
 
+WORK = Work(
+  flops=600e12, model_flops=450e12, memory_bytes=10**12,
+  transfers=(Transfer("all-gather", 7 * 10**9, 7, asynchronous=True), Transfer("all-reduce", 10**8, 2, False, True)),
+  roofline=Roofline(bounds={"matrix units": 0.6, "HBM": 0.5}, waiting=0.2, step=0.8, mfu=0.61, binds="HBM"),
+)  # fmt: skip
+LAYOUT = MemoryLayout(
+  bytes=24 * GIB, classes={"parameters": 3 * GIB, "gaps": 2 * GIB, "batch": 5},
+  largest=(Held(count=6, bytes=GIB, type="bf16[8,8]", kind="activations", path="jvp()/while", place="a.py:3"),), at="",
+)  # fmt: skip
 STEP = CompiledStep(
   topology=TOPOLOGIES["v6e-8"], mesh={"data": 1, "fsdp": 8}, parameters=1234567, argument_bytes=3 * GIB,
-  peak_bytes=25 * GIB, temporary_bytes=40 * GIB, collectives={"all-gather": 7, "all-reduce": 2}, seconds=12.3,
+  peak_bytes=25 * GIB, layout=LAYOUT, work=WORK, seconds=12.3,
 )  # fmt: skip
+FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
 
 
 @pytest.mark.parametrize(
   ("change", "code", "told"),
   [
-    ({}, 0, ["1,234,567", "25.00 GiB of 31.25 GiB HBM a chip (80%)", "9 in the program", "7 all-gather", "fits"]),
-    ({"peak_bytes": 32 * GIB}, 4, ["32.00 GiB of 31.25", "does not fit: try topology=v6e-16"]),
-    ({"peak_bytes": 40 * GIB, "out_of_memory": "Ran out", "temporary_bytes": None}, 4, ["needed", "Ran out", "does not"]),
-    ({"peak_bytes": None, "out_of_memory": "alone", "temporary_bytes": None}, 4, ["3.00 GiB a chip", "does not fit"]),
-    ({"collectives": None}, 0, ["cannot print the program"]),
-    ({"collectives": {}}, 0, ["none"]),
+    ({}, 0, ["1,234,567", "peak         25.00 GiB of 31.25 GiB HBM a chip (80%)", "verdict      fits"]),
+    ({}, 0, ["24.00 GiB laid out, at the fullest instant: parameters 3.00 GiB, gaps 2.00 GiB\n"]),
+    ({}, 0, ["largest      6 x 1.00 GiB bf16[8,8], activations: a.py:3 jvp()/while"]),
+    ({}, 0, ["600 TFLOP a chip and step, 1.33 times the model's 450"]),
+    ({}, 0, ["all-gather: 7 a step, 7 GB through a chip, beside computation\n"]),
+    ({}, 0, ["all-reduce: 2 a step, 0.1 GB through a chip, waited for, between slices"]),
+    ({}, 0, ["0.800 s a step: matrix units 0.600 s", "61.0% MFU; bound by HBM; no chip"]),
+    ({"machine_code": False}, 0, ["laid out     25.00 GiB of 31.25", "stopped before machine code"]),
+    ({"peak_bytes": 40 * GIB, **FAILED}, 4, ["needed", "Ran out", "does not"]),
+    ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB a chip", "does not fit"]),
   ],
 )
 def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
-  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_: dataclasses.replace(STEP, **change))
+  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_, **__: dataclasses.replace(STEP, **change))
   monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
   assert main(["compile", "gemma4-tiny", "topology=v6e-8"]) == code
   out = capsys.readouterr().out
   for words in told:
     assert words in out
+
+
+def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_path):
+  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
+  asked = []
+
+  def compiled(config, topology, flags, *, machine_code=True):
+    t = config.training
+    asked.append((topology.name, t.remat_policy, t.per_device_batch_size, t.gradient_accumulation_steps, machine_code))
+    return dataclasses.replace(STEP, topology=topology, peak_bytes=(20 if topology.chips >= 32 else 40) * GIB)
+
+  monkeypatch.setattr(ahead_of_time, "compile_step", compiled)
+  words = ["gemma4-tiny", "topology=v6e-8", "per_device_batch_size=4", "--json", str(tmp_path / "it.json")]
+  assert main(["compile", *words]) == 4
+  assert asked == [
+    ("v6e-8", "none", 4, 1, True),
+    ("v6e-8", "full", 4, 1, False),
+    ("v6e-8", "full", 1, 4, False),
+    ("v6e-16", "full", 1, 4, False),
+    ("v6e-32", "full", 1, 4, False),
+  ]
+  values = "topology=v6e-32 remat_policy=full per_device_batch_size=1 gradient_accumulation_steps=4"
+  out = capsys.readouterr().out
+  assert "tried        remat_policy=full: does not fit, 40.00 GiB a chip" in out
+  assert f"{values}: fits, 20.00 GiB a chip" in out
+  assert f"does not fit: it does with {values}" in out
+  told = json.loads((tmp_path / "it.json").read_text())
+  assert (told["fits"], told["peak_bytes"], told["work"]["roofline"]["mfu"]) == (False, 40 * GIB, 0.61)
+  assert told["tried"][-1] == {"values": values.split(), "fits": True, "peak_bytes": 20 * GIB}
+  assert told["layout"]["largest"][0]["place"] == "a.py:3"
 
 
 @needs_libtpu
@@ -214,12 +248,34 @@ def test_state_larger_than_a_chip_is_refused_without_compiling():
   assert step.argument_bytes > 80 * GIB
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_a_real_compilation_in_a_process_of_its_own():
-  words = ["gemma4-tiny", "topology=v6e-4", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1"]
-  done = subprocess.run([sys.executable, "-m", "maxtext_like", "compile", *words], capture_output=True, text=True)
+def compiled_in_a_process(tmp_path, *words: str) -> dict:
+  file = tmp_path / "it.json"
+  words = (*words, "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "--json", str(file))
+  done = subprocess.run(
+    [sys.executable, "-m", "maxtext_like", "compile", "gemma4-tiny", *words], capture_output=True, text=True
+  )
   assert done.returncode == 0, done.stderr
   assert "verdict      fits" in done.stdout
-  assert "all-gather" in done.stdout
   assert "WARNING" not in done.stderr
+  return json.loads(file.read_text())
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
+  told = compiled_in_a_process(tmp_path, "topology=v6e-8")
+  assert {t["kind"] for t in told["work"]["transfers"]} >= {"all-gather", "reduce-scatter"}
+  assert not any(t["between_slices"] for t in told["work"]["transfers"])
+  # Nothing is computed again, so products are the model's and what a mask leaves out of them.
+  assert 1 <= told["work"]["flops"] / told["work"]["model_flops"] < 1.2
+  assert any(key["verdict"] == "honoured" for key in told["audit"])
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_two_slices_until_memory_is_laid_out(tmp_path):
+  words = ("topology=v6e-4", "num_slices=2", "dcn_data_parallelism=2", "machine_code=false")
+  told = compiled_in_a_process(tmp_path, *words)
+  between = [t["kind"] for t in told["work"]["transfers"] if t["between_slices"]]
+  assert between == ["all-reduce"]
+  assert told["peak_bytes"] == told["layout"]["bytes"] == sum(told["layout"]["classes"].values())

@@ -77,6 +77,7 @@ class AttentionKernel:
     scope: ``jax.named_scope`` that a fused kernel works under.
     operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
       anything else; how it is recognised in a program's text.
+    products: of a fused kernel: matrix products of queries with keys or values that an operation makes, by its name.
   """
 
   name: Name
@@ -86,6 +87,7 @@ class AttentionKernel:
   title: str = ""
   scope: str = ""
   operation: Callable[[str, tuple[str, ...]], str | None] = lambda target, scopes: None
+  products: Callable[[str], int] = lambda operation: 0
 
   def surpasses(self, case: Case) -> list[str]:
     """The precision keys that are false and that the kernel does not obey, because it computes in float32 anyway."""

@@ -139,6 +139,11 @@ def _operation(target: str, scopes: tuple[str, ...]) -> str | None:
   return next((s for s in reversed(scopes) if s.startswith(("splash_mha", "splash_mqa"))), None)
 
 
+def _products(operation: str) -> int:
+  # Scores again in each backward kernel, and their gradient; then that of the queries, or those of keys and values.
+  return 4 if "dkv" in operation else 3 if "dq" in operation else 2
+
+
 KERNEL = AttentionKernel(
   name="splash",
   refuses=_refuses,
@@ -147,4 +152,5 @@ KERNEL = AttentionKernel(
   title="splash attention",
   scope="splash_attention",
   operation=_operation,
+  products=_products,
 )

@@ -1,0 +1,417 @@
+"""What a compiled TPU program does in a step, read from its text (HLO): how often each instruction runs, FLOPs of products,
+bytes through memory, transfers between devices. Those of one device, since the text is one device's program.
+
+The compiler's own count (``cost_analysis``) has the body of a loop once; here a body counts as often as its loop turns.
+"""
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maxtext_like.errors import UserError
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
+              "u32": 4, "f64": 8, "s64": 8, "u64": 8}  # fmt: skip
+
+_LINE = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Array:
+  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  in_memory: bool = True
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  @property
+  def bytes(self) -> int:
+    return int(self.size * ITEM_BYTES.get(self.dtype, 1 if self.dtype.startswith("f8") else 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+  """An instruction.
+
+  Attributes:
+    name, kind: as HLO has them.
+    results: arrays that it makes.
+    operands: names of the instructions that it reads.
+    text: what stands behind the operands.
+    path: of the code that asked for it.
+    frame: number of the place in the sources in the program's table; 0: none.
+  """
+
+  name: str
+  kind: str
+  results: tuple[Array, ...]
+  operands: tuple[str, ...]
+  text: str
+  path: str
+  frame: int
+  root: bool
+
+
+@dataclass(frozen=True)
+class Transfer:
+  """A collective: kind, bytes that it moves through one device in a step, times it runs, whether it is asynchronous, and
+  whether it leaves a slice."""
+
+  kind: str
+  bytes: int
+  times: int
+  asynchronous: bool
+  between_slices: bool = False
+
+
+@dataclass(eq=False)
+class CompiledProgram:
+  """The program of one device.
+
+  Attributes:
+    computations: by name; a fusion's inner one too.
+    entry: name of the one that runs.
+    places: "file.py:12" by the number of a frame, the innermost that is not a library's.
+  """
+
+  computations: dict[str, list[Operation]]
+  entry: str
+  places: dict[int, str] = field(default_factory=dict)
+
+  @functools.cached_property
+  def operations(self) -> dict[str, Operation]:
+    """Every operation by its name."""
+    return {op.name: op for ops in self.computations.values() for op in ops}
+
+  def asked_by(self, name: str) -> tuple[str, str]:
+    """(path of the code that asked for an operation, "file.py:12"), of one that the compiler made itself those of what it
+    computes or reads; empty where nobody did."""
+    for _ in range(8):
+      op = self.operations.get(name)
+      if op is None:
+        break
+      if op.path:
+        return op.path.replace("\\'", "'"), self.places.get(op.frame, "")
+      if op.kind == "fusion":
+        named = [inner for inner in self.computations[_called(op.text)[0]] if inner.path]
+        if named:
+          return named[-1].path.replace("\\'", "'"), self.places.get(named[-1].frame, "")
+      if not op.operands:
+        break
+      name = op.operands[0]
+    return "", ""
+
+  def running(self) -> Iterator[tuple[Operation, int]]:
+    """(operation, times it runs in a step), without what is inside fusions and asynchronous starts."""
+    pending = [(self.entry, 1)]
+    while pending:
+      name, times = pending.pop()
+      for op in self.computations[name]:
+        yield op, times
+        if op.kind == "while":
+          body = _one(r"body=%([\w.\-]+)", op.text)
+          pending.append((body, times * self.turns(op)))
+        elif op.kind in ("conditional", "call"):
+          # At most one branch runs; a step's are a look that seldom happens, so that all are counted.
+          pending += [(called, times) for called in _called(op.text)]
+
+  def turns(self, loop: Operation) -> int:
+    """How often the body of a while loop runs, from the constant that its condition compares the counter with.
+
+    Raises:
+      UserError: the condition is no such comparison, which JAX's loops over layers always are.
+    """
+    for op in self.computations[_one(r"condition=%([\w.\-]+)", loop.text)]:
+      inside = self.computations[_called(op.text)[0]] if op.kind == "fusion" else [op]
+      for compare in inside:
+        if compare.kind != "compare" or "direction=LT" not in compare.text:
+          continue
+        for name in (*op.operands, *compare.operands):
+          bound = self.operations.get(name)
+          if bound is not None and bound.kind == "constant" and (found := re.match(r"(\d+)\)", bound.text)):
+            return int(found[1])
+    raise UserError(f"compiled program: the loop {loop.name} does not say how often it turns")
+
+  def flops(self, kernel: Callable[[Operation, list[Array]], float]) -> float:
+    """Floating point operations of matrix products in a step.
+
+    Args:
+      kernel: (a call of a kernel, its operands) -> its own.
+    """
+    inside = functools.cache(lambda name: sum(self._product(op) for op in self._all_inside(name)))
+    total = 0.0
+    for op, times in self.running():
+      if op.kind == "custom-call":
+        total += times * kernel(op, self._operands(op))
+      elif op.kind in ("fusion", "async-start"):
+        total += times * sum(inside(name) for name in _called(op.text))
+      else:
+        total += times * self._product(op)
+    return total
+
+  def _all_inside(self, name: str) -> Iterator[Operation]:
+    for op in self.computations[name]:
+      yield op
+      if op.kind == "fusion":
+        for called in _called(op.text):
+          yield from self._all_inside(called)
+
+  def _operands(self, op: Operation) -> list[Array]:
+    return [a for name in op.operands if name in self.operations for a in self.operations[name].results]
+
+  def _product(self, op: Operation) -> float:
+    if op.kind == "convolution":
+      return _convolution(op, *self._operands(op)[:2])
+    if op.kind == "dot":
+      lhs = self._operands(op)[0]
+      dims = [int(d) for d in _one(r"lhs_contracting_dims=\{([\d,]*)\}", op.text).split(",") if d]
+      return 2.0 * op.results[0].size * math.prod(lhs.shape[d] for d in dims)
+    return 0.0
+
+  def memory_bytes(self) -> int:
+    """Bytes that a step reads from and writes to main memory: of each operation its operands and results there, of a slice
+    of a stack of layers the slice alone."""
+    return sum(times * self._traffic(op) for op, times in self.running())
+
+  def _traffic(self, op: Operation) -> int:
+    if op.kind in _NO_TRAFFIC or op.kind.endswith("-done"):
+      return 0
+    if op.kind in ("dynamic-slice", "slice", "gather", "copy-start", "async-start"):
+      moved = [a for a in op.results if len(op.results) == 1 or a is not op.results[-1]]
+      smallest = min((a.bytes for a in moved if a.size > 1), default=0)
+      return smallest * (2 if all(a.in_memory for a in moved) else 1)
+    if op.kind == "dynamic-update-slice":
+      return 2 * self._operands(op)[1].bytes
+    reads = [list(self.operations[n].results) if n in self.operations else [] for n in op.operands]
+    inner = self.computations[_called(op.text)[0]] if op.kind == "fusion" else []
+    sliced, written = _slices(inner)
+    same = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", op.text)  # results that are an operand's own memory
+    given, kept = {int(b) for _, b in same}, {int(a or 0) for a, _ in same}
+    total = sum(sliced.get(i, sum(a.bytes for a in arrays if a.in_memory)) for i, arrays in enumerate(reads) if i not in given)
+    whole = sum(a.bytes for i, a in enumerate(op.results) if a.in_memory and i not in kept)
+    return total + (written if written is not None else whole)
+
+  def transfers(self, chips_per_slice: int) -> list[Transfer]:
+    """The collectives of a step, those of the same kind and manner together."""
+    found: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
+    times_of: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
+    for op, times in self.running():
+      if op.kind == "send" and (between := _MEGASCALE.search(op.text)):
+        # Between slices the hosts reduce what their chips hand them.
+        kind, slices = between[2].lower().replace("_", "-"), between[1].count(",") + 1
+        key = (kind, True, True)
+        found[key] += int(times * op.results[0].bytes * (slices - 1) / slices * (2 if kind == "all-reduce" else 1))
+        times_of[key] += times
+      for inner, asynchronous in self._collectives(op):
+        kind = next(c for c in COLLECTIVES if inner.kind.startswith(c))
+        scatter = kind == "all-reduce" and op.kind == "fusion" and "all-reduce-scatter" in op.text
+        kind = "reduce-scatter" if scatter else kind
+        groups = _groups(inner.text)
+        size = groups.shape[1] if groups is not None else 1
+        arrays = self._operands(inner) if kind in ("reduce-scatter", "all-reduce", "all-to-all") else list(inner.results)
+        if inner.kind.endswith("-start") and kind == "all-gather":
+          arrays = list(inner.results[len(inner.results) // 2 :])
+        moved = sum(a.bytes for a in arrays)
+        share = 1.0 if kind == "collective-permute" else (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        far = groups is not None and bool(np.any(groups // chips_per_slice != groups[:, :1] // chips_per_slice))
+        key = (kind, asynchronous, far)
+        found[key] += int(times * moved * share)
+        times_of[key] += times
+    order = lambda key: (key[2], COLLECTIVES.index(key[0]) if key[0] in COLLECTIVES else len(COLLECTIVES), key[0], key[1])
+    return [Transfer(k[0], found[k], times_of[k], *k[1:]) for k in sorted(found, key=order)]
+
+  def _collectives(self, op: Operation) -> Iterator[tuple[Operation, bool]]:
+    if op.kind.endswith("-done"):
+      return
+    if op.kind.startswith(COLLECTIVES):
+      yield op, op.kind.endswith("-start")
+    elif op.kind in ("fusion", "async-start"):
+      # With the flags of a real run a transfer begins in one fusion, goes on beside products in others and ends in one: all
+      # of them hold the instruction, and the first counts.
+      if op.name.startswith("async-collective-done") or "calls=%async_collective_fusion" in op.text:
+        return
+      asynchronous = op.kind == "async-start" or op.name.startswith("async-collective-start")
+      for name in _called(op.text):
+        yield from ((inner, asynchronous) for inner in self._all_inside(name) if inner.kind.startswith(COLLECTIVES))
+
+
+_MEGASCALE = re.compile(r'_xla_megascale_target="\{([^}]*)\}x.*?_xla_megascale_transfer_type="(\w+)"')
+_NO_TRAFFIC = frozenset(
+  "parameter constant get-tuple-element tuple bitcast while conditional call after-all iota partition-id".split()
+)
+
+
+def _slices(inner: list[Operation]) -> tuple[dict[int, int], int | None]:
+  """Of a fusion: bytes of the parameters of which it reads slices alone, by number, and bytes that it writes, None: all."""
+  users = collections.defaultdict(list)
+  for op in inner:
+    for name in op.operands:
+      users[name].append(op)
+  sliced: dict[int, int] = {}
+  written: int | None = None
+  for op in inner:
+    if op.root and op.kind == "dynamic-update-slice":
+      update = next((o for o in inner if o.name == op.operands[1]), None)
+      written = update.results[0].bytes if update is not None else None
+    if op.kind != "parameter":
+      continue
+    number = int(op.text.split(")")[0])
+    name, uses = op.name, users[op.name]
+    while len(uses) == 1 and uses[0].kind == "bitcast":
+      name, uses = uses[0].name, users[uses[0].name]
+    if uses and all(u.kind == "dynamic-slice" and u.operands[0] == name for u in uses):
+      sliced[number] = sum(u.results[0].bytes for u in uses) if op.results[0].in_memory else 0
+    elif len(uses) == 1 and uses[0].kind == "dynamic-update-slice" and uses[0].root and uses[0].operands[0] == name:
+      sliced[number] = 0  # in place
+  return sliced, written
+
+
+def _convolution(op: Operation, lhs: Array, rhs: Array) -> float:
+  """FLOPs of a convolution, which is how a TPU's program has matrix products; what falls on padding or holes is none."""
+  names = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.text)
+  assert names is not None, op.name
+  lhs_labels, rhs_labels, out_labels = names[1], names[2], names[3]
+  window = _window(op.text)
+  total = 2.0 * rhs.shape[rhs_labels.index("i")] * op.results[0].shape[out_labels.index("f")]
+  total *= op.results[0].shape[out_labels.index("b")]
+  for d in range(len(lhs_labels) - 2):
+    size, kernel, out = (a.shape[labels.index(str(d))] for a, labels in
+                         ((lhs, lhs_labels), (rhs, rhs_labels), (op.results[0], out_labels)))  # fmt: skip
+    at = np.arange(out)[:, None] * window["stride"][d] - window["pad"][d] + np.arange(kernel)[None] * window["rhs_dilate"][d]
+    dilate = window["lhs_dilate"][d]
+    total *= int(np.sum((at >= 0) & (at % dilate == 0) & (at // dilate < size)))
+  batches = re.search(r"batch_group_count=(\d+)", op.text)
+  return total / (int(batches[1]) if batches else 1)
+
+
+def _window(text: str) -> dict[str, dict[int, int] | collections.defaultdict[int, int]]:
+  found = re.search(r"window=\{([^}]*)\}", text)
+  words = dict(word.split("=") for word in found[1].split()) if found else {}
+  defaults = {"stride": 1, "pad": 0, "rhs_dilate": 1, "lhs_dilate": 1}
+  return {
+    name: collections.defaultdict(
+      lambda default=default: default, {i: int(v.split("_")[0]) for i, v in enumerate(words.get(name, "").split("x")) if v}
+    )
+    for name, default in defaults.items()
+  }
+
+
+def _groups(text: str) -> np.ndarray | None:
+  """Devices of each group of a collective, [groups, size]; None: it has none written down."""
+  if found := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
+    return np.array([[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])])
+  if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    shape = [int(d) for d in found[3].split(",")]
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    if found[4]:
+      devices = devices.transpose([int(d) for d in found[4].split(",")])
+    return devices.reshape(int(found[1]), int(found[2]))
+  if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? ?\{([^}]*)\}", text):
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    axes = re.findall(r"'(\w+)'", found[3])
+    names = list(sizes)
+    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    order = [names.index(a) for a in names if a not in axes] + [names.index(a) for a in axes]
+    return devices.transpose(order).reshape(-1, math.prod(sizes[a] for a in axes))
+  if found := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", text):
+    return np.array([[int(d) for d in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", found[1])])
+  return None
+
+
+def _one(pattern: str, text: str) -> str:
+  found = re.search(pattern, text)
+  assert found is not None, f"{pattern} in {text[:200]}"
+  return found[1]
+
+
+def _called(text: str) -> list[str]:
+  branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(text) for name in found.split(",")]
+  return [*_CALLED.findall(text), *branches]
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+  """The arrays of a type, as "(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])"."""
+  found = []
+  for dtype, dims, layout in _ARRAY.findall(text):
+    elsewhere = re.search(r"S\((\d+)\)", layout)
+    found.append(Array(dtype, tuple(int(d) for d in dims.split(",") if d), elsewhere is None))
+  return tuple(found)
+
+
+def read_program(text: str) -> CompiledProgram:
+  """Reads HLO text, as ``compiled.as_text()`` has it."""
+  computations: dict[str, list[Operation]] = {}
+  entry, current = "", ""
+  # A kernel's own description, JSON inside an instruction, is broken over several lines.
+  for line in re.sub(r'\n(?="|\}\})', " ", text).splitlines():
+    if line and not line[0].isspace() and line.endswith("{") and "->" in line:
+      current = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0]
+      computations[current] = []
+      if line.startswith("ENTRY"):
+        entry = current
+    elif (found := _LINE.match(line)) and current:
+      computations[current].append(_operation(found))
+  return CompiledProgram(computations, entry, _places(text))
+
+
+def _operation(found: re.Match[str]) -> Operation:
+  root, name, kind, rest = found[1], found[2], found[4], found[5]
+  inside = rest[: _closing(rest)]
+  path = re.search(r'op_name="((?:[^"\\]|\\.)*)"', rest)
+  frame = re.search(r"stack_frame_id=(\d+)", rest)
+  text = rest if kind in ("parameter", "constant") else rest[len(inside) :]
+  return Operation(
+    name=name,
+    kind=kind,
+    results=arrays(found[3]),
+    operands=() if kind in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside)),
+    text=text[:4000],
+    path=path[1] if path else "",
+    frame=int(frame[1]) if frame else 0,
+    root=bool(root),
+  )
+
+
+def _closing(rest: str) -> int:
+  depth = 1
+  for i, c in enumerate(rest):
+    depth += (c == "(") - (c == ")")
+    if depth == 0:
+      return i
+  return len(rest)
+
+
+def _places(text: str) -> dict[int, str]:
+  """ "decoder.py:12" for each frame of the tables above the program: the innermost line of ours, else of anyone's."""
+  section = lambda name: re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, flags=re.MULTILINE)
+  rows = lambda name: re.findall(r"^(\d+) (.*)$", found[1], flags=re.MULTILINE) if (found := section(name)) else []
+  files = {int(n): value.strip('"') for n, value in rows("FileNames")}
+  numbers = lambda value: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", value)}
+  locations = {int(n): numbers(value) for n, value in rows("FileLocations")}
+  lines = {n: (files.get(v.get("file_name_id", 0), ""), v.get("line", 0)) for n, v in locations.items()}
+  frames = {int(n): numbers(value) for n, value in rows("StackFrames")}
+  found = {}
+  for number in frames:
+    at, chain = number, []
+    while at in frames and len(chain) < 100:
+      chain.append(lines.get(frames[at].get("file_location_id", 0), ("", 0)))
+      parent = frames[at].get("parent_frame_id", at)
+      if parent == at:
+        break
+      at = parent
+    ours = next((place for place in chain if "maxtext_like/" in place[0]), chain[0] if chain else ("", 0))
+    found[number] = f"{ours[0].rpartition('maxtext_like/')[2]}:{ours[1]}"
+  return found

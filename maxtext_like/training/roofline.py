@@ -1,0 +1,100 @@
+"""The shortest time that a step can take on a chip, from what its program does: products, bytes through memory, transfers.
+
+A bound, not a forecast: products at the peak of the matrix units, everything that can run beside something else does, and
+transfers that the program waits for are added.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.kernels.attention.registry import fused_kernels
+from maxtext_like.training.chips import Chip, links_of
+from maxtext_like.training.compiled_program import Array, Operation, Transfer
+from maxtext_like.training.flops import visible_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+  """Bounds of a step, seconds.
+
+  Attributes:
+    bounds: by unit: "matrix units", "HBM", "ICI", "DCN"; of the links what is hidden behind computation.
+    waiting: transfers that nothing is computed beside.
+    step: the largest bound and the waiting.
+    mfu: the model's FLOPs (recomputation not counted) of the peak in that time.
+    binds: what is longest.
+  """
+
+  bounds: dict[str, float]
+  waiting: float
+  step: float
+  mfu: float
+  binds: str
+
+
+def roofline(
+  chip: Chip, devices: int, *, flops: float, memory_bytes: float, transfers: Iterable[Transfer], model_flops: float
+) -> Roofline:
+  """The bounds of one device.
+
+  Args:
+    chip: it.
+    devices: of its slice or host.
+    flops: of products, as the program has them.
+    memory_bytes: through its memory.
+    transfers: of a step.
+    model_flops: of the model on this device's share of the batch.
+  """
+  links = links_of(chip, devices)
+  assert chip.memory is not None
+  assert links is not None
+  assert chip.network is not None
+  bounds = {"matrix units": flops / (chip.tflops * 1e12), "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0}
+  waiting = 0.0
+  for t in transfers:
+    seconds = t.bytes / (chip.network if t.between_slices else links)
+    if t.asynchronous:
+      bounds["DCN" if t.between_slices else "ICI"] += seconds
+    else:
+      waiting += seconds
+  step = max(bounds.values()) + waiting
+  longest = max(bounds, key=lambda name: bounds[name])
+  return Roofline(
+    bounds=bounds,
+    waiting=waiting,
+    step=step,
+    mfu=model_flops / (chip.tflops * 1e12) / step,
+    binds="transfers that nothing hides" if waiting > bounds[longest] else longest,
+  )
+
+
+def kernel_flops(decoder: Decoder) -> Callable[[Operation, list[Array]], float]:
+  """FLOPs of a call of a kernel, which a compiler does not look into: attention's of the pairs that its layer's mask leaves,
+  a grouped product's of its rows."""
+  windows = {}
+  for s in decoder.stacks:
+    for j, layer in enumerate(s.layers):
+      windows[f"{s.name}/layer_{j}"] = getattr(layer.cfg.mixer, "window", None)
+
+  def of(op: Operation, operands: list[Array]) -> float:
+    scopes = tuple(op.path.split("/"))
+    target = "tpu_custom_call" if "tpu_custom_call" in op.text else ""
+    for kernel in fused_kernels():
+      if (name := kernel.operation(target, scopes)) is not None:
+        heads, length, size = next(a.shape for a in operands if len(a.shape) == 3 and a.dtype in ("bf16", "f32"))
+        window = next((w for layer, w in windows.items() if f"{layer}/" in op.path), None)
+        return 2.0 * kernel.products(name) * heads * size * visible_pairs(length, window)
+    floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
+    rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))
+    if target and "ragged" in op.name + op.text and rows and weights:
+      return 2.0 * rows[0].shape[0] * weights[0].size / weights[0].shape[0]
+    return 0.0
+
+  return of
+
+
+def to_json(r: Roofline) -> dict[str, Any]:
+  """As JSON values."""
+  return {"seconds": {**r.bounds, "waiting": r.waiting, "step": r.step}, "mfu": r.mfu, "binds": r.binds}

@@ -1,0 +1,149 @@
+# ruff: noqa: E501 (instructions are as long as compilers write them)
+"""A compiled program read from its text, against counts by hand."""
+
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.training.compiled_program import Transfer, read_program
+
+# Two devices' program, cut to what is counted: a loop of three turns over a stack of weights, with a product, a gather that
+# is waited for, one beside computation, a gradient that is scattered in a fusion, and a transfer to another slice.
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/maxtext_like/layers/mlp.py"
+2 "/usr/lib/python3/jax/numpy.py"
+
+FunctionNames
+1 "MLP.__call__"
+2 "einsum"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=2 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=99 end_line=99 column=2 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+
+%all-reduce-scatter.1 (input.5: bf16[8,6]) -> bf16[4,6] {
+  %input.5 = bf16[8,6]{1,0} parameter(0)
+  %all-reduce.7 = bf16[8,6]{1,0} all-reduce(%input.5), channel_id=6, replica_groups={{0,1}}, to_apply=%add
+  ROOT %dynamic-slice.38 = bf16[4,6]{1,0} dynamic-slice(%all-reduce.7, %c), dynamic_slice_sizes={4,6}
+}
+
+%begun (p0: bf16[4,6]) -> bf16[8,6] {
+  %p0 = bf16[4,6]{1,0} parameter(0)
+  ROOT %all-gather.9 = bf16[8,6]{1,0} all-gather(%p0), channel_id=9, replica_groups=[1,2]<=[2], dimensions={0}
+}
+
+%async_collective_fusion.3 (p0.1: bf16[4,6]) -> bf16[8,6] {
+  %p0.1 = bf16[4,6]{1,0} parameter(0)
+  ROOT %all-gather.10 = bf16[8,6]{1,0} all-gather(%p0.1), channel_id=9, replica_groups=[1,2]<=[2], dimensions={0}
+}
+
+%one_layer (stack: f32[3,5,6], at: s32[]) -> f32[1,5,6] {
+  %stack = f32[3,5,6]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %slice = f32[1,5,6]{2,1,0} dynamic-slice(%stack, %at, %at, %at), dynamic_slice_sizes={1,5,6}
+}
+
+%body (state: (s32[], f32[3,5,6])) -> (s32[], f32[3,5,6]) {
+  %state = (s32[], f32[3,5,6]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %w = f32[3,5,6]{2,1,0} get-tuple-element(%state), index=1
+  %layer = f32[1,5,6]{2,1,0:T(8,128)S(1)} fusion(%w, %i), kind=kLoop, calls=%one_layer
+  %x = f32[7,5]{1,0:T(8,128)S(1)} constant({...})
+  %y = f32[5,6]{1,0:T(8,128)S(1)} bitcast(%layer)
+  %convolution.1 = f32[7,6]{1,0:T(8,128)S(1)} convolution(%x, %y), dim_labels=bf_io->bf, metadata={op_name="jit(step)/mlp/dot_general" stack_frame_id=2}
+  %grad = bf16[8,6]{1,0:T(8,128)S(1)} constant({...})
+  %fusion.1 = bf16[4,6]{1,0:T(8,128)S(1)} fusion(%grad), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %next = (s32[], f32[3,5,6]{2,1,0}) tuple(%i, %w)
+}
+
+%condition (state.1: (s32[], f32[3,5,6])) -> pred[] {
+  %state.1 = (s32[], f32[3,5,6]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %turns = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i.1, %turns), direction=LT
+}
+
+ENTRY %main (p: f32[3,5,6]) -> f32[] {
+  %p = f32[3,5,6]{2,1,0} parameter(0), metadata={op_name="state[\\'params\\'][\\'mlp\\']"}
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[3,5,6]{2,1,0}) tuple(%zero, %p)
+  %while.1 = (s32[], f32[3,5,6]{2,1,0}) while(%init), condition=%condition, body=%body
+  %shard = bf16[4,6]{1,0:T(8,128)S(1)} constant({...})
+  %all-gather.1 = bf16[8,6]{1,0:T(8,128)S(1)} all-gather(%shard), channel_id=2, replica_groups=mesh['a'=2,'b'=1] {'a'}, dimensions={0}
+  %async-collective-start.1 = bf16[8,6]{1,0:T(8,128)S(1)} fusion(%shard), kind=kCustom, calls=%begun
+  %fusion.9 = bf16[8,6]{1,0:T(8,128)S(1)} fusion(%shard), kind=kCustom, calls=%async_collective_fusion.3
+  %send = (f32[10]{0}, u32[], token[]) send(%p, %t), channel_id=3, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %out = f32[] constant(0)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+  return read_program(PROGRAM)
+
+
+def test_loops_count_as_often_as_they_turn(program):
+  assert program.flops(lambda op, operands: 0.0) == 3 * 2 * 7 * 5 * 6
+
+
+def test_of_a_stack_the_layer_that_is_read_counts(program):
+  # The slice and its number, three times; what "send" reads and writes; all else lies on the chip.
+  assert program.memory_bytes() == 3 * (5 * 6 * 4 + 4) + (3 * 5 * 6 * 4 + 10 * 4 + 4)
+
+
+def test_transfers_by_kind_and_manner(program):
+  assert program.transfers(chips_per_slice=2) == [
+    Transfer("all-gather", 8 * 6 * 2 // 2, 1, asynchronous=False),
+    Transfer("all-gather", 8 * 6 * 2 // 2, 1, asynchronous=True),
+    Transfer("reduce-scatter", 3 * 8 * 6 * 2 // 2, 3, asynchronous=False),
+    Transfer("all-reduce", 10 * 4, 1, asynchronous=True, between_slices=True),
+  ]
+  assert [t.between_slices for t in program.transfers(chips_per_slice=1)] == [True] * 4
+
+
+def test_who_asked_for_an_operation(program):
+  assert program.asked_by("convolution.1") == ("jit(step)/mlp/dot_general", "layers/mlp.py:12")
+  assert program.asked_by("p") == ("state['params']['mlp']", "")
+  assert program.asked_by("zero") == ("", "")
+
+
+@pytest.mark.parametrize(
+  ("line", "flops"),
+  [
+    # A batch of 3 products [2, 4] x [4, 5] as a convolution with a hole between entries, as TPUs have them.
+    ("f32[3,2,5]{2,1,0} convolution(%x, %y), window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf", 3 * 80),
+    # Padding is no work: size 3 over 4 entries, padded by one on each side.
+    ("f32[4,2,5]{2,1,0} convolution(%x, %z), window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf", (4 * 3 - 2) * 80),
+    ("f32[3,2,5]{2,1,0} dot(%x, %y), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 240),
+  ],
+)  # fmt: skip
+def test_products_of_every_form(line, flops):
+  rows = 4 if "pad=1_1" in line else 3
+  text = f"""ENTRY %main () -> f32[] {{
+  %x = f32[{rows},2,4]{{2,1,0}} constant({{...}})
+  %y = f32[3,4,5]{{2,1,0}} constant({{...}})
+  %z = f32[3,4,5]{{2,1,0}} constant({{...}})
+  ROOT %c = {line}
+}}
+"""
+  assert read_program(text).flops(lambda op, operands: 0.0) == flops
+
+
+def test_a_loop_that_does_not_say_how_often_it_turns():
+  program = read_program(PROGRAM.replace("direction=LT", "direction=NE"))
+  with pytest.raises(UserError, match=r"while\.1 does not say how often"):
+    program.memory_bytes()
+
+
+@pytest.mark.parametrize(("axis", "between"), [("b", False), ("a", True)])
+def test_groups_of_a_mesh_that_is_written_by_its_axes(axis, between):
+  text = PROGRAM.replace("mesh['a'=2,'b'=1] {'a'}", f"mesh['a'=2,'b'=2] {{'{axis}'}}")
+  gathers = [t for t in read_program(text).transfers(chips_per_slice=2) if t.kind == "all-gather" and not t.asynchronous]
+  assert [t.between_slices for t in gathers] == [between]

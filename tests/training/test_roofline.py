@@ -1,0 +1,72 @@
+"""Bounds of a step against sums by hand."""
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training.chips import CHIPS, find_chip, links_of
+from maxtext_like.training.compiled_program import Array, Operation, Transfer
+from maxtext_like.training.flops import visible_pairs
+from maxtext_like.training.program import make_program
+from maxtext_like.training.roofline import kernel_flops, roofline
+
+CHIP = next(chip for chip in CHIPS if chip.kind == "tpu v6 lite")
+LINKS, NETWORK = 180_000_000_000, 12_500_000_000
+
+
+def test_chips():
+  assert find_chip("cpu") is None
+  assert find_chip("TPU v6e") == next(chip for chip in CHIPS if chip.kind == "tpu v6e")
+  assert find_chip("TPU v6 lite") == CHIP
+  assert (CHIP.tflops, CHIP.memory, CHIP.links, CHIP.network) == (918.0, 1.64e12, LINKS, NETWORK)
+  assert links_of(CHIP, 256) == 2 * (links_of(CHIP, 128) or 0)
+
+
+def bounds(*transfers: Transfer, flops: float = 918e12, memory: float = 0.82e12):
+  return roofline(CHIP, 32, flops=flops, memory_bytes=memory, transfers=transfers, model_flops=0.75 * flops)
+
+
+def test_what_runs_beside_products_is_a_bound_and_what_is_waited_for_is_added():
+  found = bounds(
+    Transfer("all-gather", 2 * LINKS, 5, asynchronous=True),
+    Transfer("reduce-scatter", LINKS, 5, asynchronous=False),
+    Transfer("all-reduce", NETWORK // 2, 1, asynchronous=True, between_slices=True),
+  )
+  assert found.bounds == pytest.approx({"matrix units": 1.0, "HBM": 0.5, "ICI": 2.0, "DCN": 0.5})
+  assert (found.waiting, found.step) == pytest.approx((1.0, 3.0))
+  assert found.mfu == pytest.approx(0.25)
+  assert found.binds == "ICI"
+  assert bounds().binds == "matrix units"
+  assert bounds(memory=3e12).binds == "HBM"
+  assert bounds(Transfer("all-gather", 3 * LINKS, 5, asynchronous=False)).binds == "transfers that nothing hides"
+
+
+def call(name: str, path: str, *results: Array) -> Operation:
+  text = ', custom_call_target="tpu_custom_call"'
+  return Operation(name, "custom-call", results, (), text, path, 0, root=False)
+
+
+def test_kernels_count_what_their_masks_leave():
+  config = load_config("gemma4-31b", ["max_target_length=2048", "num_decoder_layers=6"]).config
+  of = kernel_flops(make_program(config, mesh=abstract_mesh(config.mesh, 32), platform="tpu").model.decoder)
+  q, k = Array("bf16", (32, 2048, 256)), Array("bf16", (16, 2048, 256))
+  tables = [Array("s8", (1, 4, 3)), Array("s8", (1, 4, 3))]
+  pairs = visible_pairs(2048, 1024)
+  for name, products in {"splash_mha_fwd_residuals": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}.items():
+    op = call(name, f"jit(step)/jvp()/while/body/stack_0/layer_0/attention/{name}/pallas_call")
+    assert of(op, [*tables, q, k, k]) == products * 2 * 32 * 256 * pairs
+  wide = Array("bf16", (32, 2048, 512))
+  path = "jit(step)/jvp()/stack_1/layer_0/attention/splash_mha_fwd/pallas_call"
+  assert of(call("splash_mha_fwd", path), [*tables, wide, k, k]) == 2 * 2 * 32 * 512 * visible_pairs(2048)
+
+
+def test_products_of_experts_count_their_rows():
+  config = load_config("gemma4-moe-tiny").config
+  of = kernel_flops(make_program(config, mesh=abstract_mesh(config.mesh, 8), platform="tpu").model.decoder)
+  sizes, rows, weights = Array("s32", (129,)), Array("bf16", (640, 48)), Array("bf16", (8, 48, 20))
+  assert (
+    of(call("ragged-dot-none.1", "jit(step)/experts", Array("bf16", (640, 20))), [sizes, rows, weights]) == 2 * 640 * 48 * 20
+  )
+  gradient = call("ragged-dot-none.2", "jit(step)/experts", weights)
+  assert of(gradient, [sizes, rows, Array("bf16", (640, 20))]) == 2 * 640 * 48 * 20
+  assert of(call("ragged-dot-metadata", "jit(step)/experts", sizes), [sizes]) == 0
