@@ -212,13 +212,16 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
     Foreign(_AXES, "ici_tensor_parallelism, ici_context_parallelism, ici_expert_parallelism, dcn_data_parallelism"),
   ),
   (
-    "use_sft sft_* use_dpo dpo_* grpo_* ppo_* kto_* orpo_* rl_* reward_* distill_* train_on_* completion_only* mask_history "
-    "mtp_* label_smoothing* block_diffusion_*",
-    Foreign(f"objectives: {', '.join(OBJECTIVES)}, the next token of a text, over every token of it"),
+    "use_sft sft_* train_on_* completion_only* mask_history assistant_only_loss",
+    Foreign("records are conversations, and what is learned of them is one key", "data_format=chat train_on=assistant"),
   ),
   (
-    "template chat_template* use_chat_template apply_chat_template default_system system_prompt",
-    Foreign("a conversation is text that you have rendered", "dataset=jsonl text_field=NAME"),
+    "use_dpo dpo_* grpo_* ppo_* kto_* orpo_* rl_* reward_* distill_* mtp_* label_smoothing* block_diffusion_*",
+    Foreign(f"objectives: {', '.join(OBJECTIVES)}, the next token of a text"),
+  ),
+  (
+    "template chat_template_* use_chat_template apply_chat_template default_system system_prompt",
+    Foreign("a conversation is rendered as the model's own template has it", "data_format=chat, chat_template=FILE.jinja"),
   ),
   ("*dropout* neftune*", Foreign("no model of this project has dropout or noise")),
   ("hf_* hub_* push_to_hub", Foreign(_HUB, "dataset=parquet dataset_path=FILES, tokenizer=FILE, init_from=DIRECTORY")),

@@ -118,6 +118,9 @@ class DataConfig(Checked):
   dataset_weights: dict[str, float] | None = field(hash=False)
   tokenizer: str
   text_field: str
+  data_format: Literal["text", "chat"]
+  chat_template: str
+  train_on: Literal["assistant", "all", "last"]
   special_tokens_in_text: Literal["parse", "literal", "error"] | None
   on_bad_record: Literal["error", "skip"]
   packing: bool
@@ -172,7 +175,22 @@ class DataConfig(Checked):
         ("special_tokens_in_text", "dataset"), "leave it out",
       )  # fmt: skip
     yield from self._mixture_problems()
-    for name in ("tokenizer", "text_field"):
+    if self.data_format == "chat" and not kind.fields:
+      yield Problem(
+        f"data_format: chat with dataset: {self.dataset}, whose documents are no conversations", ("data_format", "dataset"),
+        f"set dataset to {alternatives(tuple(name for name, other in DATASETS.items() if other.fields))}",
+      )  # fmt: skip
+    if self.data_format == "chat" and self.special_tokens_in_text is not None:
+      yield Problem(
+        f"special_tokens_in_text: {self.special_tokens_in_text} with data_format: chat, where all that is said is text",
+        ("special_tokens_in_text", "data_format"), "leave it out",
+      )  # fmt: skip
+    if self.data_format == "text" and self.train_on != "assistant":
+      yield Problem(
+        f"train_on: {self.train_on} with data_format: text, all of which is learned", ("train_on", "data_format"),
+        "set data_format to chat, or leave train_on out",
+      )  # fmt: skip
+    for name in ("tokenizer", "text_field", "chat_template"):
       if not getattr(self, name):
         yield Problem(f"{name} is empty", (name,))
 

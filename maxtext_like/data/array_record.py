@@ -10,7 +10,8 @@ from typing import Any
 
 from maxtext_like import strict_json
 from maxtext_like.data import input_files, tf_example
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import UserError
 
@@ -25,12 +26,13 @@ _END_BYTES = 2**17  # of a file, where the places of its chunks stand
 class ArrayRecord:
   """The records of the files. What they are is seen from the first ones; any other after them is a bad record."""
 
-  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
-    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects.
+  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path", read: ReadRecord | None = None):
+    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects; `read`: makes records of JSON objects,
+    in place of the field's text.
 
     Raises UserError: no ArrayRecord file, cut off, no records, no such field.
     """
-    self._files, self._field = list(files), text_field
+    self._files, self._field, self._make = list(files), text_field, read
     self._state = [Unchanged(path, _end, str) for path in self._files]
     self._open: OrderedDict[int, Any] = OrderedDict()
     self._cache: OrderedDict[int, list[bytes]] = OrderedDict()
@@ -47,7 +49,7 @@ class ArrayRecord:
       at for begin, count, size in zip(begins, counts, sizes, strict=True) for at in range(begin, begin + count, size)
     ]
     self.groups: Sequence[int] | None = self._groups if max(sizes) > 1 else None
-    self.form = self._see_form()
+    self.form = self._see_form() if read is None else "JSON"
 
   def _reader(self, number: int) -> Any:
     """The file, opened. UserError when it is none that can be read, or has changed."""
@@ -138,7 +140,9 @@ class ArrayRecord:
       try:
         record = strict_json.loads(data)
       except strict_json.NotJsonError as error:
-        raise BadRecordError(place, f"{error}, and the first records are JSON") from None
+        raise BadRecordError(place, f"{error}, and {'conversations' if self._make else 'the first records'} are JSON") from None
+      if self._make is not None:
+        return self._make(record, place, os.path.dirname(os.path.abspath(self._files[0])))
       if not isinstance(record, dict) or self._field not in record:
         raise BadRecordError(place, f"no object with the field '{self._field}' (data.text_field)")
       return Record(check_text(record[self._field], place, self._field))
@@ -189,5 +193,5 @@ def _end(path: str) -> str:
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:
   """The files of dataset=arrayrecord."""
-  del vision, whole  # no images in it, and a record is never cut
-  return ArrayRecord(files, data.text_field, key=key)
+  del whole  # a record is never cut
+  return ArrayRecord(files, data.text_field, key=key, read=record_reader(data, vision))

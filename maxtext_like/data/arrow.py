@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from maxtext_like.data import input_files
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -243,7 +244,10 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
   return kept
 
 
-def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Arrow:
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Documents:
   """The files of dataset=arrow."""
-  del vision, whole  # no images in it, and a record is never cut
-  return Arrow(files, data.text_field, key=key)
+  from maxtext_like.data.chat.arrow_rows import ArrowRows
+
+  del whole  # a record is never cut
+  read = record_reader(data, vision)
+  return Arrow(files, data.text_field, key=key) if read is None else ArrowRows(files, read, key=key)

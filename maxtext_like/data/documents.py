@@ -1,24 +1,32 @@
 """What every source of text promises to the rest of the input pipeline (jsonl.py, parquet.py and others implement it)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from maxtext_like.data.chat.conversation import Conversation
 
 MAX_RECORD_BYTES = 16 * 2**20  # one record (a JSON line, a parquet value) above this is bad: a lost newline, not a text
 
 
 @dataclass(frozen=True)
 class Record:
-  """One document, or one piece of a long file. A chat format would add `messages` here, beside `text`.
+  """One document, or one piece of a long file.
 
-  `images`: paths of the image files that the placeholders in `text` stand for, in order; without any, a placeholder is
-  text. `begins` and `ends` say whether the document's start and end are inside: only there do bos and eos belong.
+  `conversation`: what the record holds in place of `text`. `images`: paths of the image files that are in it, or that the
+  placeholders in `text` stand for, in order; without any, a placeholder is text. `begins` and `ends` say whether the
+  document's start and end are inside: only there do bos and eos belong.
   """
 
   text: str
   begins: bool = True
   ends: bool = True
   images: tuple[str, ...] = ()
+  conversation: Conversation | None = None
+
+
+ReadRecord = Callable[[object, str, str], Record]
+"""A record of a file whose records are objects: (the object, its place, the file's folder). Raises BadRecordError."""
 
 
 class BadRecordError(Exception):

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.images import BadImageError, check_header
 from maxtext_like.data.input_files import cache_folder
@@ -58,11 +59,13 @@ class Rules:
     spellings: of the tokenizer's special tokens.
     special: data.special_tokens_in_text.
     multimodal: how images enter; None: not at all.
+    chat: what makes tokens of conversations; None: records are text.
   """
 
   spellings: Spellings
   special: str | None
   multimodal: Multimodal | None
+  chat: Chat | None = None
 
   def check(self, record: Record, place: str) -> list[str]:
     """The special tokens that a record spells out.
@@ -70,6 +73,10 @@ class Rules:
     Raises:
       BadRecordError: placeholders without images or the other way round; spellings where they are an error.
     """
+    if record.conversation is not None:
+      assert self.chat is not None
+      self.chat.render(record.conversation, place)
+      return []  # what a conversation spells is text
     parts = self.multimodal.parts(record, place) if self.multimodal else (record.text,)
     spelt = [spelling for part in parts for spelling in self.spellings.find(part)]
     if spelt and self.special == "error":
@@ -101,6 +108,7 @@ def inspect(
   special = None if rules.special == "literal" else rules.special  # which finds the same
   identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings]
   identity.append(rules.multimodal.identity() if rules.multimodal else None)
+  identity.append(rules.chat.identity() if rules.chat else None)
   entry = _entry(identity)
   found = _kept(entry)
   if found is None:

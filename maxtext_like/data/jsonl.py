@@ -10,7 +10,8 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
 from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.errors import UserError
@@ -37,15 +38,17 @@ class JsonLines:
     *,
     take_images: bool = True,
     key: str = "dataset_path",
+    read: ReadRecord | None = None,
   ):
     """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any;
-    `key`: where the files are named.
+    `key`: where the files are named; `read`: makes records of the objects, in place of text and images.
 
     Raises UserError when they hold no line at all.
     """
     self._files = list(files)
     self._field, self._images_field, self._take_images = text_field, images_field, take_images
     self._warned = False
+    self._make = read
     cache = ChunkCache()
     self._lines = [LineFile(file, cache) for file in self._files]
     self._stops = list(accumulate(map(len, self._lines)))
@@ -100,6 +103,8 @@ class JsonLines:
       if row == len(lines) - 1 and not lines.index.terminated:
         reason += " (the last line, and it has no newline: was the file cut off?)"
       raise BadRecordError(place, reason) from None
+    if self._make is not None:
+      return self._make(record, place, os.path.dirname(os.path.abspath(self._files[file])))
     if not isinstance(record, dict):
       raise BadRecordError(place, f"the line is {type(record).__name__}, expected an object with the field "
                                   f"'{self._field}'")  # fmt: skip
@@ -143,6 +148,6 @@ def open_documents(
       "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
       key, twice[0], os.path.splitext(twice[0])[0], len(twice),
     )  # fmt: skip
-  if vision is None:
-    return JsonLines(files, data.text_field, key=key)
+  if vision is None or data.data_format == "chat":
+    return JsonLines(files, data.text_field, key=key, read=record_reader(data, vision))
   return JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)

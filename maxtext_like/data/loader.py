@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.mixture import Mixture, Source
@@ -66,6 +67,7 @@ def make_data(
   vision: VisionConfig | None = None,
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   lookup: Lookup | None = None,
+  chat_template: str | None = None,
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
@@ -74,6 +76,7 @@ def make_data(
   Where dataset_path names several sources, "train" mixes all of them by dataset_weights, and "eval" is of the one `source`.
 
   Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
+  `chat_template`: the one that is published for the model's family, which conversations are rendered with.
   With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
@@ -112,7 +115,8 @@ def make_data(
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
   multimodal = _multimodal(vision, tokenizer.encode_special if parse else tokenizer.encode, length)
-  rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal)
+  chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
+  rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat)
   shuffle = data.shuffle and split == "train"
   parts = {
     name: _open_part(data, split, name, documents, rules, shuffle, alive)
@@ -124,7 +128,7 @@ def make_data(
   weights = data.dataset_weights if split == "train" else None
   documents: DocumentStream | Mixture = next(iter(streams.values()))
   if weights is not None:
-    most = None if data.packing else length
+    most = None if data.packing and chat is None else length
     documents = Mixture({name: Source(s, parts[name].count, weights[name], most) for name, s in streams.items()})
   count = sum(part.count for part in parts.values())
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
@@ -137,6 +141,7 @@ def make_data(
     bad_max=sum(part.bad_max for part in parts.values()),
     epoch_length=count,
     max_images=multimodal.vision.max_images_per_row if multimodal else 0,
+    whole=chat is not None,
   )
   packer.on_skip = _SkipLog()
   rows = packer
@@ -157,6 +162,8 @@ def make_data(
     "shuffle": data.shuffle,
     "data_shuffle_seed": data.data_shuffle_seed,
   }
+  if chat:
+    identity |= {"chat": chat.identity(), "text_field": None}
   if multimodal:
     identity["vision"] = multimodal.identity()
   opened = DataSource(

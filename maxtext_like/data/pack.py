@@ -39,11 +39,11 @@ class Row:
       np.zeros(length, np.int32),
     )
 
-  def place(self, at: int, ids: np.ndarray, segment: int) -> None:
-    """Writes a segment: positions from 0; each token's target is the next one, the last token has none."""
+  def place(self, at: int, ids: np.ndarray, segment: int, learned: np.ndarray | None = None) -> None:
+    """Writes a segment: positions from 0; each token's target is the next one, if it is learned; the last token has none."""
     end = at + len(ids)
     self.tokens[at:end] = ids
-    self.targets[at : end - 1] = ids[1:]
+    self.targets[at : end - 1] = ids[1:] if learned is None else np.where(learned[1:], ids[1:], IGNORED)
     self.positions[at:end] = np.arange(len(ids))
     self.segments[at:end] = segment
 
@@ -59,12 +59,16 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Document:
-  """What the tokenising stage hands to the packer: document number, and its ids, or why it has none."""
+  """What the tokenising stage hands to the packer: document number, and its ids, or why it has none.
+
+  `learned`: bool for each id, whether it is a target; None: all are.
+  """
 
   number: int
   ids: np.ndarray | None = None  # int32; None: empty (less than two tokens) or bad
   bad: BadRecordError | None = None
   images: tuple[ImageSpan, ...] = ()
+  learned: np.ndarray | None = None
 
 
 class Rows(Protocol):
@@ -87,6 +91,10 @@ class Packer:
   longer one dropped (and counted), a shorter one padded. An image is never cut: where the row ends inside one, or has no
   place for it, it moves to the next row, and the rest of this row is padding.
 
+  `whole`: documents are not cut either, for what a conversation learns follows from its beginning: one that does not fit
+  into the rest of a row begins the next. Of one that is longer than a row the rest is dropped; where nothing that is learned
+  is left of it, it is left out. Both are counted.
+
   State is the source's state before the document being cut, and how many of its tokens are used: resuming reads
   that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the rows.
   """
@@ -102,6 +110,7 @@ class Packer:
     bad_max: int,
     epoch_length: int,
     max_images: int = 0,
+    whole: bool = False,
   ):
     """`documents`: an iterator of Document with `get_state`, `set_state` and `counts`.
 
@@ -113,10 +122,14 @@ class Packer:
     self._skip_bad = on_bad_record == "skip"
     self._epoch_length, self._bad_max = epoch_length, bad_max
     self._max_images = max_images
+    self._whole = whole
+    self._learned: np.ndarray | None = None
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
+    if whole:
+      self._tally |= {"learned_tokens": 0, "truncated": 0, "unlearned": 0}
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
     self._fruitless = 0  # documents since the last one with tokens
@@ -127,20 +140,25 @@ class Packer:
     row = Row.empty(self._length, self._pad_id)
     at, segment = 0, 0
     while at < self._length:
-      if self._used == len(self._ids) and not self._pull():
+      if self._used == len(self._ids) and not self._pull(begun=at > 0):
         break
       end = self._end(self._length - at, self._max_images - len(row.images))
-      if end == self._used and at:
-        break  # the next image goes into the next row
+      if at and (end == self._used or (self._whole and end < len(self._ids))):
+        break  # the next image, or the whole document, goes into the next row
       count = end - self._used
       segment += 1
       row.images += [span.image for span in self._images if self._used <= span.start < end]
-      row.place(at, self._ids[self._used : self._used + count], segment)
-      self._used += count
+      learned = None if self._learned is None else self._learned[self._used : end]
+      row.place(at, self._ids[self._used : end], segment, learned)
+      if self._whole:
+        self._tally["learned_tokens"] += count - 1 if learned is None else int(learned[1:].sum())
+        self._tally["truncated"] += end < len(self._ids)
+      self._used = end
       at += count
-      if not self._packing:
+      if self._whole or not self._packing:
         self._tally["dropped_tokens"] += len(self._ids) - self._used
         self._used = len(self._ids)
+      if not self._packing:
         break
     if not at:
       raise StopIteration
@@ -156,8 +174,8 @@ class Packer:
         return span.start
     return end
 
-  def _pull(self) -> bool:
-    """Takes the next document with tokens; False at the end of the source."""
+  def _pull(self, *, begun: bool) -> bool:
+    """Takes the next document with tokens; False at the end of the source. `begun`: something is in the row already."""
     while True:
       before = self._documents.get_state()
       try:
@@ -166,14 +184,17 @@ class Packer:
         return False
       if self._tally["documents"] == self._epoch_length and self.first_epoch is None:
         self.first_epoch = self.counts()
+        self.first_epoch["rows"] += begun and self._whole  # which the next epoch does not have to fill
       self._tally["documents"] += 1
       if document.bad is not None:
         self._count_bad(document.number, document.bad)
       elif document.ids is None:
         self._tally["empty"] += 1
+      elif self._whole and document.learned is not None and not document.learned[1 : self._length].any():
+        self._tally["unlearned"] += 1
       else:
         self._before, self._ids, self._used = before, document.ids, 0
-        self._images = document.images
+        self._images, self._learned = document.images, document.learned
         self._tally["tokens"] += len(document.ids)
         self._fruitless = 0
         return True
@@ -182,6 +203,7 @@ class Packer:
         raise UserError(
           f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} bad, the others empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
+          + (f", {self._tally['unlearned']} with nothing to learn in their first {self._length} tokens" if self._whole else "")
         )
 
   def _count_bad(self, number: int, bad: BadRecordError) -> None:
@@ -206,6 +228,7 @@ class Packer:
     return {
       "documents": self._before if unfinished else self._documents.get_state(),
       "used": self._used if unfinished else 0,
+      "begun": unfinished,  # counted already, though no token of it may be used
       "tally": dict(self._tally),
       "bad": list(self._bad),
       "fruitless": self._fruitless,
@@ -213,13 +236,13 @@ class Packer:
 
   def set_state(self, state: dict[str, Any]) -> None:
     self._documents.set_state(state["documents"])
-    self._ids, self._used, self._images = np.empty(0, np.int32), 0, ()
-    if state["used"]:
+    self._ids, self._used, self._images, self._learned = np.empty(0, np.int32), 0, (), None
+    if state.get("begun", state["used"]):
       document = next(self._documents)
       if document.ids is None or len(document.ids) < state["used"]:
         raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
       self._before, self._ids, self._used = state["documents"], document.ids, state["used"]
-      self._images = document.images
+      self._images, self._learned = document.images, document.learned
     self._tally = dict(state["tally"])
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)

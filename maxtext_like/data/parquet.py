@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from maxtext_like.data import input_files
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -25,8 +26,8 @@ class Parquet:
   A null or undecodable value is a bad record; a damaged page is an error, as it takes a whole row group with it.
   """
 
-  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
-    """`files`: paths, named by data.`key`.
+  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path", read: ReadRecord | None = None):
+    """`files`: paths, named by data.`key`; `read`: makes records of whole rows, in place of the column's text.
 
     Raises UserError: pyarrow missing, no parquet file, no such string column, no rows.
     """
@@ -38,11 +39,13 @@ class Parquet:
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field
+    self._make = read
     self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
     self._state: list[Unchanged[str]] = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
-        self._check_column(reader, path)
+        if read is None:
+          self._check_column(reader, path)
         self._groups += self._row_groups(number, reader.metadata)
       self._state.append(Unchanged(path, _footer, str))
     if not self._groups:
@@ -60,10 +63,10 @@ class Parquet:
     for group in range(metadata.num_row_groups):
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
-      unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == self._field)
+      unpacked = sum(column.total_uncompressed_size for column in columns if self._make or column.path_in_schema == self._field)
       input_files.check_expansion(f"{path}, row group {group}", size, unpacked)
       if row_group.num_rows:
-        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO
+        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and self._make is None
 
   def _open(self, path: str, *, dictionary: bool = False) -> Any:
     try:
@@ -115,7 +118,9 @@ class Parquet:
         raise input_files.reading_failed(path, error) from error
       with self._open(path, dictionary=dictionary) as reader:
         try:
-          column = reader.read_row_group(inner, columns=[self._field], use_threads=False).column(self._field)
+          columns = None if self._make else [self._field]
+          table = reader.read_row_group(inner, columns=columns, use_threads=False)
+          column = table if self._make else table.column(self._field)
         except self._arrow.ArrowException as error:
           raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}") from error
         except OSError as error:
@@ -132,6 +137,9 @@ class Parquet:
     group, row = self._locate(index)
     place = self.place(index)
     try:
+      if self._make is not None:
+        (values,) = self._column(group).slice(row, 1).to_pylist()
+        return self._make(values, place, os.path.dirname(os.path.abspath(self._files[self._groups[group][0]])))
       text = self._column(group)[row].as_py()
     except UnicodeDecodeError as error:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the value") from None
@@ -164,5 +172,5 @@ def _footer(path: str) -> str:
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
   """The files of dataset=parquet."""
-  del vision, whole  # no images in it, and a record is never cut
-  return Parquet(files, data.text_field, key=key)
+  del whole  # a record is never cut
+  return Parquet(files, data.text_field, key=key, read=record_reader(data, vision))

@@ -9,6 +9,7 @@ from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
+from maxtext_like.data.chat.encode import TrainOn
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
 from maxtext_like.data.registry import DATASETS, OF_FILES, Dataset
@@ -30,6 +31,12 @@ class DataConfig(Protocol):
   def tokenizer(self) -> str: ...
   @property
   def text_field(self) -> str: ...
+  @property
+  def data_format(self) -> str: ...
+  @property
+  def chat_template(self) -> str: ...
+  @property
+  def train_on(self) -> TrainOn: ...
   @property
   def special_tokens_in_text(self) -> str | None: ...
   @property

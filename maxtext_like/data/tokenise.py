@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules
 from maxtext_like.data.order import Order
@@ -33,6 +34,8 @@ class Tokenise:
     parse = self.rules.special == "parse"
     try:
       record = self.documents.read(number)
+      if record.conversation is not None:
+        return self._conversation(number, record.conversation)
       if not record.text.strip():
         return Document(number)
       if self.rules.special == "error":
@@ -51,17 +54,27 @@ class Tokenise:
       ids = [*ids, eos]
     if len(ids) < 2:
       return Document(number)
+    return Document(number, self._looked_up(number, ids), images=spans)
+
+  def _conversation(self, number: int, conversation: Conversation) -> Document:
+    """A conversation, whose template has its own beginning and ends. Raises BadRecordError."""
+    assert self.rules.chat is not None
+    _, found = self.rules.chat.encode(conversation, self.documents.place(number))
+    return Document(number, self._looked_up(number, found.ids), images=found.images, learned=found.trained)
+
+  def _looked_up(self, number: int, ids: list[int]) -> np.ndarray:
+    """int32, of ids that all have a row in the tables. UserError otherwise."""
     array = np.asarray(ids, np.int64)
     wrong = self.lookup.missing(array)
-    if multimodal:
+    if multimodal := self.rules.multimodal:
       wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
     if wrong.any():
       at = int(wrong.argmax())
       raise UserError(
         f"{self.documents.place(number)}: token {at} has id {array[at]}: {self.lookup.why_missing(int(array[at]))} "
-        f"(tokenizer: {tokenizer.fingerprint})"
+        f"(tokenizer: {self.tokenizer.fingerprint})"
       )
-    return Document(number, array.astype(np.int32), images=spans)
+    return array.astype(np.int32)
 
 
 class DocumentStream:

@@ -24,7 +24,7 @@ class Family:
   """A family of models: the ``decoder_block`` of a configuration and the package that holds
 
   - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
-    ``SPELLINGS``, its tokenizers' special tokens by what they mean;
+    ``SPELLINGS``, its tokenizers' special tokens by what they mean; ``chat_template``, if one is published;
   - ``maxtext.py``: ``MAXTEXT``, what MaxText's files and keys mean for it;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
   - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors;
@@ -55,6 +55,11 @@ class Family:
   def spellings(self) -> Mapping[str, tuple[str, ...]]:
     """How its tokenizers spell special tokens, by what they mean."""
     return getattr(self._part("config"), "SPELLINGS", {})
+
+  def chat_template(self, model: "ModelConfig") -> str | None:
+    """The name of the chat template that is published for a model (data/chat/registry.py); None: its checkpoint has one."""
+    made = getattr(self._part("config"), "chat_template", None)
+    return None if made is None else made(model)
 
   @property
   def maxtext(self) -> "MaxText":

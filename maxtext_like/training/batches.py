@@ -7,6 +7,7 @@ from typing import Any
 
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.training import chosen_tokenizer
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch
@@ -41,6 +42,7 @@ def open_data(
     vision=config.vision,
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
     lookup=program.model.decoder.cfg.lookup,
+    chat_template=FAMILIES[config.model.decoder_block].chat_template(config.model),
     alive=alive,
     waiting=waiting,
   )

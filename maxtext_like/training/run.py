@@ -153,6 +153,8 @@ class _Run:
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
+      if chat := opened.data.identity.get("chat"):
+        progress.say(f"chat    template {chat['template']}, train_on={chat['train_on']}")
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
         processes.barrier("start", watchdog.limit("compile"))  # one may have to compile what the others have in their cache

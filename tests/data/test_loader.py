@@ -404,7 +404,7 @@ def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
   from maxtext_like.config.schema import DataConfig
 
   read = {name for name, member in vars(sources.DataConfig).items() if isinstance(member, property)}
-  assert len(read) == 14
+  assert len(read) == 17
   assert read <= {field.name for field in dataclasses.fields(DataConfig)}
 
 

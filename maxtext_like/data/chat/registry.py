@@ -1,11 +1,48 @@
 """The renderers by name, and which of them a model takes."""
 
+from pathlib import Path
+
 from maxtext_like.data.chat.deepseek3 import DeepSeek3, DeepSeek32
 from maxtext_like.data.chat.gemma3 import Gemma3
 from maxtext_like.data.chat.gemma4 import Gemma4
+from maxtext_like.data.chat.jinja import Jinja, find_template, read_template
 from maxtext_like.data.chat.rendering import Renderer
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
 
+AUTO = "auto"
 RENDERERS: dict[str, Renderer] = {
   renderer.name: renderer
   for renderer in (Gemma3(), Gemma4(empty_thought=True), Gemma4(empty_thought=False), DeepSeek3(), DeepSeek32())
 }
+
+
+def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
+  """The renderer that data.chat_template names.
+
+  Args:
+    name: of a renderer, the path of a jinja file, or "auto": the one published for the family, else the jinja that lies beside
+      the tokenizer.
+    published: the family's; None: it has none.
+    tokenizer: of the model.
+
+  Raises:
+    UserError: there is none, or none that can be used.
+  """
+  if name == AUTO and published is not None:
+    name = published
+  if name in RENDERERS:
+    return RENDERERS[name]
+  if name == AUTO:
+    found = find_template(tokenizer.files[0].parent) if tokenizer.files else None
+    if found is None:
+      raise UserError(
+        "chat_template is auto, but no chat template is published for the model's family that is known here, and none lies "
+        f"beside the tokenizer\n  fix: a tokenizer with its chat_template.jinja, or chat_template= one of "
+        f"{', '.join(RENDERERS)} or the path of a jinja file"
+      )
+    return Jinja(*found, tokenizer)
+  path = Path(name).expanduser()
+  if not path.is_file():
+    raise UserError(f"chat_template is '{name}', expected {AUTO}, {', '.join(RENDERERS)} or the path of a jinja file")
+  return Jinja(read_template(path), str(path), tokenizer)

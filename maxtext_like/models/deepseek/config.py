@@ -15,6 +15,11 @@ SPELLINGS = {
 }
 
 
+def chat_template(model: "Config") -> str:
+  """The chat template that is published for a model: V3.2 has an encoding of its own."""
+  return "deepseek3.2" if model.use_indexer else "deepseek3"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig):
   """``model:`` of DeepSeek: latent attention, YaRN, grouped routing, the sparse indexer."""

@@ -22,6 +22,11 @@ SPELLINGS = {
 }
 
 
+def chat_template(model: Any) -> str:
+  """The chat template that is published for a model."""
+  return "gemma3"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(GroupedQueryConfig):
   """What Gemma 3 and 4 share: sliding and global layers. ``rope_max_timescale`` is the global layers'."""

@@ -18,6 +18,11 @@ SPELLINGS = {
 }
 
 
+def chat_template(model: "Config") -> str:
+  """The chat template that is published for a model: E2B and E4B, with embeddings in each layer, have one of their own."""
+  return "gemma4-small" if model.hidden_size_per_layer_input else "gemma4"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig, GemmaConfig):
   """``model:`` of Gemma 4. ``head_dim`` and ``num_kv_heads`` are the sliding layers'."""

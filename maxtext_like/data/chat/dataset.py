@@ -1,0 +1,94 @@
+"""Conversations as a run's documents: rendered by one template, with one tokenizer, and learned in part."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.data.chat.encode import ChatEncoder, Encoded, TrainOn, answers_to_learn
+from maxtext_like.data.chat.records import read_conversation
+from maxtext_like.data.chat.registry import choose
+from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
+from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
+from maxtext_like.data.multimodal import Multimodal, load_for
+from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+  from maxtext_like.data.sources import DataConfig
+
+logger = logging.getLogger(__name__)
+
+
+def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord | None:
+  """What makes conversations of the records of a data set's files; None: they are text."""
+  if data.data_format != "chat":
+    return None
+  placeholder = "<image>" if vision is None else vision.image_placeholder
+
+  def read(record: object, place: str, folder: str) -> Record:
+    conversation = read_conversation(record, place, folder, placeholder)
+    return Record("", images=conversation.images, conversation=conversation)
+
+  return read
+
+
+@dataclass
+class Chat:
+  """What makes tokens of the conversations of a run.
+
+  Attributes:
+    renderer: of the model's template.
+    encoder: with the tokenizer.
+    train_on: what is learned.
+    multimodal: how images enter; None: not at all.
+    say: told once that thoughts are lost.
+  """
+
+  renderer: Renderer
+  encoder: ChatEncoder
+  train_on: TrainOn
+  multimodal: Multimodal | None = None
+  say: Callable[[str], None] = field(default=logger.warning)
+
+  @classmethod
+  def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
+    """As a configuration has it. `published`: the template of the model's family. Raises UserError."""
+    renderer = choose(data.chat_template, published, tokenizer)
+    if isinstance(tokenizer, BytesTokenizer):
+      logger.warning(
+        "the tokenizer is bytes, which has no special tokens: the template's are spelt out, and no different in a user's text"
+      )
+    encoder = ChatEncoder(renderer, tokenizer, multimodal.vision if multimodal else None)
+    return cls(renderer, encoder, data.train_on, multimodal)
+
+  def render(self, conversation: Conversation, place: str) -> Rendered:
+    """A conversation as it is trained on. Raises BadRecordError: the template does not have it, or nothing to learn."""
+    try:
+      rendered = self.renderer.render(conversation, "training")
+    except RenderError as error:
+      raise BadRecordError(place, str(error)) from None
+    learned = answers_to_learn(conversation, self.train_on)
+    if learned is not None and not any(piece.trained and piece.answer in learned for piece in rendered.pieces):
+      raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
+    if conversation.images and self.multimodal is None:
+      raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
+    return rendered
+
+  def encode(self, conversation: Conversation, place: str) -> tuple[Rendered, Encoded]:
+    """A conversation's tokens. Raises BadRecordError as ``render``, and for images that cannot be used."""
+    rendered = self.render(conversation, place)
+    if rendered.lost_thoughts and self.train_on == "assistant":
+      self.say(
+        f"{place}: the chat template drops the thoughts of earlier turns, and their answers are learned without them, here and "
+        "elsewhere; train_on=last learns the last answers alone"
+      )
+      self.say = lambda line: None
+    vision = self.multimodal and self.multimodal.vision
+    load = (lambda path: load_for(path, vision, place)) if vision else None
+    return rendered, self.encoder.encode(rendered, answers_to_learn(conversation, self.train_on), place, load)
+
+  def identity(self) -> dict[str, Any]:
+    """What the rows depend on, for the state of the data."""
+    return {"template": self.renderer.name, "train_on": self.train_on}

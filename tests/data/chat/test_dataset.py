@@ -1,0 +1,177 @@
+"""Conversations as a run's data: whole in their rows, learned where the assistant speaks, the same from every kind of file."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from maxtext_like.config.load import load_config
+from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.targets import IGNORED
+
+CHAT = {
+  "data_format": "chat",
+  "chat_template": "gemma3",
+  "length": 160,
+  "global_batch": 1,
+  "shuffle": False,
+  "eval_interval": 0,
+}
+decode = BytesTokenizer().decode
+
+
+def said(asked: str, answered: str, *more: str) -> dict[str, Any]:
+  roles = ("user", "assistant") * 9
+  return {"messages": [{"role": role, "content": text} for role, text in zip(roles, (asked, answered, *more), strict=False)]}
+
+
+RECORDS = [said("Hello", "Hi."), said("One", "1", "Two", "2"), said("a" * 50, "b" * 30), said("No", "Bye.")]
+
+
+def write(folder: Path, records: list[dict[str, Any]], kind: str = "jsonl") -> str:
+  path = folder / f"data.{kind}"
+  if kind == "jsonl":
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+  table = pyarrow.Table.from_pylist(records)
+  if kind == "parquet":
+    pyarrow.parquet.write_table(table, path, row_group_size=3)
+  else:
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+      writer.write_table(table, max_chunksize=3)
+  return str(path)
+
+
+def learned(batch: dict[str, np.ndarray], row: int = 0) -> str:
+  targets = batch["targets"][row]
+  return decode(targets[targets != IGNORED])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_rows_are_the_same_from_every_kind_of_file(kind, make, tmp_path):
+  data = make(**CHAT, dataset=kind, dataset_path=write(tmp_path, RECORDS, kind))
+  first, second, third = (next(data) for _ in range(3))
+  end = "<end_of_turn>"
+  assert learned(first) == f"Hi.{end}"
+  assert learned(second) == f"1{end}2{end}"
+  assert learned(third) == "b" * 30 + end
+  text = decode(first["tokens"][0])
+  assert text == f"<bos><start_of_turn>user\nHello{end}\n<start_of_turn>model\nHi.{end}\n"
+  # The target stands one place before what it is.
+  at = np.flatnonzero(first["targets"][0] != IGNORED)
+  np.testing.assert_array_equal(first["tokens"][0][at + 1], first["targets"][0][at])
+  assert set(np.unique(first["segments"])) == {0, 1}
+
+
+def test_packed_conversations_are_whole(make, tmp_path):
+  data = make(**CHAT | {"length": 190}, dataset_path=write(tmp_path, RECORDS))
+  rows = [next(data) for _ in range(3)]
+  assert [row["segments"].max() for row in rows] == [1, 1, 1]  # One and two do not fit into a row, nor two and three
+  data = make(**CHAT | {"length": 260}, dataset_path=write(tmp_path, RECORDS))
+  row = next(data)
+  assert row["segments"].max() == 2
+  assert learned(row) == "Hi.<end_of_turn>1<end_of_turn>2<end_of_turn>"
+  assert (row["positions"][row["segments"] == 2] == np.arange((row["segments"] == 2).sum())).all()
+
+
+@pytest.mark.parametrize(("train_on", "expected"), [("last", "2<end_of_turn>"), ("all", None)])
+def test_what_is_learned(train_on, expected, make, tmp_path):
+  data = make(**CHAT, dataset_path=write(tmp_path, RECORDS[1:2]), train_on=train_on)
+  row = next(data)
+  assert learned(row) == (expected if expected else decode(row["tokens"][0][1:]))
+
+
+def test_long_ones_are_cut_and_counted(make, tmp_path):
+  records = [said("a" * 200, "b"), said("c", "d" * 200), *RECORDS]
+  data = make(**CHAT, dataset_path=write(tmp_path, records))
+  row = next(data)
+  assert "a" not in decode(row["tokens"][0]).replace("start", "")
+  assert set(learned(row)) == {"d"}
+  counts = data.counts()
+  assert (counts["unlearned"], counts["truncated"]) == (1, 1)
+  assert counts["learned_tokens"] == len(learned(row))
+  with pytest.raises(UserError, match=r"in any of the 1 documents.*1 with nothing to learn in their first 160 tokens"):
+    make(**CHAT, dataset_path=write(tmp_path, records[:1]))
+
+
+def test_going_on_is_exact(make, tmp_path):
+  settings = CHAT | {"shuffle": True, "length": 260, "dataset_path": write(tmp_path, RECORDS * 5)}
+  data = make(**settings)
+  before = [next(data)["tokens"] for _ in range(4)]
+  state, counts = json.loads(json.dumps(data.get_state())), data.counts()
+  after, at_end = [next(data)["tokens"] for _ in range(5)], data.counts()
+  again = make(**settings)
+  again.set_state(state)
+  assert again.counts() == counts
+  np.testing.assert_array_equal([next(again)["tokens"] for _ in range(5)], after)
+  assert again.counts() == at_end
+  assert len(before) == 4
+  with pytest.raises(UserError, match="chat train_on: was assistant, is last"):
+    make(**settings, train_on="last").set_state(state)
+
+
+def test_packing_goes_on_before_a_conversation_that_did_not_fit(make, tmp_path):
+  """What was read for a row that had no room for it is neither lost nor counted twice."""
+  settings = CHAT | {"length": 190, "packing": True, "dataset_path": write(tmp_path, RECORDS)}
+  data = make(**settings, split="eval", eval_path=settings["dataset_path"])
+  rows = [next(data)["tokens"]]
+  state = json.loads(json.dumps(data.get_state()))
+  rows += [next(data)["tokens"] for _ in range(3)]
+  again = make(**settings, split="eval", eval_path=settings["dataset_path"])
+  again.set_state(state)
+  np.testing.assert_array_equal([next(again)["tokens"] for _ in range(3)], rows[1:])
+  assert again.counts() == data.counts()
+  assert again.counts()["documents"] == len(RECORDS)
+
+
+def test_bad_records_are_told_before_the_first_step(make, tmp_path, caplog):
+  records = [*RECORDS, {"messages": [{"role": "user", "content": "a"}]}, said("a", "b"), {"text": "c"}]
+  records += [{"messages": [{"role": "assistant", "content": "a"}]}]
+  path = write(tmp_path, records)
+  with pytest.raises(UserError) as error:
+    make(**CHAT, dataset_path=path)
+  assert "3 bad records among the 8" in str(error.value)
+  assert f"{path}:5: the assistant says nothing to learn from (train_on=assistant)" in str(error.value)
+  assert f"{path}:7: no conversation: expected 'messages'" in str(error.value)
+  assert f"{path}:8: Gemma 3 wants user and assistant in turn" in str(error.value)
+  with caplog.at_level(logging.WARNING):
+    make(**CHAT, dataset_path=path, on_bad_record="skip")
+  assert "3 of 8 records are bad and left out" in caplog.text
+
+
+def test_thoughts_that_are_lost_are_told_once(make, tmp_path, caplog):
+  record = said("a", "b", "c", "d")
+  record["messages"][1]["reasoning_content"] = "Hm."
+  with caplog.at_level(logging.WARNING):
+    next(make(**CHAT | {"chat_template": "gemma4"}, dataset_path=write(tmp_path, [record] * 3)))
+  assert caplog.text.count("drops the thoughts of earlier turns, and their answers are learned without them") == 1
+
+
+def test_images_and_text_in_one_batch(make, tmp_path):
+  Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
+  vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
+  assert vision.image_token_id is not None
+  shown = {
+    "messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Blue."}],
+    "images": ["a.png"],
+  }
+  records = [shown, said("<image>", "None.")]
+  settings = CHAT | {"length": vision.vision_output_length + 120, "vocab_size": 2**20, "vision": vision, "packing": False}
+  data = make(**settings, dataset_path=write(tmp_path, records))
+  image, text = next(data), next(data)
+  assert image["token_types"].sum() == vision.vision_output_length
+  assert (learned(image), learned(text)) == ("Blue.<end_of_turn>", "None.<end_of_turn>")
+  assert not text["token_types"].any()
+  assert image.keys() == text.keys()
+  with pytest.raises(UserError, match="has images, but the model takes none"):
+    make(**settings | {"vision": None}, dataset_path=write(tmp_path, records))
+  with pytest.raises(UserError, match=r"data.jsonl:1: image .*b.png: no such file"):
+    make(**settings, dataset_path=write(tmp_path, [shown | {"images": ["b.png"]}, *records]))
