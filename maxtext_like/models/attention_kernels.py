@@ -88,6 +88,7 @@ def settle(
   *,
   length: int,
   images: bool,
+  context: int = 1,
   segments: bool = True,
   device: Any = None,
   cache: str | None = None,
@@ -99,6 +100,7 @@ def settle(
     decoder: the model, as configured.
     length: positions of a row.
     images: batches hold images, whose tokens may see each other both ways.
+    context: devices that the positions of a row are split over.
     segments: batches say which document a position belongs to.
     device: where to test; None: there is none (ahead of time), so nothing is tested.
     cache: folder of verdicts; None: none are kept.
@@ -110,7 +112,7 @@ def settle(
   chosen: dict[Block, KernelUse] = {}
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
   for layer in dict.fromkeys(decoder.layers):
-    case = layer.mixer.case(length, images=images)
+    case = layer.mixer.case(length, images=images, context=context)
     asked = layer.cfg.mixer.kernel
     try:
       kernel = choose(asked, case)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.expert_parallel import SLACK
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
@@ -44,10 +45,14 @@ class Model:
 
   @property
   def grouped_product(self) -> str | None:
-    """What multiplies tokens with their experts, and in how many layers; None: there are no experts."""
+    """What multiplies tokens with their experts, in how many layers, and whether they travel; None: there are no experts."""
     layers = self.decoder.layers
     count = sum(layer.cfg.ffn.experts is not None for layer in layers)
-    return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers" if count else None
+    if not count:
+      return None
+    ways = self.ways("expert")
+    travel = f"; tokens travel to experts on {ways} devices, padded to {SLACK} of an even share a round" if ways > 1 else ""
+    return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers{travel}"
 
   @functools.cached_property
   def spec(self) -> Any:
@@ -168,6 +173,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       decoder,
       length=t.max_target_length,
       images=config.vision.use_multimodal,
+      context=decoder.cfg.rules.ways("sequence", mesh),
       device=device,
       cache=config.logging.compilation_cache_dir,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_like.layers import context_parallel
 from maxtext_like.layers.cache import cached_mask, capacity
 from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
@@ -114,8 +115,8 @@ class Attention:
     """Shapes of the keys and values that later layers share, by name, without batch and positions."""
     return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
 
-  def case(self, length: int, *, images: bool) -> Case:
-    """What a kernel has to do for rows of ``length`` positions, with images among them or not."""
+  def case(self, length: int, *, images: bool, context: int = 1) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, with images among them or not, on so many devices each."""
     c = self.cfg
     return Case(
       platform=c.platform,
@@ -125,6 +126,7 @@ class Attention:
       head_dim=c.head_dim,
       value_dim=c.head_dim,
       length=length,
+      context=context,
       window=c.window,
       bidirectional_images=c.bidirectional_images and images,
     )
@@ -198,7 +200,9 @@ class Attention:
       mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
     else:
-      kernel = choose(c.kernel, self.case(x_BTD.shape[1], images=ctx.tokens.images is not None))
+      T = x_BTD.shape[1]
+      case = self.case(T, images=ctx.tokens.images is not None, context=context_parallel.parts(ctx.rules, T))
+      kernel = choose(c.kernel, case)
       out_BTNH = attend(
         kernel.name,
         q_BTNH,

@@ -50,7 +50,7 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images:
   held = step.start - 1 - jnp.mod(step.start - 1 - slot, slots)  # the newest index before start that maps to the slot
   query = step.start + jnp.arange(new)
   key = jnp.concatenate([held, query])
-  same = None if images is None else jnp.pad(same_image(images), ((0, 0), (0, 0), (slots, 0)))
+  same = None if images is None else jnp.pad(same_image(images, images), ((0, 0), (0, 0), (slots, 0)))
   mask = causal(query, key, window=window, images=same)
   # An index before the row's first real token is padding, or (below 0) a slot that nothing was written to.
   return mask & (key[None, :] >= step.first[:, None])[:, None]

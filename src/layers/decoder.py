@@ -305,6 +305,7 @@ class Decoder:
       B, T = batch["tokens"].shape
       lengths = {name: T + self._cached(name, cache) for name in self.lent}
       empty = {name: jnp.zeros((B, lengths[name], *shape), self.precision.dtype) for name, shape in self.lent.items()}
+      empty = {name: ctx.rules.constrain(zeros, "batch", "sequence") for name, zeros in empty.items()}
       carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
     return carry, per_layer, ctx.aux
 
@@ -357,7 +358,7 @@ class Decoder:
       carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
       if "kv" in carry:
         # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
-        carry["kv"] = jax.tree.map(self.precision.cast, carry["kv"])
+        carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), "batch", "sequence"), carry["kv"])
     return carry, aux
 
   def leave(self, p: dict, carry: Carry, ctx: Context) -> tuple[jax.Array, Aux]:

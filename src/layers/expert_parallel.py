@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.partition import Mesh, vary, varying_axes
+from maxtext_like.layers.partition import Held, Mesh, axes_of, vary, varying_axes
 from maxtext_like.layers.rules import Rules
 from maxtext_like.layers.weight import Weight
 
@@ -45,8 +45,7 @@ class Layout:
 
   Attributes:
     tokens: of [B, T].
-    weights: of each weight.
-    gathered: of each weight, the mesh axes of each dimension that it is gathered over before it multiplies.
+    weights: how each weight lies.
     experts: mesh axes that the experts are split over.
     travel: tokens are split over these too, and travel; else every device has all tokens of the axis and runs its share.
     partial: mesh axes over which every device computes a part of each output: sums to be added up.
@@ -54,8 +53,7 @@ class Layout:
   """
 
   tokens: PartitionSpec
-  weights: Mapping[str, PartitionSpec]
-  gathered: Mapping[str, tuple[Axes, ...]]
+  weights: Mapping[str, Held]
   experts: Axes
   travel: bool
   partial: Axes
@@ -77,7 +75,7 @@ class Layout:
       ValueError: the experts do not divide, or lie partly on axes that tokens are split over.
     """
     tokens = rules.spec(rows, ("batch", "sequence"), mesh)
-    of_tokens = tuple(axis for entry in tokens for axis in _axes(entry))
+    of_tokens = tuple(axis for entry in tokens for axis in axes_of(entry))
     experts = rules.mesh_axes("expert", mesh)
     count, devices = next(iter(spec.values())).shape[0], math.prod(mesh.shape[a] for a in experts)
     if count % devices:
@@ -93,43 +91,21 @@ class Layout:
     plain = not any(isinstance(w, Weight) for w in weights.values())
     hidden = rules.mesh_axes("mlp", mesh) if plain else ()
     hidden = () if set(hidden) & set(of_tokens) else hidden
-    places, gathered = {}, {}
-    for name, param in spec.items():
-      entries, over = [], []
-      for axis, entry in zip(param.axes, _padded(rules.spec(param.shape, param.axes, mesh), len(param.shape)), strict=True):
-        own = axis == "expert" or (axis == "mlp" and hidden)
-        kept = _axes(entry) if own else tuple(a for a in _axes(entry) if plain and a in of_tokens)
-        entries.append(kept or None)
-        over.append(() if own else kept)
-      last = max((i for i, entry in enumerate(entries) if entry), default=-1) if plain else 0
-      places[name], gathered[name] = PartitionSpec(*entries[: last + 1]), tuple(over)
-    split_hidden = tuple(a for a in hidden if any(a in _axes(entry) for place in places.values() for entry in place))
+    if plain:
+      own = {"expert", *(("mlp",) if hidden else ())}
+      held = {name: Held.of(rules, mesh, q.shape, q.axes, own, of_tokens) for name, q in spec.items()}
+    else:
+      held = dict.fromkeys(spec, Held(PartitionSpec(experts or None)))
+    split_hidden = tuple(a for a in hidden if any(a in axes_of(entry) for w in held.values() for entry in w.spec))
     travel = bool(experts) and all(shared)
     return cls(
       tokens=tokens,
-      weights=places,
-      gathered=gathered,
+      weights=held,
       experts=experts,
       travel=travel,
       partial=split_hidden + (() if travel else experts),
       every=tuple(a for a in mesh.axis_names if a in {*of_tokens, *experts, *split_hidden}),
     )
-
-  def gather(self, name: str, weight: Any) -> Any:
-    """Inside shard_map: a weight with all that its experts need, its gradient scattered again as the weight lies."""
-    for dimension, axes in enumerate(self.gathered[name]):
-      if axes:
-        weight = jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
-    return weight
-
-
-def _axes(entry: Any) -> Axes:
-  """An entry of a PartitionSpec as mesh axes."""
-  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _padded(spec: PartitionSpec, rank: int) -> list[Any]:
-  return [*spec, *(None,) * (rank - len(spec))]
 
 
 def capacity(choices: int, devices: int) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.masks import masked_fill, masked_softmax
 from maxtext_like.layers.norms import LayerNorm, NormConfig, named
 from maxtext_like.layers.param import Param
+from maxtext_like.layers.partition import vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
 from maxtext_like.layers.weight import product
@@ -88,25 +89,29 @@ class Indexer:
       [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. No gradient leaves through the inputs: the
       language-model loss and the indexer's loss train disjoint parameters.
     """
-    x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
-    table = rope_table(self.cfg.rope, positions)
-    q_BTXH = self._rotate(product(self.precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), table)
-    if k_BSH is None:
-      k_BSH = self.keys(p, x_BTD, positions)
-    return self.score(p, x_BTD, q_BTXH, k_BSH)
+    k_BSH = self.keys(p, x_BTD, positions) if k_BSH is None else k_BSH
+    return self.score(*self.queries(p, x_BTD, latent_BTR, positions), k_BSH)
 
-  def score(self, p: dict, x_BTD: jax.Array, q_BTXH: jax.Array, k_BSH: jax.Array) -> jax.Array:
-    """Index scores [B, T, S] of rotated index queries and keys; the heads' weights are read from x (see the call)."""
+  @jax.named_scope("indexer")
+  def queries(self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rotated index queries [B, T, X, H], and the weight of each head [B, T, X]; arguments as of the call."""
     c, precision = self.cfg, self.precision
-    float32 = precision.indexer_float32_logits
+    x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
+    q_BTXH = self._rotate(product(precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), rope_table(c.rope, positions))
+    exact = precision.exact if precision.indexer_float32_logits else precision
+    weights = product(exact, "BTD,DX->BTX", x_BTD, p["weights"])
+    return q_BTXH, weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
+
+  @jax.named_scope("indexer")
+  def score(self, q_BTXH: jax.Array, weights_BTX: jax.Array, k_BSH: jax.Array) -> jax.Array:
+    """Index scores [B, T, S] of ``queries`` and ``keys``."""
+    float32 = self.precision.indexer_float32_logits
     with jax.named_scope("indexer_product"):
-      products = precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
-    weights = product(precision.exact if float32 else precision, "BTD,DX->BTX", x_BTD, p["weights"])
+      products = self.precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
     with jax.named_scope("indexer_sum"):
-      relu = jax.nn.relu(products * jnp.asarray(c.head_dim**-0.5, products.dtype))
-      weights = weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
+      relu = jax.nn.relu(products * jnp.asarray(self.cfg.head_dim**-0.5, products.dtype))
       # A sum of signed terms over heads: rounding the terms would decide which keys stand at the cut.
-      return jnp.einsum("BXTS,BTX->BTS", relu, weights, precision="highest" if float32 else None)
+      return jnp.einsum("BXTS,BTX->BTS", relu, weights_BTX, precision="highest" if float32 else None)
 
   def _rotate(self, x, table):
     rotated, rest = jnp.split(x, [self.cfg.rope.dim], axis=-1)
@@ -135,7 +140,9 @@ class Indexer:
 
 
 @jax.named_scope("indexer_loss")
-def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, real: jax.Array | None = None) -> jax.Array:
+def indexer_loss(
+  scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, real: jax.Array | None = None, over: tuple[str, ...] = ()
+) -> jax.Array:
   """Mean over tokens of KL(p || softmax(I)), the loss that trains the indexer.
 
   Args:
@@ -143,6 +150,7 @@ def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, r
     probs_BTS: the main attention's probabilities summed over heads, any positive scale; detached.
     mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected ones in sparse training.
     real: bool [B, T], real tokens; a mean over no token is 0.
+    over: inside shard_map, the mesh axes that tokens are split over.
 
   Returns:
     float32 scalar, in nats a token.
@@ -159,7 +167,10 @@ def indexer_loss(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, r
   log_target = jnp.log(jnp.where(target > 0, target, 1))
   divergence = jnp.sum(jnp.where(target > 0, target * (log_target - log_index), 0), axis=-1)
   counts = jnp.ones(divergence.shape, jnp.float32) if real is None else real.astype(jnp.float32)
-  return jnp.sum(divergence * counts) / jnp.maximum(jnp.sum(counts), 1.0)
+  total, tokens = jnp.sum(divergence * counts), jnp.sum(counts)
+  if over:
+    total, tokens = (jax.lax.psum(vary(x, over), over) for x in (total, tokens))
+  return total / jnp.maximum(tokens, 1.0)
 
 
 def index_distribution(scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:

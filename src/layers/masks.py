@@ -25,6 +25,19 @@ class Tokens:
   images: jax.Array | None = None
 
 
+@dataclass(frozen=True)
+class Keys:
+  """Keys that are not those of the queries' own positions.
+
+  Attributes:
+    tokens: segments and images of the keys, [B, S].
+    first: the number of the key that stands where the first query does; an array where a program decides it as it runs.
+  """
+
+  tokens: Tokens
+  first: int | jax.Array
+
+
 def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
   """Which keys each query sees by where both stand: itself and those before it, and all of its own image.
 
@@ -44,9 +57,9 @@ def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.
   return mask
 
 
-def same_image(images: jax.Array) -> jax.Array:
-  """bool [B, T, T]: which tokens belong to one image, of ``Tokens.images``."""
-  return (images[:, :, None] == images[:, None, :]) & (images[:, :, None] > 0)
+def same_image(query: jax.Array, key: jax.Array) -> jax.Array:
+  """bool [B, T, S]: which tokens belong to one image, of their ``Tokens.images``."""
+  return (query[:, :, None] == key[:, None, :]) & (query[:, :, None] > 0)
 
 
 def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -54,23 +67,36 @@ def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
   return (query[:, :, None] == key[:, None, :]) & (key[:, None, :] > 0)
 
 
-def attention_mask(tokens: Tokens, batch: int, length: int, *, window: int | None, bidirectional_images: bool) -> jax.Array:
+def attention_mask(
+  tokens: Tokens,
+  batch: int,
+  length: int,
+  *,
+  window: int | None,
+  bidirectional_images: bool,
+  among: tuple[int, Keys] | None = None,
+) -> jax.Array:
   """Which keys each query sees.
 
   Args:
-    tokens: segments and images.
+    tokens: segments and images of the queries.
     batch: B, rows.
-    length: T = S, positions in a row.
+    length: T, positions in a row.
     window: W, the query itself and the W - 1 keys before it; None: all keys before it.
     bidirectional_images: tokens of one image also see later tokens of that image (the window still cuts the past).
+    among: S and the keys, where they are not those of the queries' own positions.
 
   Returns:
     bool [B or 1, T, S].
   """
-  index = jnp.arange(length)
-  images = same_image(tokens.images) if bidirectional_images and tokens.images is not None else None
-  mask = causal(index, index, window=window, images=images)
-  return mask if tokens.segments is None else mask & same_document(tokens.segments, tokens.segments)
+  count, keys = among or (length, Keys(tokens, 0))
+  images = None
+  if bidirectional_images and tokens.images is not None and keys.tokens.images is not None:
+    images = same_image(tokens.images, keys.tokens.images)
+  mask = causal(keys.first + jnp.arange(length), jnp.arange(count), window=window, images=images)
+  if tokens.segments is None or keys.tokens.segments is None:
+    return mask
+  return mask & same_document(tokens.segments, keys.tokens.segments)
 
 
 def numbered_images(token_types: jax.Array) -> jax.Array:

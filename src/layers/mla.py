@@ -5,22 +5,29 @@ V value head.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from maxtext_like.layers import context_parallel
 from maxtext_like.layers.cache import cached_mask
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.partition import Held, axes_of, free_mesh, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
-from maxtext_like.layers.weight import product
+from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.weight import Weight, product
+
+Axes = tuple[str, ...]
 
 # DeepSeek fixes the epsilon of the latent norms; the configuration's is for the others.
 LATENT_EPSILON = 1e-6
@@ -141,15 +148,15 @@ class MLA:
     """No layer shares what this one has."""
     return {}
 
-  def expand(self, p: dict, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def expand(self, kv_b: Any, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
-    kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, p["kv_b"])
+    kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b)
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-  def case(self, length: int, *, images: bool) -> Case:
-    """What a kernel has to do for rows of ``length`` positions; DeepSeek has no images."""
+  def case(self, length: int, *, images: bool, context: int = 1) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, on so many devices each; DeepSeek has no images."""
     del images
     c = self.cfg
     return Case(
@@ -160,6 +167,7 @@ class MLA:
       head_dim=c.nope_dim + c.rope_dim,
       value_dim=c.value_dim,
       length=length,
+      context=context,
       probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
     )
 
@@ -185,40 +193,107 @@ class MLA:
     B, T, _ = x_BTD.shape
     table = rope_table(c.rope, ctx.positions)
     q, q_latent = self._queries(p, x_BTD, table)
-    indexer = Indexer(c.indexer, self.precision) if c.indexer else None
     latent, k_rope = self.latents(p, x_BTD, table)
-    keys = {"latent": latent, "k_rope": k_rope}
-    if indexer:
+    queries, keys = {"q": q}, {"latent": latent, "k_rope": k_rope}
+    if c.indexer:
+      assert q_latent is not None, "IndexerConfig asks for q_lora_rank"
+      indexer = Indexer(c.indexer, self.precision)
+      queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
     keys = ctx.remember(**keys)
     if ctx.step is not None:
       visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
+      out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible)
     else:
-      visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False)
-    k, v = self.expand(p, keys["latent"], keys["k_rope"])
-    mask, scores = visible, None
-    if indexer:
-      assert q_latent is not None, "IndexerConfig asks for q_lora_rank"
-      scores = indexer(p["indexer"], x_BTD, q_latent, ctx.positions, keys["index_k"])
-      selected, indices = indexer.select(scores, visible)
+      parts = context_parallel.parts(ctx.rules, T)
+      kernel = choose(c.kernel, self.case(T, images=False, context=parts))
+      if parts > 1:
+        out_BTNV, indices, loss = self._attend_in_parts(kernel, p["kv_b"], queries, keys, tokens, ctx.rules)
+      elif c.indexer:
+        visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False)
+        out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible, ctx.real)
+      else:
+        k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
+        out_BTNV, indices, loss = attend(kernel.name, q, k, v, tokens, rules=ctx.rules, **self._how), None, None
+    if indices is not None:
       ctx.tap("indexer.topk_idx", indices)
-      mask = selected if c.indexer_sparse else visible
-    kernel = choose(c.kernel, self.case(T, images=False)) if ctx.step is None else None
-    if kernel is not None and indexer is None:
-      probs = None
-      out_BTNV = attend(
-        kernel.name, q, k, v, tokens,
-        window=None, bidirectional_images=False, scale=c.scale, precision=self.precision, rules=ctx.rules,
-      )  # fmt: skip
-    else:
-      out_BTNV, probs = dot_product_attention(q, k, v, mask, scale=c.scale, precision=self.precision)
-    if scores is not None and ctx.step is None:
-      loss = jnp.zeros((), jnp.float32)
-      if c.indexer_loss_weight:
-        assert probs is not None, "an indexer's loss reads the probabilities"
-        heads_summed = jnp.sum(probs.astype(jnp.float32), axis=(1, 2))
-        loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, ctx.real)
+    if loss is not None and ctx.step is None:
       ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
     return out + self.precision.cast(p["o_bias"]) if c.bias else out
+
+  @property
+  def _how(self) -> dict[str, Any]:
+    """Of a kernel that is not told which keys are selected."""
+    return {"window": None, "bidirectional_images": False, "scale": self.cfg.scale, "precision": self.precision}
+
+  def _attend(
+    self, kv_b, queries: dict, keys: dict, visible: jax.Array, real=None, *, tokens_on: Axes = (), heads_on: Axes = ()
+  ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Attention with every score written out.
+
+    Args:
+      kv_b: the weight that expands latents.
+      queries: "q"; with an indexer "index_q" and "index_weights".
+      keys: "latent", "k_rope"; with an indexer "index_k".
+      visible: bool [B or 1, T, S].
+      real: bool [B, T], for the indexer's loss.
+      tokens_on, heads_on: inside shard_map, the mesh axes that they are split over.
+
+    Returns:
+      [B, T, N, V]; with an indexer the selected keys and the loss.
+    """
+    c, indices, mask, scores = self.cfg, None, visible, None
+    k, v = self.expand(kv_b, keys["latent"], keys["k_rope"])
+    if c.indexer:
+      indexer = Indexer(c.indexer, self.precision)
+      scores = indexer.score(queries["index_q"], queries["index_weights"], keys["index_k"])
+      selected, indices = indexer.select(scores, visible)
+      mask = selected if c.indexer_sparse else visible
+    out_BTNV, probs = dot_product_attention(queries["q"], k, v, mask, scale=c.scale, precision=self.precision)
+    if scores is None:
+      return out_BTNV, None, None
+    loss = jnp.zeros((), jnp.float32)
+    if c.indexer_loss_weight:
+      heads_summed = jnp.sum(jax.lax.stop_gradient(probs).astype(jnp.float32), axis=(1, 2))
+      if heads_on:
+        heads_summed = jax.lax.psum(heads_summed, heads_on)
+      loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, real, tokens_on)
+    return out_BTNV, indices, loss
+
+  def _attend_in_parts(
+    self, kernel: AttentionKernel, kv_b, queries: dict, keys: dict, tokens: Tokens, rules: Rules
+  ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The same where the positions of a row are split over devices: each gathers the latents, small as they are, and expands
+    them for its own queries. See ``context_parallel``."""
+    mesh = free_mesh()
+    assert mesh is not None, "rows are split over a mesh"
+    plain = not isinstance(kv_b, Weight)
+    place = rules.spec(queries["q"].shape, ("batch", "sequence", "heads" if plain else None, None), mesh)
+    rows = PartitionSpec(*place[:2])
+    tokens_on = tuple(a for entry in rows for a in axes_of(entry))
+    heads_on = axes_of(place[2]) if len(place) > 2 else ()
+    held = Held(PartitionSpec())
+    if plain:
+      own = ("heads",) if heads_on else ()
+      held = Held.of(rules, mesh, kv_b.shape, self.params()["kv_b"].axes, own, tokens_on)
+    part = context_parallel.Part(axes_of(rows[1]))
+
+    def on_device(kv_b, queries, keys, tokens):
+      kv_b = jax.tree.map(lambda w: vary(w, (*tokens_on, *heads_on)), held.gather(kv_b))
+      keys = {name: part.fetch(x) for name, x in keys.items()}
+      B, T = queries["q"].shape[:2]
+      tokens, where = part.keys(tokens, B, T)
+      if self.cfg.indexer is None:
+        k, v = self.expand(kv_b, keys["latent"], keys["k_rope"])
+        return kernel.run(queries["q"], k, v, tokens, keys=where, rules=rules, **self._how), None, None
+      S = keys["latent"].shape[1]
+      visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False, among=(S, where))
+      real = None if tokens.segments is None else tokens.segments > 0
+      return self._attend(kv_b, queries, keys, visible, real, tokens_on=tokens_on, heads_on=heads_on)
+
+    of_queries = {name: place if name == "q" else rows for name in queries}
+    return jax.shard_map(
+      on_device, mesh=mesh, in_specs=(held.spec, of_queries, rows, rows), out_specs=(place, rows, PartitionSpec())
+    )(kv_b, queries, keys, tokens)

@@ -18,7 +18,7 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import by_token, vary
+from maxtext_like.layers.partition import by_token, free_mesh, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, cast, product
@@ -190,20 +190,20 @@ class Experts:
       [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
     """
     p = {name: cast(self.precision, w) for name, w in p.items()}
-    mesh = jax.sharding.get_abstract_mesh()
-    layout = None if mesh.empty else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
-    if layout is None or not layout.every:
+    mesh = free_mesh()
+    layout = None if mesh is None else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
+    if mesh is None or layout is None or not layout.every:
       return self._on_device(p, x_BTD, weights, experts, by)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
 
     def on_device(p, x, w, e):
-      p = {name: layout.gather(name, w) for name, w in p.items()}
+      p = {name: layout.weights[name].gather(w) for name, w in p.items()}
       p, x, w, e = jax.tree.map(lambda a: vary(a, layout.every), (p, x, w, e))
       out, rescued = self._on_device(p, x, w, e, by, layout)
       return out, jax.lax.psum(rescued, layout.every)
 
     tokens = layout.tokens
-    specs = (dict(layout.weights), tokens, tokens, tokens)
+    specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(tokens, PartitionSpec()))(p, x_BTD, weights, experts)
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):

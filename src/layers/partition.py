@@ -1,12 +1,15 @@
 """Where activations lie on the mesh in use; marks for the inside of shard_map. How arrays are split is in rules.py."""
 
+import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
-from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.rules import MeshAxes, Rules
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -15,6 +18,86 @@ def on_every_device(x: jax.Array) -> jax.Array:
   """x on every device of the mesh in use, so that any process can read it; x itself when no mesh is set."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+def free_mesh() -> Mesh | None:
+  """The mesh in use; None where none is set, and inside shard_map, where everything is split already."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+
+
+def axes_of(entry: MeshAxes) -> tuple[str, ...]:
+  """An entry of a PartitionSpec as mesh axes."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(x: jax.Array, axes: tuple[str, ...], dimension: int) -> Any:
+  """Inside shard_map: x of all devices along mesh axes, side by side in a dimension. Its gradients are added in float32, and
+  each device gets its own part of the sum."""
+  return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
+def _gathered_forward(x, axes, dimension):
+  return gathered(x, axes, dimension), None
+
+
+def _gathered_backward(axes, dimension, _, g):
+  total = jax.lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dimension, tiled=True)
+  return (total.astype(g.dtype),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@dataclass(frozen=True)
+class Held:
+  """How a weight enters shard_map, and what is fetched of it there.
+
+  Attributes:
+    spec: how it is split.
+    over: of each dimension, the mesh axes that it is gathered over before it multiplies.
+  """
+
+  spec: PartitionSpec
+  over: tuple[tuple[str, ...], ...] = ()
+
+  @classmethod
+  def of(
+    cls,
+    rules: Rules,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    own: Iterable[str],
+    of_tokens: Iterable[str],
+  ) -> "Held":
+    """As the rules split it.
+
+    Args:
+      rules, mesh: as they are.
+      shape, axes: of the weight.
+      own: logical axes of which each device keeps its part.
+      of_tokens: mesh axes that tokens are split over. What is split over others is gathered outside, as devices along them
+        would otherwise count as different.
+    """
+    split = [*rules.spec(shape, axes, mesh), *(None,) * len(shape)][: len(shape)]
+    own, of_tokens = set(own), set(of_tokens)
+    kept = [
+      axes_of(e) if a in own else tuple(m for m in axes_of(e) if m in of_tokens) for a, e in zip(axes, split, strict=True)
+    ]
+    last = max((i for i, entry in enumerate(kept) if entry), default=-1)
+    return cls(
+      PartitionSpec(*(entry or None for entry in kept[: last + 1])),
+      tuple(() if a in own else entry for a, entry in zip(axes, kept, strict=True)),
+    )
+
+  def gather(self, weight: Any) -> Any:
+    """The weight with all that multiplies on this device; its gradient is scattered again as the weight lies."""
+    for dimension, axes in enumerate(self.over):
+      if axes:
+        weight = gathered(weight, axes, dimension)
+    return weight
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -51,9 +134,9 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
     shared: a pytree that all devices have.
     arrays: [B, T, ...].
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  tokens = PartitionSpec() if mesh.empty else rules.spec(arrays[0].shape[:2], ("batch", "sequence"), mesh)
-  axes = [a for entry in tokens if entry for a in ((entry,) if isinstance(entry, str) else entry)]
+  mesh = free_mesh()
+  tokens = PartitionSpec() if mesh is None else rules.spec(arrays[0].shape[:2], ("batch", "sequence"), mesh)
+  axes = [a for entry in tokens for a in axes_of(entry)]
   if not axes:
     return function(shared, *arrays)
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)

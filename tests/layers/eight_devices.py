@@ -16,7 +16,7 @@ from maxtext_like.layers.rules import MESH_AXES
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, function: str, *words: str, timeout: int = 300) -> str:
+def run(module: str, function: str, *words: str, timeout: int = 1800) -> str:
   """What ``function(*words)`` of a test module prints; fails as it does, warnings included."""
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
   places = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "layers")])
@@ -49,10 +49,10 @@ def spread(batch: Any, mesh, rules, *axes: str | None) -> Any:
 
 
 def worst(got: Any, expected: Any) -> float:
-  """The largest difference, relative to the largest number of each array."""
-
-  def leaf(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30)
-
-  return max(jax.tree.leaves(jax.tree.map(leaf, got, expected)))
+  """The largest difference, relative to the largest number of each array, or a tenth of the largest of all: the derivative of a
+  scale in front of a norm is nothing but rounding."""
+  pairs = [
+    (np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)
+  ]
+  largest = max(np.abs(b).max(initial=0) for _, b in pairs)
+  return max(np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), largest / 10, 1e-30) for a, b in pairs)

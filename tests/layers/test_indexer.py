@@ -118,10 +118,11 @@ def test_float32_flag_sets_the_dtype_of_product_relu_and_sum(flag, random_params
   found = list(equations(layer, p, x, latent, jnp.arange(T)[None]))
   products = [dtypes(e) for e in found if e.primitive.name == "dot_general"]
   wanted = "float32" if flag else "bfloat16"
-  # q and k projections in the dtype of activations; then q.k, the heads' weights and the sum over heads.
+  # k and q projections in the dtype of activations; then the heads' weights, q.k and the sum over heads.
   assert products[:2] == [("bfloat16",) * 3] * 2
-  assert products[2] == ("bfloat16", "bfloat16", wanted)
-  assert products[3:] == [(wanted,) * 3] * 2
+  assert products[2] == (wanted,) * 3
+  assert products[3] == ("bfloat16", "bfloat16", wanted)
+  assert products[4:] == [(wanted,) * 3]
   (relu,) = [dtypes(e)[-1] for e in found if e.primitive.name == "max"]
   assert relu == wanted
 

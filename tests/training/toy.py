@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
+from maxtext_like.layers.rules import RULES
 from maxtext_like.models.row_norms import split_squares, state_peaks
 from maxtext_like.training import loss_scale
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
@@ -29,6 +30,8 @@ class ToyDecoder:
   """x = table[tokens]; three times x = x + tanh(x @ kernel + bias) * scale; logits = x @ head. Biases never train."""
 
   dtype: str = "float32"
+
+  cfg: ClassVar = SimpleNamespace(rules=RULES)
 
   @property
   def stacks(self):

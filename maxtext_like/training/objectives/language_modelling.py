@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from maxtext_like.errors import UserError
+from maxtext_like.layers import context_parallel
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.placed import Model, Shapes
 from maxtext_like.targets import IGNORED
@@ -112,7 +113,8 @@ class LanguageModelling:
       loss = jnp.sum(terms)
     else:
       cotangent = jnp.ones((), jnp.float32) if cotangent is None else cotangent
-      loss, terms = _sum_of_chunks(chunk, self.chunks)(head, x_BTD, batch["targets"], cotangent)
+      parts = context_parallel.parts(self.decoder.cfg.rules, x_BTD.shape[1])
+      loss, terms = _sum_of_chunks(chunk, self.chunks, parts)(head, x_BTD, batch["targets"], cotangent)
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:
       del terms["z_loss"]
@@ -137,7 +139,7 @@ def head_of(p: Any) -> Any:
   return {name: p[name]}
 
 
-def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chunks: int) -> Callable[..., Any]:
+def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chunks: int, parts: int) -> Callable[..., Any]:
   """``chunk`` summed over chunks of the sequence, each of which is differentiated as soon as it is computed.
 
   A loss is a sum, so its gradients need nothing that comes after it: taking them in the forward pass saves the second
@@ -146,6 +148,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
   Args:
     chunk: (head, x [B, C, D], targets [B, C]) -> its terms, float32 [2].
     chunks: how many.
+    parts: that a row's positions are split into over devices; a chunk has an equal share of each, so that all work on it.
 
   Returns:
     (head, x [B, T, D], targets [B, T], cotangent []) -> (sum of all terms, the terms, which have no gradient). Gradients are
@@ -153,7 +156,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
   """
 
   def cut(x_BTD, targets_BT):
-    return _cut(x_BTD, chunks, 0), _cut(targets_BT, chunks, IGNORED)
+    return _cut(x_BTD, chunks, parts, 0), _cut(targets_BT, chunks, parts, IGNORED)
 
   @jax.custom_vjp
   def total(head, x_BTD, targets_BT, cotangent):
@@ -188,7 +191,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
       d_head = jax.tree.map(lambda d, dtype: d.astype(dtype), d_head, dtypes)
-    return (jnp.sum(terms), terms), (d_head, _joined(dx_nBCD, x_BTD.shape[1]), cotangent)
+    return (jnp.sum(terms), terms), (d_head, _joined(dx_nBCD, parts, x_BTD.shape[1]), cotangent)
 
   def backward(saved, cotangents):
     d_head, dx_BTD, expected = saved
@@ -201,15 +204,18 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
   return total
 
 
-def _cut(x_BT: jax.Array, chunks: int, fill: int) -> jax.Array:
-  """[B, T, ...] as [n, B, C, ...], the last chunk filled up."""
-  T = x_BT.shape[1]
-  size = -(-T // chunks)
-  x = jnp.pad(x_BT, [(0, 0), (0, size * chunks - T)] + [(0, 0)] * (x_BT.ndim - 2), constant_values=fill)
-  return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
+def _cut(x_BT: jax.Array, chunks: int, parts: int, fill: int) -> jax.Array:
+  """[B, T, ...] as [n, B, C, ...], a piece of each part of the row in every chunk; the last chunk filled up."""
+  B, T, *rest = x_BT.shape
+  x = x_BT.reshape(B, parts, T // parts, *rest)
+  size = -(-T // parts // chunks)
+  x = jnp.pad(x, [(0, 0), (0, 0), (0, size * chunks - T // parts)] + [(0, 0)] * len(rest), constant_values=fill)
+  x = x.reshape(B, parts, chunks, size, *rest)
+  return jnp.moveaxis(x, 2, 0).reshape(chunks, B, parts * size, *rest)
 
 
-def _joined(x_nBC: jax.Array, length: int) -> jax.Array:
+def _joined(x_nBC: jax.Array, parts: int, length: int) -> jax.Array:
   """What ``_cut`` cut, [B, T, ...], without what filled it up."""
-  x = jnp.moveaxis(x_nBC, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+  chunks, B, C, *rest = x_nBC.shape
+  x = jnp.moveaxis(x_nBC.reshape(chunks, B, parts, C // parts, *rest), 0, 2)
+  return x.reshape(B, parts, -1, *rest)[:, :, : length // parts].reshape(B, length, *rest)

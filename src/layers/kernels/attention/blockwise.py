@@ -14,56 +14,62 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
-from maxtext_like.layers.masks import Tokens, causal, masked_fill, same_document
+from maxtext_like.layers.masks import Keys, Tokens, causal, masked_fill, same_document
 from maxtext_like.layers.precision import Precision
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 
-_Static = tuple[Precision, float, int | None, int]  # precision, scale, window, queries of a tile
+# Precision, scale, window, queries of a tile, and the key where the first query stands; None: it is known as the program runs.
+_Static = tuple[Precision, float, int | None, int, int | None]
 
 
 def blockwise_attention(
   q_BTNH: jax.Array,
-  k_BTKH: jax.Array,
-  v_BTKV: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
   segments: jax.Array | None,
   *,
   window: int | None,
   scale: float,
   precision: Precision,
   tile: int = TILE,
+  keys: Keys | None = None,
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKV: queries, keys, values; query head n reads key-value head n // (N / K).
+    q_BTNH, k_BSKH, v_BSKV: queries, keys, values; query head n reads key-value head n // (N / K).
     segments: int32 [B, T], 0 is padding; None: every row is one document.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the scores.
     precision: ``float32_qk_product`` and ``float32_logits``.
     tile: queries worked on at a time.
+    keys: where the keys stand; None: they are those of the queries' own positions.
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
   """
   B, T, N, H = q_BTNH.shape
-  K = k_BTKH.shape[2]
-  q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BTKH, v_BTKV))
-  out: Any = _attend((precision, scale, window, tile), q, k, v, segments)
+  K = k_BSKH.shape[2]
+  q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, v_BSKV))
+  keys = keys or Keys(Tokens(segments), 0)
+  known = isinstance(keys.first, int)
+  static = (precision, scale, window, tile, keys.first if known else None)
+  out: Any = _attend(static, q, k, v, (segments, keys.tokens.segments, None if known else keys.first))
   return out.reshape(B, T, N, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q, k, v, segments):
-  return _forward(static, q, k, v, segments)[0]
+def _attend(static: _Static, q, k, v, where):
+  return _forward(static, q, k, v, where)[0]
 
 
-def _forward(static: _Static, q, k, v, segments) -> tuple[jax.Array, Any]:
+def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
   """[B, T, K, G, V], and what the backward pass needs."""
   precision = static[0]
   outs, tops, totals = [], [], []
-  for queries, keys in _tiles(static, q.shape[1]):
-    scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
+  for queries, keys in _tiles(static, q.shape[1], k.shape[1]):
+    scores, mask = _scores(static, q[:, queries], k[:, keys], where, queries, keys)
     with jax.named_scope("softmax"):
       top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
       weights = _exponentials(scores, mask, top)
@@ -75,11 +81,11 @@ def _forward(static: _Static, q, k, v, segments) -> tuple[jax.Array, Any]:
     tops.append(top)
     totals.append(total)
   out = jnp.concatenate(outs, axis=1)
-  return out, (q, k, v, segments, out, tops, totals)
+  return out, (q, k, v, where, out, tops, totals)
 
 
 def _backward(static: _Static, saved, g: jax.Array):
-  q, k, v, segments, out, tops, totals = saved
+  q, k, v, where, out, tops, totals = saved
   precision, scale = static[:2]
   # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
   operand = jnp.float32 if precision.dtype == "float16" else q.dtype
@@ -87,8 +93,8 @@ def _backward(static: _Static, saved, g: jax.Array):
   with jax.named_scope("softmax"):
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
   dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  for (queries, keys), top, total in zip(_tiles(static, q.shape[1]), tops, totals, strict=True):
-    scores, mask = _scores(static, q[:, queries], k[:, keys], segments, queries, keys)
+  for (queries, keys), top, total in zip(_tiles(static, q.shape[1], k.shape[1]), tops, totals, strict=True):
+    scores, mask = _scores(static, q[:, queries], k[:, keys], where, queries, keys)
     with jax.named_scope("softmax"):
       probs = _exponentials(scores, mask, top) / total
     with jax.named_scope("pv_product"):
@@ -109,27 +115,32 @@ def _backward(static: _Static, saved, g: jax.Array):
 _attend.defvjp(_forward, _backward)
 
 
-def _tiles(static: _Static, length: int) -> list[tuple[slice, slice]]:
+def _tiles(static: _Static, length: int, count: int) -> list[tuple[slice, slice]]:
   """Queries of each tile, and the keys that any of them may see."""
-  _, _, window, tile = static
+  _, _, window, tile, at = static
   found = []
   for start in range(0, length, tile):
     end = min(start + tile, length)
-    first = 0 if window is None else max(0, start - window + 1) // 128 * 128  # whole tiles of a matrix unit
-    found.append((slice(start, end), slice(first, end)))
+    if at is None:
+      found.append((slice(start, end), slice(0, count)))
+      continue
+    first = 0 if window is None else max(0, at + start - window + 1) // 128 * 128  # whole tiles of a matrix unit
+    found.append((slice(start, end), slice(first, at + end)))
   return found
 
 
-def _scores(static: _Static, q_BtKGH, k_BsKH, segments, queries: slice, keys: slice) -> tuple[jax.Array, jax.Array]:
+def _scores(static: _Static, q_BtKGH, k_BsKH, where, queries: slice, keys: slice) -> tuple[jax.Array, jax.Array]:
   """Scores [B, K, G, t, s] in the dtype of the softmax, and the mask [B or 1, 1, 1, t, s]."""
-  precision, scale, window, _ = static
+  precision, scale, window, _, at = static
+  segments, of_keys, first = where
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
   with jax.named_scope("softmax"):
     scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
-  mask = causal(jnp.arange(queries.start, queries.stop), jnp.arange(keys.start, keys.stop), window=window)
+  query = jnp.arange(queries.start, queries.stop) + (first if at is None else at)
+  mask = causal(query, jnp.arange(keys.start, keys.stop), window=window)
   if segments is not None:
-    mask = mask & same_document(segments[:, queries], segments[:, keys])
+    mask = mask & same_document(segments[:, queries], of_keys[:, keys])
   return scores, mask[:, None, None]
 
 
@@ -138,15 +149,19 @@ def _exponentials(scores, mask, top):
   return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+def _run(
+  q_BTNH, k_BSKH, v_BSKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, keys: Keys | None = None
+) -> jax.Array:
   del bidirectional_images, rules
-  return blockwise_attention(q_BTNH, k_BTKH, v_BTKV, tokens.segments, window=window, scale=scale, precision=precision)
+  return blockwise_attention(
+    q_BTNH, k_BSKH, v_BSKV, tokens.segments, window=window, scale=scale, precision=precision, keys=keys
+  )
 
 
 def _refuses(case: Case) -> list[str]:
   reasons = []
-  if case.length <= TILE:
-    reasons.append(f"rows of {case.length} positions are one tile (of {TILE}), which is dot_product")
+  if case.length // case.context <= TILE:
+    reasons.append(f"rows of {case.length // case.context} positions are one tile (of {TILE}), which is dot_product")
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
   if case.probabilities:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, whole_rows
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import Rules
@@ -46,7 +46,7 @@ def cudnn_attention(
 
 
 def _refuses(case: Case) -> list[str]:
-  reasons = []
+  reasons = whole_rows(case)
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
   if case.head_dim > 256 or case.head_dim % 8:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel
-from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
+from maxtext_like.layers.masks import Keys, Tokens, attention_mask, masked_softmax
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import Rules
 
@@ -56,9 +56,11 @@ def _run(
   scale: float,
   precision: Precision,
   rules: Rules,
+  keys: Keys | None = None,
 ) -> jax.Array:
   del rules  # the partitioner sees through all of it
-  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_images=bidirectional_images)
+  among = None if keys is None else (k_BSKH.shape[1], keys)
+  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_images=bidirectional_images, among=among)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
 
 

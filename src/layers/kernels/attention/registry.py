@@ -41,6 +41,7 @@ class Case:
     head_dim, value_dim: H and V.
     window: keys a query sees, itself included; None: all before it.
     length: positions of a row, T = S.
+    context: devices that the positions of a row are split over.
     bidirectional_images: tokens of one image see each other both ways.
     probabilities: the layer needs every probability written out.
   """
@@ -52,6 +53,7 @@ class Case:
   head_dim: int
   value_dim: int
   length: int
+  context: int = 1
   window: int | None = None
   bidirectional_images: bool = False
   probabilities: bool = False
@@ -70,7 +72,8 @@ class AttentionKernel:
     name: as the configuration has it.
     refuses: why it cannot do a case; empty where it can.
     run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
-      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
+      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. One that is not fused also takes ``keys``
+      (``masks.Keys``), where there are others than the queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
       device before a run trusts it.
     title: what a fused kernel is called in tables.
@@ -94,6 +97,15 @@ class AttentionKernel:
     if not self.fused or case.dtype == "float32":
       return []
     return [key for key in ("float32_qk_product", "float32_logits") if not getattr(case.precision, key)]
+
+
+def whole_rows(case: Case) -> list[str]:
+  """Why a kernel that takes as many queries as keys cannot do a case; empty where it can."""
+  size = case.length // case.context
+  if case.context > 1 and (case.window is None or -(-(case.window - 1) // 128) * 128 > size):
+    seen = "all before it" if case.window is None else f"{case.window} keys"
+    return [f"rows are split over {case.context} devices (context), {size} positions each, and a query sees {seen}"]
+  return []
 
 
 def kernel(name: Name) -> AttentionKernel:
@@ -153,9 +165,11 @@ def attend(
   Returns:
     [B, T, N, V] in ``dtype``.
   """
+  from maxtext_like.layers import context_parallel
   from maxtext_like.layers.rules import RULES
 
-  return kernel(name).run(
-    q_BTNH, k_BSKH, v_BSKV, tokens,
-    window=window, bidirectional_images=bidirectional_images, scale=scale, precision=precision, rules=rules or RULES,
-  )  # fmt: skip
+  rules = rules or RULES
+  how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
+  if context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
+    return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
+  return kernel(name).run(q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)

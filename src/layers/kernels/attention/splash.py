@@ -9,8 +9,9 @@ B batch, T position, N query heads, K key-value heads, H head.
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, whole_rows
 from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.partition import free_mesh
 from maxtext_like.layers.rules import RULES, Rules
 
 _LANES = 128
@@ -100,8 +101,8 @@ def _rows(heads: int, length: int, window: int | None, interpret: bool):
 
 def _on_each_device(function, arguments: tuple[jax.Array, ...], rules: Rules) -> jax.Array:
   """The function of arrays with a leading batch dimension, run by every device of the mesh in use on its own rows."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1:
+  mesh = free_mesh()
+  if mesh is None or mesh.size == 1:
     return function(*arguments)
   # Rows that do not divide among the devices are worked on by all of them.
   spec = rules.rows(arguments[0].shape[0], mesh)
@@ -116,7 +117,7 @@ def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images
 
 
 def _refuses(case: Case) -> list[str]:
-  reasons = []
+  reasons = whole_rows(case)
   if case.platform != "tpu":
     reasons.append(f"it runs on TPUs, not on {case.platform}")
   if case.head_dim % _LANES:
