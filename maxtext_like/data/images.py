@@ -59,6 +59,19 @@ class TowerImage:
     return np.stack([column, row], axis=-1)
 
 
+@dataclass(frozen=True)
+class UnreadImage:
+  """One image file of which only the header was read.
+
+  Attributes:
+    path: of the file.
+    tokens: image tokens that the tower makes of it.
+  """
+
+  path: Path
+  tokens: int
+
+
 def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> dict[str, np.ndarray]:
   """The decoder's image inputs for images in order; None is an empty place.
 
@@ -111,6 +124,18 @@ def check_header(path: Path) -> None:
     pass
 
 
+def measure_image(path: Path, vision: VisionConfig) -> UnreadImage:
+  """How many tokens an image file takes up, from its header alone. BadImageError as far as that shows it.
+
+  An image that lies on its side, as its EXIF orientation may say, takes up as many as when it stands.
+  """
+  with _opened(path) as image:
+    if isinstance(vision, SquareVision):
+      return UnreadImage(path, vision.vision_output_length)
+    assert isinstance(vision, PatchVision), "the two kinds of towers"
+    return UnreadImage(path, _tokens(*patched_size(image.height, image.width, vision), vision))
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> "Iterator[Image]":
   """An image file, of which no pixel has been unpacked. BadImageError for what goes wrong, inside too."""
@@ -148,7 +173,12 @@ def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
     image = image.resize((width, height), Resampling.BICUBIC)
   rows, columns = height // p, width // p
   grid = np.asarray(image).reshape(rows, p, columns, p, 3).transpose(0, 2, 1, 3, 4)
-  return TowerImage(grid.reshape(rows * columns, -1), columns, rows * columns // vision.pooling_size_for_vit**2)
+  return TowerImage(grid.reshape(rows * columns, -1), columns, _tokens(height, width, vision))
+
+
+def _tokens(height: int, width: int, vision: PatchVision) -> int:
+  """What is left of the patches of an image of the size that the tower takes it."""
+  return height * width // (vision.patch_size_for_vit * vision.pooling_size_for_vit) ** 2
 
 
 def patched_size(height: int, width: int, vision: PatchVision) -> tuple[int, int]:

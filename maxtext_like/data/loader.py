@@ -12,7 +12,7 @@ depends on the data, the data keys, the tokenizer and T; not on the batch size, 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ def make_data(
   stall_limit_seconds: float = STALL_LIMIT_SECONDS,
   lookup: Lookup | None = None,
   chat_template: str | None = None,
+  own_rows: Container[int] | None = None,
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
@@ -78,6 +79,9 @@ def make_data(
   Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
   `chat_template`: the one that is published for the model's family, which conversations are rendered with.
   With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
+
+  `own_rows`: rows of a batch that this process puts on its devices; None: all. Images of others are not unpacked here, unless
+  on_bad_record=skip: all processes have to skip the same ones.
 
   "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
   target: they weigh nothing); DataSource.reset starts again.
@@ -98,7 +102,7 @@ def make_data(
   kind = kind_of(data)
   if not kind.text:
     refuse_path(data)
-    multimodal = _multimodal(vision, None, length)
+    multimodal = _multimodal(vision, None, length, None)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
     rows: Rows = kind.load(kind.opens)(
       length,
@@ -114,7 +118,8 @@ def make_data(
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
-  multimodal = _multimodal(vision, tokenizer.encode_special if parse else tokenizer.encode, length)
+  encode = tokenizer.encode_special if parse else tokenizer.encode
+  multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
   chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
   rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat)
   shuffle = data.shuffle and split == "train"
@@ -213,10 +218,12 @@ def _open_part(
   return _Part(documents, used, len(indices), order, bad_max)
 
 
-def _multimodal(vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int) -> Multimodal | None:
+def _multimodal(
+  vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int, own_rows: Container[int] | None
+) -> Multimodal | None:
   if vision is None or not vision.use_multimodal:
     return None
-  multimodal = Multimodal(vision, encode)
+  multimodal = Multimodal(vision, encode, own_rows)
   multimodal.check_length(length)
   return multimodal
 

@@ -6,7 +6,7 @@ Gemma 3: two newlines, begin-of-image, image tokens, end-of-image, two newlines;
 B rows, M places for images in a row, T positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,15 @@ import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Record
-from maxtext_like.data.images import BadImageError, TowerImage, load_image, require_pillow, tower_arrays
+from maxtext_like.data.images import (
+  BadImageError,
+  TowerImage,
+  UnreadImage,
+  load_image,
+  measure_image,
+  require_pillow,
+  tower_arrays,
+)
 from maxtext_like.data.pack import ImageSpan, Row
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
@@ -28,8 +36,16 @@ def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
     raise BadRecordError(place, f"image {path}: {error}") from None
 
 
+def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
+  """As ``load_for``, of the header alone."""
+  try:
+    return measure_image(Path(path), vision)
+  except BadImageError as error:
+    raise BadRecordError(place, f"image {path}: {error}") from None
+
+
 def interleave(
-  parts: Sequence[str], images: Sequence[TowerImage], vision: VisionConfig, encode: Callable[[str], list[int]]
+  parts: Sequence[str], images: Sequence[TowerImage | UnreadImage], vision: VisionConfig, encode: Callable[[str], list[int]]
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
   """Token ids of texts with images between them, each in its family's frame, and where the images stand.
 
@@ -59,10 +75,13 @@ class Multimodal:
   Attributes:
     vision: the ``vision:`` section, with ``use_multimodal``.
     encode_text: ids of a text; None for a source of tokens without images.
+    own_rows: rows of a batch whose pixels are wanted here; None: of all. Then only these images are unpacked, when their batch
+      is made, and the pixels of all others are 0.
   """
 
   vision: VisionConfig
   encode_text: Callable[[str], list[int]] | None
+  own_rows: Container[int] | None = None
 
   def __post_init__(self):
     require_pillow()
@@ -87,10 +106,14 @@ class Multimodal:
     assert self.encode_text is not None
     assert v.image_token_id is not None  # VisionConfig has seen to it
     parts = self.parts(record, place)
-    ids, spans = interleave(parts, [load_for(path, v, place) for path in record.images], v, self.encode_text)
+    ids, spans = interleave(parts, [self.look_at(path, place) for path in record.images], v, self.encode_text)
     if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
       raise self.image_token_in_text(place)
     return ids, spans
+
+  def look_at(self, path: str, place: str) -> TowerImage | UnreadImage:
+    """An image file that the record at ``place`` names, unpacked where every row is wanted. Raises BadRecordError."""
+    return (load_for if self.own_rows is None else _measure_for)(path, self.vision, place)
 
   def parts(self, record: Record, place: str) -> list[str]:
     """The text between the images of a record; without any, the placeholder is text.
@@ -122,13 +145,25 @@ class Multimodal:
     Returns:
       "token_types" int32 [B, T], 1 at image tokens; "pixel_values" [B, M, ...] and, with Gemma 4, "image_position_ids"
       [B, M, P, 2]: the images of each row in order, then empty places.
+
+    Raises:
+      UserError: an image that was only measured cannot be used.
     """
     places = self.vision.max_images_per_row
-    slots = [[*row.images, *[None] * (places - len(row.images))] for row in rows]
+    images = [self._unpacked(row) if self.own_rows is None or i in self.own_rows else [] for i, row in enumerate(rows)]
+    slots = [[*found, *[None] * (places - len(found))] for found in images]
     arrays = tower_arrays([image for row in slots for image in row], self.vision)
     made = {name: array.reshape(len(rows), places, *array.shape[1:]) for name, array in arrays.items()}
     tokens = np.stack([row.tokens for row in rows])
     return {"token_types": (tokens == self.vision.image_token_id).astype(np.int32)} | made
+
+  def _unpacked(self, row: Row) -> list[TowerImage]:
+    try:
+      return [load_for(str(i.path), self.vision, "images") if isinstance(i, UnreadImage) else i for i in row.images]
+    except BadRecordError as bad:
+      raise UserError(
+        f"{bad.reason}: its header is that of an image\n  fix: repair the file, or leave its record out"
+      ) from None
 
   def identity(self) -> dict[str, object]:
     """What the rows depend on, for the state of the data."""

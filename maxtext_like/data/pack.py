@@ -11,7 +11,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
 
 if TYPE_CHECKING:
-  from maxtext_like.data.images import TowerImage
+  from maxtext_like.data.images import TowerImage, UnreadImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
 
@@ -27,7 +27,7 @@ class Row:
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
-  images: "list[TowerImage]" = field(default_factory=list)
+  images: "list[TowerImage | UnreadImage]" = field(default_factory=list)
 
   @classmethod
   def empty(cls, length: int, pad_id: int) -> "Row":
@@ -54,7 +54,7 @@ class ImageSpan:
 
   start: int
   end: int
-  image: "TowerImage"
+  image: "TowerImage | UnreadImage"
 
 
 @dataclass(frozen=True)

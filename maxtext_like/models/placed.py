@@ -115,6 +115,12 @@ class Model:
     """How a batch [B, T] lies on the mesh: its sequences over every axis that the decoder's rules give to "batch"."""
     return batch_sharding(self.mesh, self.decoder.cfg.rules)
 
+  def own_rows(self, rows: int) -> frozenset[int] | None:
+    """Which of a batch's rows this process's devices have; None: all of them."""
+    places = self.batch_sharding.addressable_devices_indices_map((rows,)).values()
+    own = frozenset(row for place in places if place is not None for row in range(rows)[place[0]])
+    return None if len(own) == rows else own
+
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A whole batch as global arrays on the mesh; each process puts the rows of its own devices there."""
     sharding = self.batch_sharding

@@ -32,11 +32,13 @@ def open_data(
     source: which of several to evaluate on.
   """
   config = program.config
+  rows = program.global_batch if split == "train" else program.microbatch
   return make_data(
     settings,
     vocab_size=config.model.vocab_size,
     length=config.training.max_target_length,
-    global_batch=program.global_batch if split == "train" else program.microbatch,
+    global_batch=rows,
+    own_rows=program.model.own_rows(rows),
     split=split,
     source=source,
     vision=config.vision,

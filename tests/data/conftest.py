@@ -35,6 +35,7 @@ ARGUMENTS = {
   "vision": None,
   "lookup": None,
   "chat_template": None,
+  "own_rows": None,
   "stall_limit_seconds": 600.0,
   "alive": lambda: None,
   "waiting": lambda: None,

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from maxtext_like.config.load import load_config
-from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data.images import load_image, tower_arrays
+from maxtext_like.config.vision import PatchVision, VisionConfig
+from maxtext_like.data import multimodal
+from maxtext_like.data.images import load_image, measure_image, patched_size, tower_arrays
 from maxtext_like.errors import UserError
 
 VISION = {name: load_config(name, ["use_multimodal=true"]).config.vision for name in ("gemma3-tiny", "gemma4-tiny")}
@@ -134,6 +137,62 @@ def test_resuming_inside_a_document_with_images_gives_the_same_rows(rows):
   other = rows(records, dataclasses.replace(GEMMA4, max_images_per_row=2), shuffle=True)
   with pytest.raises(UserError, match="vision max_images_per_row: was 1, is 2"):
     other.set_state(state)
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_rows_of_each_process_are_those_of_one(name: str, processes: int, rows, monkeypatch):
+  """To the bit, whatever else is left out; and nobody unpacks the images of another's rows."""
+  records = [{"text": "ab<image>cd" * (i % 4) + str(i), "images": [*SIZES, "a.png"][: i % 4]} for i in range(16)]
+  vision = dataclasses.replace(VISION[name], max_images_per_row=2)
+  whole = [next(source) for source in [rows(records, vision, shuffle=True, global_batch=4)] for _ in range(3)]
+  unpacked, load = [], multimodal.load_for
+  monkeypatch.setattr(multimodal, "load_for", lambda *given: unpacked.append(given) or load(*given))
+  for own in np.split(np.arange(4), processes):
+    source = rows(records, vision, shuffle=True, global_batch=4, own_rows=own.tolist())
+    for batch in whole:
+      for key, array in next(source).items():
+        assert array.shape == batch[key].shape
+        np.testing.assert_array_equal(array[own], batch[key][own])
+        if key == "pixel_values":
+          assert not np.delete(array, own, axis=0).any()
+        elif key != "image_position_ids":
+          np.testing.assert_array_equal(array, batch[key])
+    source.close()  # waits for what it makes ahead
+  made = sum(
+    len(batch["pixel_values"][batch["pixel_values"].any(axis=tuple(range(2, batch["pixel_values"].ndim)))]) for batch in whole
+  )
+  assert made <= len(unpacked) <= made + 4 * 4 * 2 * 2, "two batches are made ahead"
+
+
+def test_an_image_that_shows_itself_damaged_when_its_row_is_made(rows, folder: Path):
+  data = (folder / "b.png").read_bytes()
+  (folder / "b.png").write_bytes(data[: len(data) // 2])
+  records = [{"text": f"{i}<image>", "images": ["b.png" if i == 3 else "a.png"]} for i in range(4)]
+  with pytest.raises(UserError, match=r"image .*b\.png: .*: its header is that of an image\n  fix: repair the file"):
+    rows(records, GEMMA4, packing=False, global_batch=4, own_rows=[2, 3])
+  assert next(rows(records, GEMMA4, packing=False, global_batch=4, own_rows=[0, 1]))["segments"].any(axis=1).all()
+  source = rows(records, GEMMA4, packing=False, global_batch=3, own_rows=[0], on_bad_record="skip")
+  assert [next(source)["segments"].any(axis=1).all() for _ in range(2)] == [True, True]
+  assert source.counts()["bad"] == 1, "all processes leave it out"
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_an_image_on_its_side_takes_up_as_many_tokens(height, width):
+  assert isinstance(GEMMA4, PatchVision)
+  one, other = patched_size(height, width, GEMMA4), patched_size(width, height, GEMMA4)
+  assert one[0] * one[1] == other[0] * other[1]
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_the_header_says_how_many_tokens(name: str, folder: Path):
+  for image in SIZES:
+    assert measure_image(folder / image, VISION[name]).tokens == load_image(folder / image, VISION[name]).tokens
+  turned = Image.open(folder / "c.jpg")
+  exif = turned.getexif()
+  exif[0x0112] = 6
+  turned.save(folder / "turned.jpg", exif=exif)
+  assert measure_image(folder / "turned.jpg", VISION[name]).tokens == load_image(folder / "turned.jpg", VISION[name]).tokens
 
 
 FAULTS = {

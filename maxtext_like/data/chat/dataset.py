@@ -12,7 +12,7 @@ from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
-from maxtext_like.data.multimodal import Multimodal, load_for
+from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class Chat:
         "elsewhere; train_on=last learns the last answers alone"
       )
       self.say = lambda line: None
-    vision = self.multimodal and self.multimodal.vision
-    load = (lambda path: load_for(path, vision, place)) if vision else None
+    multimodal = self.multimodal
+    load = (lambda path: multimodal.look_at(path, place)) if multimodal else None
     return rendered, self.encoder.encode(rendered, answers_to_learn(conversation, self.train_on), place, load)
 
   def identity(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.rendering import Rendered, Renderer
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.images import TowerImage
+from maxtext_like.data.images import TowerImage, UnreadImage
 from maxtext_like.data.pack import ImageSpan
 from maxtext_like.data.special_tokens import Spellings
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
@@ -63,7 +63,11 @@ class ChatEncoder:
     self._spellings = Spellings({**tokenizer.special, **self._ids})
 
   def encode(
-    self, rendered: Rendered, learned: frozenset[int] | None, place: str, load: Callable[[str], TowerImage] | None = None
+    self,
+    rendered: Rendered,
+    learned: frozenset[int] | None,
+    place: str,
+    load: Callable[[str], TowerImage | UnreadImage] | None = None,
   ) -> Encoded:
     """Token ids of a conversation.
 
