@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, words
+from maxtext_like.api.arguments import Saved, require_function, require_number, words
 from maxtext_like.api.pretrained import Pretrained, load
 from maxtext_like.errors import UserError
 
@@ -98,9 +98,11 @@ def generate(
   from maxtext_like.generation.stop import stop_tokens
 
   for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
-    _require_number(name, value, numbers.Integral)
+    require_number(generate, name, value, whole=True)
   for name, value in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
-    _require_number(name, value, numbers.Real)
+    require_number(generate, name, value)
+  if on_text is not None:
+    require_function(generate, "on_text", on_text)
   asked = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [prompts]
   given = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
   if not given or not all(isinstance(prompt, Prompt) for prompt in given):
@@ -141,11 +143,6 @@ def generate(
   )
   counted = sum(rescued) if decoder.uses_float16 else None
   return Generation(answers, counted, first_tokens or 0, first - begin, end - first)
-
-
-def _require_number(name: str, value: Any, kind: type) -> None:
-  if not isinstance(value, kind) or isinstance(value, bool):
-    raise UserError(f"generate: {name}={value!r:.60}: not a {'whole ' if kind is numbers.Integral else ''}number")
 
 
 def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:

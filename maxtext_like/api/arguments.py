@@ -1,12 +1,14 @@
 """What callers give: words and keywords of a configuration, directories, and where lines go; and what mistakes are told."""
 
 import inspect
+import numbers
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config import hub
+from maxtext_like.config.files import model_names
 from maxtext_like.config.overrides import is_key
 from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import did_you_mean
@@ -54,11 +56,29 @@ def _plain(value: Any) -> Any:
     return str(value)
   if isinstance(value, Saved):
     return str(value.directory)
-  if isinstance(value, type) or hasattr(value, "kind"):  # dtype=jnp.bfloat16
+  value = dtype_name(value)
+  return value.item() if hasattr(value, "item") else value  # a number of numpy's
+
+
+def dtype_name(value: Any) -> Any:
+  """``jnp.bfloat16`` and the like by name; anything else as it is."""
+  if isinstance(value, type) or hasattr(value, "kind"):
     import numpy as np
 
     return np.dtype(value).name
-  return value.item() if hasattr(value, "item") else value  # a number of numpy's
+  return value
+
+
+def require_number(of: Callable[..., Any], name: str, value: Any, *, whole: bool = False) -> None:
+  """UserError for an argument of a function that is no number, or no whole one."""
+  if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+    raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a {'whole ' if whole else ''}number")
+
+
+def require_function(of: Callable[..., Any], name: str, value: Any) -> None:
+  """UserError for an argument of a function that cannot be called."""
+  if not callable(value):
+    raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a function")
 
 
 def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
@@ -81,6 +101,11 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
       "  fix: a path, a name of the Hugging Face cache, or what train, import_checkpoint or export_checkpoint returned"
     )
   text = os.fspath(directory)
+  if text in model_names() and not Path(text).exists():
+    raise UserError(
+      f"{what} {text}: the name of a configuration, which has no weights\n"
+      "  fix: name what it was trained into, as runs/NAME, or a Hugging Face checkpoint"
+    )
   if is_remote(text):
     from maxtext_like.checkpoint.weight_sources import on_this_machine
 

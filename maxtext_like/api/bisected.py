@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import line_taker, place_of, words
+from maxtext_like.api.arguments import line_taker, place_of, require_number, words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
@@ -71,6 +71,8 @@ def bisect(
     NonFiniteError: the float32 step is not finite.
   """
   given, say = words(overrides, keys, bisect), line_taker(progress)
+  if tolerance is not None:
+    require_number(bisect, "tolerance", tolerance)
   if tolerance is not None and not 0 < tolerance < float("inf"):
     raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: as in 0.5")
   place = None

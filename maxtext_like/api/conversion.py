@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxtext_like.api.arguments import Saved, place_of, words
+from maxtext_like.api.arguments import Saved, dtype_name, place_of, words
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def export_checkpoint(
   out: str | Path,
   *,
   dtype: Literal["bfloat16", "float16", "float32"] | None = None,
-  shard_size: str = "5GB",
+  shard_size: str | int = "5GB",
 ) -> Exported:
   """Writes the weights of a run, or of an imported checkpoint, for transformers and vLLM.
 
@@ -116,7 +116,7 @@ def export_checkpoint(
     source: a run, a directory of steps, a step, or an imported checkpoint.
     out: a directory that does not exist, or an empty one.
     dtype: of the weights; None: what the model was imported with, else bfloat16.
-    shard_size: bytes of one file, as "5GB" or "500MB".
+    shard_size: bytes of one file, also as "5GB" or "500MB".
 
   Raises:
     UserError: no complete checkpoint there, no such dtype, or ``out`` cannot be written.
@@ -132,9 +132,10 @@ def export_checkpoint(
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
 
+  dtype = dtype_name(dtype)
   if dtype not in (None, *EXPORT_DTYPES):
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
-  target, size = Path(out).expanduser(), parse_size(shard_size)
+  target, size = Path(out).expanduser(), parse_size(str(shard_size))
   place = place_of(source, "source")
   step = find_step(place)
   if step is None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+from maxtext_like.api.arguments import dtype_name, require_function, require_number
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ def kernel_self_test(
   Raises:
     UserError: another dtype, or heads that do not share keys evenly.
   """
-  import numpy as np
-
   from maxtext_like.layers.precision import Dtype
   from maxtext_like.numerics.kernel_test import self_test, shape_class
 
-  dtype = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
+  require_function(kernel_self_test, "attention", attention)
+  for name, size in {"head_dim": head_dim, "query_heads": query_heads, "kv_heads": kv_heads, "length": length}.items():
+    require_number(kernel_self_test, name, size, whole=True)
+  dtype = str(dtype_name(dtype))
   if dtype not in get_args(Dtype):
     raise UserError(f"kernel_self_test: dtype {dtype!r}\n  fix: one of {', '.join(get_args(Dtype))}")
   if min(head_dim, query_heads, kv_heads, length) < 1 or query_heads % kv_heads:

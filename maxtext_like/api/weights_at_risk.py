@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, place_of, words
+from maxtext_like.api.arguments import Saved, place_of, require_number, words
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
@@ -71,6 +71,7 @@ def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **
   from maxtext_like.analysis.risk_model import measure
 
   given = words(overrides, keys, risk)
+  require_number(risk, "tokens", tokens, whole=True)
   if tokens < 100:
     raise UserError(f"risk: tokens={tokens}: too few for an expected maximum\n  fix: 100 or more")
   model, decoder, read, notes = open_checkpoint(place_of(checkpoint, "checkpoint"), given)

@@ -65,6 +65,8 @@ def find_config(name: str) -> Path:
       f"{name}: is a Hugging Face checkpoint, not a configuration file\n"
       f"  fix: name the model, as gemma4-31b, and init_from={name}; or import it, which writes a model.yml"
     )
+  if (path / "config.yml").is_file():
+    raise UserError(f"{name}: is a run, not a configuration file\n  fix: name its own, {path / 'config.yml'}")
   if path.is_dir():
     raise UserError(f"{name}: is a directory, not a configuration file{_hint(path.name)}")
   if path.exists():

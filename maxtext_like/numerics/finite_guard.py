@@ -80,6 +80,8 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
   """
 
   def __new__(cls, inner: optax.GradientTransformation) -> "FiniteGuard":
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+      raise TypeError(f"FiniteGuard({inner!r:.60}): no transformation of optax\n  fix: as in FiniteGuard(optax.adamw(1e-3))")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> FiniteGuardState:
@@ -117,9 +119,14 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
       ValueError: the state is not this class's, or of another tree.
     """
     if not all(hasattr(state, field) for field in FiniteGuardState._fields):
+      inside = hasattr(state, "opt_state")
       raise ValueError(
-        f"{type(state).__name__} is not the state of a FiniteGuard\n"
-        "  fix: let it be the outermost, FiniteGuard(optax.chain(...)), or take its part of the state"
+        f"{type(state).__name__} is not the state of a FiniteGuard\n  fix: "
+        + (
+          "give its opt_state"
+          if inside
+          else "let it be the outermost, FiniteGuard(optax.chain(...)), or take its part of the state"
+        )
       )
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]

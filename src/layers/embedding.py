@@ -40,7 +40,7 @@ class Lookup:
     """The rows int32 [B, T], and where they stand for a placeholder, bool [B, T]; None: no token is one."""
     if not self.placeholders:
       return tokens_BT, None
-    held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, tokens_BT.dtype), axis=-1)
+    held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, jnp.result_type(tokens_BT)), axis=-1)
     return jnp.where(held_BT, self.padding, tokens_BT), held_BT
 
   def missing(self, tokens: np.ndarray) -> np.ndarray:

@@ -75,6 +75,33 @@ def test_a_model_of_the_hub_that_is_not_here_is_told_how_to_get():
       call("some/model")
 
 
+def test_a_configuration_is_no_checkpoint():
+  for call in (maxtext_like.load, maxtext_like.risk, lambda name: maxtext_like.bisect(checkpoint=name)):
+    with pytest.raises(UserError, match=r"qwen3-tiny: the name of a configuration, which has no weights\n  fix: "):
+      call("qwen3-tiny")
+
+
+def test_a_run_is_no_configuration(run):
+  with pytest.raises(UserError, match=r"is a run, not a configuration file\n  fix: name its own, .*config\.yml"):
+    maxtext_like.audit(run.directory, platform="cpu")
+  assert maxtext_like.load_config(run.directory / "config.yml").config.model.model_name == "qwen3-tiny"
+
+
+def test_what_is_no_number_or_function_is_told():
+  call: Any
+  for call, said in (
+    (lambda: maxtext_like.risk("there", tokens="500"), "risk: tokens='500': not a whole number"),  # pyright: ignore[reportArgumentType]
+    (lambda: maxtext_like.bisect("qwen3-tiny", tolerance="1"), "bisect: tolerance='1': not a number"),  # pyright: ignore[reportArgumentType]
+    (lambda: maxtext_like.kernel_self_test(None, dtype="float32", **HEADS), "attention=None: not a function"),  # pyright: ignore[reportArgumentType]
+    (
+      lambda: maxtext_like.kernel_self_test(print, dtype="float32", **HEADS | {"length": "8"}),
+      "length='8': not a whole number",
+    ),
+  ):
+    with pytest.raises(UserError, match=said):
+      call()
+
+
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan")])
 def test_a_tolerance_is_above_zero(tolerance):
   with pytest.raises(UserError, match="not a relative error above 0"):
@@ -90,7 +117,7 @@ def test_a_kernel_test_of_what_cannot_be(wrong):
 def test_a_run_stands_for_its_directory(run, tmp_path):
   assert maxtext_like.load(run).directory == run.directory
   assert maxtext_like.risk(run, dtype="float16").risks
-  exported = maxtext_like.export_checkpoint(run, tmp_path / "qwen-of-mine")
+  exported = maxtext_like.export_checkpoint(run, tmp_path / "qwen-of-mine", dtype=jnp.bfloat16, shard_size=10**9)  # pyright: ignore[reportArgumentType]
   assert maxtext_like.load_config("qwen3-tiny", init_from=exported).config.checkpoint.init_from == str(exported.directory)
   imported = maxtext_like.import_checkpoint(exported, tmp_path / "in")
   # model_type is the whole family's; whoever named the directory knew more.
@@ -116,6 +143,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
     ({"max_tokens": "5"}, "max_tokens='5': not a whole number"),
     ({"max_tokens": 2.5}, "max_tokens=2.5: not a whole number"),
     ({"temperature": None}, "temperature=None: not a number"),
+    ({"on_text": True}, "on_text=True: not a function"),
     ({"temprature": 0}, "generate: unknown argument 'temprature', did you mean 'temperature'"),
     ({"max_token": 5}, "unknown argument 'max_token', did you mean 'max_tokens'"),
     ({"dtype": "bfloat16"}, "dtype=bfloat16: the model is loaded already\n  fix: give it to load"),

@@ -119,3 +119,17 @@ def test_a_state_or_a_tree_that_is_not_its_own_is_told():
     guard.verdict((state, ()), PARAMS)
   with pytest.raises(ValueError, match=r"params has 1 arrays, the guard 2\n  fix: give the tree that was trained"):
     guard.verdict(state, {"a": PARAMS["a"]})
+
+
+def test_what_is_no_transformation_is_told():
+  wrong: Any
+  for wrong in (1e-3, optax.adamw, None):
+    with pytest.raises(TypeError, match=r"no transformation of optax\n  fix: as in FiniteGuard\(optax.adamw"):
+      FiniteGuard(wrong)
+
+
+def test_an_optimizer_of_nnx_is_told_to_give_its_state():
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, FiniteGuard(optax.sgd(0.1)), wrt=nnx.Param)
+  with pytest.raises(ValueError, match=r"is not the state of a FiniteGuard\n  fix: give its opt_state"):
+    FiniteGuard.verdict(optimizer, nnx.state(model))
