@@ -257,6 +257,16 @@ def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
   return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}"
 
 
+def _reductions(p: _Program) -> tuple[Verdict, str]:
+  kinds = ("all_reduce", "reduce_scatter")
+  found = [i.results[0] for i in p.reading.instructions if i.kind in kinds and i.reducer == "add" and _floats(i)]
+  if not p.compiled:
+    return "not shown", "the compiler puts the sums between devices in: topology=NAME shows them"
+  if not found:
+    return "not shown", "devices share no sum"
+  return p.judge_products(found, p.precision.reduction_dtype == "float32", "sums between devices")
+
+
 _JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "dtype": _dtype,
   "grad_dtype": _gradients,
@@ -266,5 +276,6 @@ _JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "float32_vision_pool": _vision_pool,
   "cast_logits_to_fp32": _cast_logits,
   "matmul_precision": _matmul_precision,
+  "reduction_dtype": _reductions,
 }
 """Keys that are held against the program in a way of their own; the others by their signs."""

@@ -229,6 +229,10 @@ class PrecisionConfig(Checked):
     default="default", safer="highest", per_layer=True, mends="error", turn=4, idle_on={"cpu": get_args(Dtype)},
     meaning="precision of float32 matrix products on GPU and TPU",
   )  # fmt: skip
+  reduction_dtype: Literal["float32", "dtype"] = _key(
+    default="float32", safer="float32", mends="error", turn=3, always=("float32",), directions=("backward",),
+    meaning="sums that devices share, gradients above all: float32, rounded once as on one device; dtype rounds each part",
+  )  # fmt: skip
   layer_precision: tuple[str, ...]
 
 

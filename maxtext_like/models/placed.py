@@ -22,6 +22,7 @@ from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.sharding.even import copied, require_even
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -53,6 +54,11 @@ class Model:
     ways = self.ways("expert")
     travel = f"; tokens travel to experts on {ways} devices, padded to {SLACK} of an even share a round" if ways > 1 else ""
     return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers{travel}"
+
+  @property
+  def copied_heads(self) -> str | None:
+    """Key-value heads that several devices compute, in words; None: there are none."""
+    return copied(self.spec, self.decoder.cfg.rules, self.mesh)
 
   @functools.cached_property
   def spec(self) -> Any:
@@ -146,8 +152,8 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       are not looked at then.
 
   Raises:
-    UserError: sizes that no model can have, axes that do not fit the devices, a kernel that the configuration names and
-      that cannot do this or failed its self-test.
+    UserError: sizes that no model can have, or that the mesh cannot split; axes that do not fit the devices; a kernel that the
+      configuration names and that cannot do this or failed its self-test.
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
@@ -173,6 +179,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
     )
   except ValueError as error:
     raise UserError(str(error)) from error
+  require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   kernels = ()
   if runs_attention:
     decoder, kernels = settle(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.layers.param import count
+from maxtext_like.sharding.mesh import in_words
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.schedule import make_schedule
@@ -24,7 +25,9 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   t, p = program.config.training, program.config.precision
   total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
   some = f", {trained:,} trained" if trained != total else ""
-  devices = f"{program.model.mesh.size} x {program.model.devices[0].device_kind}"
+  mesh = program.model.mesh
+  shape = f" ({in_words(mesh.shape)})" if mesh.size > 1 else ""
+  devices = f"{mesh.size} x {program.model.devices[0].device_kind}{shape}"
   available = f" of {limit.bytes / memory.GB:.1f} GB" if limit else ""
   kind = f"{p.dtype}, weights {p.weight_dtype}, {t.module_api}"
   other = "" if t.objective == base_values()["objective"] else f", {t.objective}"
@@ -37,6 +40,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
+  if (copied := program.model.copied_heads) is not None:
+    lines.append(f"note    {copied}")
   if any(use.worth_telling for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:

@@ -191,7 +191,7 @@ class Decoder:
   def head(self, p: dict, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of normed hidden states, float32 with ``cast_logits_to_fp32``."""
     logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
-    return soft_cap(logits, self.cfg.final_soft_cap)
+    return soft_cap(self.cfg.rules.share(logits, "batch", "sequence", "vocab"), self.cfg.final_soft_cap)
 
   def empty_cache(self, batch: int, length: int) -> dict:
     """Caches of every layer for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.

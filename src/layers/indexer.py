@@ -60,10 +60,10 @@ class Indexer:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     return {
-      "q": Param((c.q_lora_rank, c.num_heads, c.head_dim), ("q_lora", "heads", "head_dim"), dtype),
+      "q": Param((c.q_lora_rank, c.num_heads, c.head_dim), ("q_lora", "index_heads", "head_dim"), dtype),
       "k": Param((c.emb_dim, c.head_dim), ("embed", "head_dim"), dtype),
       "k_norm": self._k_norm.params(),
-      "weights": Param((c.emb_dim, c.num_heads), ("embed", "heads"), dtype),
+      "weights": Param((c.emb_dim, c.num_heads), ("embed", "index_heads"), dtype),
     }
 
   @jax.named_scope("indexer")

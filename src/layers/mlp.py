@@ -107,8 +107,8 @@ class MLP:
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
     float32 = keep_float32(self.precision)
-    gate = product(self.precision, "BTD,DF->BTF", x_BTD, p["gate"], float32=float32)
-    up = product(self.precision, "BTD,DF->BTF", x_BTD, p["up"], float32=float32)
+    wide = lambda name: product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32)
+    gate, up = (ctx.rules.share(wide(name), "batch", "sequence", "mlp") for name in ("gate", "up"))
 
     def down(hidden_BTF):
       return product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)

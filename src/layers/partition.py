@@ -1,9 +1,10 @@
 """Where activations lie on the mesh in use; marks for the inside of shard_map. How arrays are split is in rules.py."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,14 @@ class Held:
     return weight
 
 
+def shared_sums() -> Literal["none", "weights", "all"]:
+  """Which products devices of the mesh in use may share the sum of: those of gradients of weights, over rows; all, where
+  heads, hidden sizes or positions are split too. Inside shard_map none: what is added up there says so itself."""
+  mesh = free_mesh()
+  split = set() if mesh is None else {axis for axis, size in mesh.shape.items() if size > 1}
+  return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
   """The manual mesh axes over which x may differ between devices; none outside of shard_map."""
   aval = jax.typeof(x)
@@ -142,3 +151,30 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
   return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=tokens)(shared, *arrays)
+
+
+def by_head(
+  rules: Rules, attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, *of_rows: jax.Array
+) -> jax.Array:
+  """attend(q, k, v, *of_rows), run by every device on its own rows and heads: for kernels, into which no partitioner looks.
+
+  Key-value heads that are fewer than the devices of the axis are copied, so that each device has those of its queries. Rows or
+  heads that do not divide among the devices are worked on by all of them.
+
+  Args:
+    rules: how rows and heads lie on the mesh in use.
+    attend: of whole rows to [B, T, N, V]; query head n reads key-value head n // (N / K).
+    q_BTNH, k_BSKH, v_BSKV: queries, keys, values.
+    of_rows: [B, ...].
+  """
+  mesh = free_mesh()
+  if mesh is None or mesh.size == 1:
+    return attend(q_BTNH, k_BSKH, v_BSKV, *of_rows)
+  B, T, N, _ = q_BTNH.shape
+  rows, heads = rules.rows(B, mesh), rules.spec((B, T, N), ("batch", None, "heads"), mesh)
+  ways = N // jax.sharding.NamedSharding(mesh, heads).shard_shape((B, T, N))[2]
+  copies = ways // math.gcd(ways, k_BSKH.shape[2])
+  if copies > 1:
+    k_BSKH, v_BSKV = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKV))
+  specs = (heads,) * 3 + (rows,) * len(of_rows)
+  return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(q_BTNH, k_BSKH, v_BSKV, *of_rows)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
-from maxtext_like.layers.partition import vary_alike
+from maxtext_like.layers.partition import shared_sums, vary_alike
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -55,6 +55,8 @@ class Precision:
     cast_logits_to_fp32: logits are handed on in float32.
     logits_dot_in_fp32: operands of the last product in float32.
     matmul_precision: ``jax.lax.Precision`` of every product.
+    reduction_dtype: of sums that devices share, as a gradient's over rows: "float32", each hands on its part as it was
+      accumulated, and the whole is rounded once, as on one device; "dtype", each rounds its part first.
   """
 
   dtype: Dtype = "bfloat16"
@@ -72,6 +74,7 @@ class Precision:
   cast_logits_to_fp32: bool = True
   logits_dot_in_fp32: bool = False
   matmul_precision: Literal["default", "high", "highest"] = "default"
+  reduction_dtype: Literal["float32", "dtype"] = "float32"
 
   @property
   def residual(self) -> str:
@@ -121,8 +124,11 @@ class Precision:
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)
     x, y = self.cast(x), self.cast(y)
-    if float32 and self.dtype != "float32":
-      return _float32_product(spec, self.matmul_precision, *vary_alike(x, y))
+    spec = _spelt_out(spec, x.ndim)
+    parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
+    if self.dtype != "float32" and (float32 or parts != "none"):
+      out = jnp.dtype("float32" if float32 else self.dtype)
+      return _product(spec, self.matmul_precision, out, parts, *vary_alike(x, y))
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
   def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:
@@ -137,31 +143,54 @@ class Precision:
     return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _float32_product(spec, precision, x, y):
-  return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+_TILE_BYTES = 1 << 30  # float32, of a gradient whose parts devices add up
 
 
-def _float32_product_fwd(spec, precision, x, y):
-  return _float32_product(spec, precision, x, y), (x, y)
+def _spelt_out(spec: str, rank: int) -> str:
+  """An einsum specification with letters in the place of "...", which derivatives may sum over; rank: of the first operand."""
+  if "..." not in spec:
+    return spec
+  named = len(spec.split(",")[0].replace("...", ""))
+  return spec.replace("...", "zyxwvu"[: rank - named])
 
 
-def _float32_product_bwd(spec, precision, saved, g):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _product(spec, precision, out, parts, x, y) -> Any:
+  """The product in the dtype ``out``, and how much of it is summed in parts (``partition.shared_sums``)."""
+  wide = jnp.float32 if parts == "all" else out
+  return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide).astype(out)
+
+
+def _product_fwd(spec, precision, out, parts, x, y):
+  return _product(spec, precision, out, parts, x, y), (x, y)
+
+
+def _product_bwd(spec, precision, out, parts, saved, g):
   """Backward products with operands as low as the forward's, as fused attention kernels do.
 
   A float32 cotangent against a bfloat16 operand would run as a float32 product, many times slower. bfloat16 has
   float32's range, so rounding the cotangent is safe; float16 has not, so there the operand is widened instead.
   """
   x, y = saved
-  if x.dtype == jnp.float16:
+  if x.dtype == jnp.float16 and g.dtype == jnp.float32:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
   else:
     g = g.astype(x.dtype)
   operands, result = spec.split("->")
   x_axes, y_axes = operands.split(",")
-  dx = jnp.einsum(f"{result},{y_axes}->{x_axes}", g, y, precision=precision)
-  dy = jnp.einsum(f"{result},{x_axes}->{y_axes}", g, x, precision=precision)
-  return dx.astype(saved[0].dtype), dy.astype(saved[1].dtype)
+  # The gradient of a weight is a sum over rows, which x begins with and a weight has not got.
+  of_x = jnp.float32 if parts == "all" else None
+  of_y = jnp.float32 if parts == "all" or (parts == "weights" and x_axes[0] not in y_axes) else None
+  dx = jnp.einsum(f"{result},{y_axes}->{x_axes}", g, y, precision=precision, preferred_element_type=of_x)
+  tiles = 1
+  if parts == "weights" and of_y is not None and y_axes[0] in result:
+    # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
+    tiles = next(n for n in range(-(-y.size * 4 // _TILE_BYTES), y.shape[0] + 1) if y.shape[0] % n == 0)
+  dys = [
+    jnp.einsum(f"{result},{x_axes}->{y_axes}", part, x, precision=precision, preferred_element_type=of_y).astype(saved[1].dtype)
+    for part in (jnp.split(g, tiles, axis=result.index(y_axes[0])) if tiles > 1 else [g])
+  ]
+  return dx.astype(saved[0].dtype), dys[0] if tiles == 1 else jnp.concatenate(dys)
 
 
-_float32_product.defvjp(_float32_product_fwd, _float32_product_bwd)
+_product.defvjp(_product_fwd, _product_bwd)

@@ -5,6 +5,7 @@ B batch.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,11 @@ class Rules:
   vocab: MeshAxes = "tensor"
   heads: MeshAxes = "tensor"
   kv_heads: MeshAxes = "tensor"
+  index_heads: MeshAxes = "tensor"
   head_dim: MeshAxes = None
   mlp: MeshAxes = "tensor"
+  vision_heads: MeshAxes = "tensor"
+  vision_mlp: MeshAxes = "tensor"
   expert: MeshAxes = "expert"
   layers: MeshAxes = None
 
@@ -68,18 +72,27 @@ class Rules:
     """
     from jax.sharding import PartitionSpec
 
-    taken: set[str] = set()
     entries: list[MeshAxes] = []
-    for size, axis in zip(shape, axes, strict=True):
-      names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
-      if names and size % math.prod(mesh.shape[a] for a in names) == 0:
-        taken.update(names)
-        entries.append(names[0] if len(names) == 1 else names)
-      else:
-        entries.append(None)
+    for names, even in self._wanted(shape, axes, mesh):
+      entries.append((names[0] if len(names) == 1 else names) if names and even else None)
     while entries and entries[-1] is None:
       entries.pop()
     return PartitionSpec(*entries)
+
+  def uneven(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "list[tuple[int, tuple[str, ...]]]":
+    """The dimensions that ``spec`` cannot split evenly, each with the mesh axes that it shall be split over."""
+    return [(i, names) for i, (names, even) in enumerate(self._wanted(shape, axes, mesh)) if not even]
+
+  def _wanted(
+    self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh"
+  ) -> "Iterator[tuple[tuple[str, ...], bool]]":
+    """Of every dimension the mesh axes that it is to be split over, and whether they divide it."""
+    taken: set[str] = set()
+    for size, axis in zip(shape, axes, strict=True):
+      names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
+      even = size % math.prod(mesh.shape[a] for a in names) == 0
+      taken.update(names if even else ())
+      yield names, even
 
   def rows(self, count: int, mesh: "Mesh") -> "PartitionSpec":
     """How arrays [B, ...] of so many sequences are split; of nothing where they are not."""
@@ -94,6 +107,14 @@ class Rules:
     mesh = jax.sharding.get_abstract_mesh()
     spec = PartitionSpec() if mesh.empty else self.spec(x.shape[: len(axes)], axes, mesh)
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+  def share(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
+    """As ``constrain``, and x itself inside shard_map and where the last of the axes is not split: for what is shared out
+    inside a layer."""
+    from maxtext_like.layers.partition import free_mesh
+
+    mesh = free_mesh()
+    return x if mesh is None or not self.mesh_axes(axes[-1], mesh) else self.constrain(x, *axes)
 
 
 LOGICAL_AXES = tuple(Rules.__dataclass_fields__)

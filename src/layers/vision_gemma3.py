@@ -84,13 +84,13 @@ class SiglipLayer:
     def bias(*shape):
       return Param(shape, (None,) * len(shape), dtype, constant(0.0))
 
-    attention = {name: Param((D, N, H), ("embed", "heads", "head_dim"), dtype) for name in "qkv"}
+    attention = {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
     attention |= {f"{name}_bias": bias(N, H) for name in "qkv"}
-    attention |= {"o": Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "o_bias": bias(D)}
+    attention |= {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "o_bias": bias(D)}
     mlp = {
-      "up": Param((D, F), ("embed", "mlp"), dtype),
+      "up": Param((D, F), ("embed", "vision_mlp"), dtype),
       "up_bias": bias(F),
-      "down": Param((F, D), ("mlp", "embed"), dtype),
+      "down": Param((F, D), ("vision_mlp", "embed"), dtype),
       "down_bias": bias(D),
     }
     return {"pre_attention_norm": self._norm.params(), "attention": attention, "pre_mlp_norm": self._norm.params(), "mlp": mlp}

@@ -78,14 +78,15 @@ class Gemma4VisionLayer:
     norm, head_norm = self._norm(D).params(), self._norm(H).params()
     spec = {
       "pre_attention_norm": norm,
-      "attention": {name: Param((D, N, H), ("embed", "heads", "head_dim"), dtype) for name in "qkv"}
-      | {"o": Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "q_norm": head_norm, "k_norm": head_norm},
+      "attention": {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
+      | {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1))}
+      | {"q_norm": head_norm, "k_norm": head_norm},
       "post_attention_norm": norm,
       "pre_mlp_norm": norm,
       "mlp": {
-        "gate": Param((D, F), ("embed", "mlp"), dtype),
-        "up": Param((D, F), ("embed", "mlp"), dtype),
-        "down": Param((F, D), ("mlp", "embed"), dtype),
+        "gate": Param((D, F), ("embed", "vision_mlp"), dtype),
+        "up": Param((D, F), ("embed", "vision_mlp"), dtype),
+        "down": Param((F, D), ("vision_mlp", "embed"), dtype),
       },
       "post_mlp_norm": norm,
     }

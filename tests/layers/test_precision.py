@@ -1,8 +1,11 @@
 """``Precision.einsum``: the dtype of operands, accumulator and result, and a float32 product's gradient."""
 
+import contextlib
 import math
+import re
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -151,3 +154,41 @@ def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
   spread = jax.shard_map(parts, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec())
   got, want = (jax.grad(f, (0, 1))(X, Y) for f in (spread, loss))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+  ("axis", "reduction", "dtypes"),
+  [
+    ("fsdp", "float32", ["bfloat16", "bfloat16", "float32"]),  # forward, gradient of x, of the weight: rows are shared alone
+    ("tensor", "float32", ["float32", "float32", "float32"]),
+    ("tensor", "dtype", ["bfloat16", "bfloat16", "bfloat16"]),
+    (None, "float32", ["bfloat16", "bfloat16", "bfloat16"]),
+  ],
+)
+def test_sums_that_devices_share_are_handed_on_in_the_reduction_dtype(axis, reduction, dtypes):
+  precision = Precision(dtype="bfloat16", reduction_dtype=reduction)
+  mesh = jax.sharding.AbstractMesh((2,), (axis or "fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def pull(x, w, g):
+    y, back = jax.vjp(lambda x, w: precision.einsum("...D,DF->...F", x, w), x, w)
+    return y, *back(g)
+
+  shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 3, 8), (8, 6), (4, 3, 6))]
+  with jax.sharding.use_abstract_mesh(mesh) if axis else contextlib.nullcontext():
+    found = jax.make_jaxpr(pull)(*shapes)
+  assert [v.aval.dtype.name for v in found.jaxpr.outvars] == ["bfloat16"] * 3
+  products = re.findall(r"(\w+)\[[\d,]*\] = dot_general", str(found))
+  assert sorted(products) == sorted({"bfloat16": "bf16", "float32": "f32"}[d] for d in dtypes)
+
+
+def test_a_large_table_s_gradient_is_made_in_parts(monkeypatch):
+  precision = Precision(dtype="bfloat16")
+  mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+  x, table = (jnp.asarray(RNG.normal(size=s), jnp.bfloat16) for s in ((2, 3, 8), (12, 8)))
+  gradient = jax.grad(lambda w, x: jnp.sum(precision.einsum("BTD,VD->BTV", x, w) ** 2))
+  whole = gradient(table, x)
+  monkeypatch.setattr("maxtext_like.layers.precision._TILE_BYTES", 12 * 8)  # a quarter of it
+  with jax.sharding.use_abstract_mesh(mesh):
+    parts = jax.make_jaxpr(gradient)(table, x)
+  np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(parts)(table, x)[0], whole)
+  assert len(re.findall(r"f32\[3,8\] = dot_general", str(parts))) == 4

@@ -30,9 +30,9 @@ KEYS = {
   "float32_weight_sum": (False, "bfloat16", MOE),
   "indexer_float32_logits": (False, "bfloat16", ("deepseek3.2",)),
 }
-# Keys that act outside a text decoder's forward pass: the gradient's dtype is the train step's, the pool is the vision
-# tower's (tests/layers/test_vision*.py).
-ELSEWHERE = {"grad_dtype", "float32_vision_pool"}
+# Keys that act outside a text decoder's forward pass on one device: the gradient's dtype is the train step's, the pool is the
+# vision tower's (tests/layers/test_vision*.py), sums are shared on a mesh (tests/layers/test_precision.py).
+ELSEWHERE = {"grad_dtype", "float32_vision_pool", "reduction_dtype"}
 
 
 def test_the_table_names_every_key():
@@ -72,7 +72,7 @@ def test_a_key_changes_the_program_where_it_acts_and_nowhere_else(key, family, p
 
 @pytest.mark.parametrize("key", sorted(ELSEWHERE))
 def test_a_key_of_something_else_leaves_the_text_decoder_alone(key, family, program, defaults):
-  value = {"grad_dtype": "bfloat16", "float32_vision_pool": False}[key]
+  value = {"grad_dtype": "bfloat16", "float32_vision_pool": False, "reduction_dtype": "dtype"}[key]
   assert program(family, **{"dtype": "bfloat16", key: value}) == defaults(family, "bfloat16")
 
 

@@ -172,4 +172,7 @@ def attend(
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
   if context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
-  return kernel(name).run(q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
+  own = ("batch", "sequence", "heads")
+  of_kv = own if k_BSKH.shape[2] == q_BTNH.shape[2] else ("batch", "sequence", "kv_heads")
+  q, k, v = rules.share(q_BTNH, *own), rules.share(k_BSKH, *of_kv), rules.share(v_BSKV, *of_kv)
+  return rules.share(kernel(name).run(q, k, v, tokens, rules=rules, **how), *own)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, whole_rows
 from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.partition import free_mesh
+from maxtext_like.layers.partition import by_head
 from maxtext_like.layers.rules import RULES, Rules
 
 _LANES = 128
@@ -32,7 +32,7 @@ def splash_attention(
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
 
-  On a mesh every device works on its own rows: the partitioner cannot look into a kernel, and would gather the batch.
+  On a mesh every device works on its own rows and heads: the partitioner cannot look into a kernel, and would gather them.
 
   Args:
     q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
@@ -56,18 +56,16 @@ def splash_attention(
     segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, missing)))
   else:
     k, v = k_BTKH, v_BTKH
-  kernel = _rows(q.shape[2], T + missing, window, interpret)
-  arguments = tuple(x.swapaxes(1, 2) for x in (q, k, v)) + (() if segments is None else (segments,))
-  out_BNTH = _on_each_device(kernel, arguments, rules)
-  out_BTNH = out_BNTH.swapaxes(1, 2)[:, :T]
+  rows = () if segments is None else (segments,)
+  out_BTNH = by_head(rules, _kernel(T + missing, window, interpret), q, k, v, *rows)[:, :T]
   if tokens.segments is None:
     return out_BTNH
   # Padding sees padding in the kernel, which has no answer for a query that sees nothing.
   return jnp.where((tokens.segments > 0)[:, :, None, None], out_BTNH, 0)
 
 
-def _rows(heads: int, length: int, window: int | None, interpret: bool):
-  """The kernel over a batch: (q [B, N, T, H], k, v [B, K, T, H], segments [B, T] if any) -> [B, N, T, H]."""
+def _kernel(length: int, window: int | None, interpret: bool):
+  """The kernel over a batch: (q [B, T, N, H], k, v [B, T, K, H], segments [B, T] if any) -> [B, T, N, H]."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -83,31 +81,21 @@ def _rows(heads: int, length: int, window: int | None, interpret: bool):
     block_kv_dq=tile,
   )
 
-  def batch(q, k, v, segments=None):
+  def batch(q_BTNH, k_BTKH, v_BTKH, segments=None):
+    q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
     kernel = splash.make_splash_mha(
-      masks.MultiHeadMask([mask] * heads),
+      masks.MultiHeadMask([mask] * q.shape[1]),
       block_sizes=sizes,
       head_shards=1,
       q_seq_shards=1,
       residual_checkpoint_name="attention",
       interpret=interpret,
     )
-    if segments is None:
-      return jax.vmap(kernel)(q, k, v)
-    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
+    ids = () if segments is None else (splash.SegmentIds(segments, segments),)
+    out_BNTH: jax.Array = jax.vmap(kernel)(q, k, v, *ids)  # pyright: ignore[reportAssignmentType]
+    return out_BNTH.swapaxes(1, 2)
 
   return batch
-
-
-def _on_each_device(function, arguments: tuple[jax.Array, ...], rules: Rules) -> jax.Array:
-  """The function of arrays with a leading batch dimension, run by every device of the mesh in use on its own rows."""
-  mesh = free_mesh()
-  if mesh is None or mesh.size == 1:
-    return function(*arguments)
-  # Rows that do not divide among the devices are worked on by all of them.
-  spec = rules.rows(arguments[0].shape[0], mesh)
-  specs = (spec,) * len(arguments)
-  return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arguments)
 
 
 def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:

@@ -1,0 +1,73 @@
+"""What cannot be split evenly over a mesh: refused with sizes and a remedy, instead of lying whole on every device unsaid.
+
+Parameters that data and fsdp cannot split are no fault: they lie whole, and the estimate of the memory counts them so.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from maxtext_like.errors import UserError
+from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.rules import Rules
+
+Axes = tuple[str, ...]
+
+
+def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
+  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among.
+
+  Key-value heads that are fewer than the devices may be copied (``copied``).
+
+  Args:
+    spec: declared parameters.
+    length: positions of a row.
+    rules, mesh: how they are split.
+
+  Raises:
+    UserError: names the dimensions with sizes, mesh axis and what to do.
+  """
+  found: dict[tuple[str, int, Axes], str] = {}
+  for name, axis, size, axes in _uneven(spec, rules, mesh):
+    if not _may_copy(axis, size, axes, mesh):
+      found.setdefault((axis, size, axes), name)
+  faults = [_fault(f"{axis} of {size} ({name})", size, axis, axes, mesh) for (axis, size, axes), name in found.items()]
+  if length % rules.ways("sequence", mesh):
+    axes = rules.mesh_axes("sequence", mesh)
+    faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
+  if faults:
+    raise UserError("\n".join(faults))
+
+
+def copied(spec: Any, rules: Rules, mesh: Mesh) -> str | None:
+  """The key-value heads that several devices of an axis compute, in words; None: there are none."""
+  found = {
+    f"{size} on {math.prod(mesh.shape[a] for a in axes)} devices ({' x '.join(axes)})"
+    for _, axis, size, axes in _uneven(spec, rules, mesh)
+    if _may_copy(axis, size, axes, mesh)
+  }
+  return f"key-value heads are fewer than devices, and copied: {' and '.join(sorted(found))}" if found else None
+
+
+def _uneven(spec: Any, rules: Rules, mesh: Mesh) -> Iterator[tuple[str, str, int, Axes]]:
+  """(name, logical axis, size, mesh axes) of every dimension that cannot be split, and that is no matter of memory alone."""
+  for path, p in jax.tree_util.tree_leaves_with_path(spec):
+    for dimension, axes in rules.uneven(p.shape, p.axes, mesh):
+      if not {"data", "fsdp"}.issuperset(axes):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), p.axes[dimension], p.shape[dimension], axes
+
+
+def _may_copy(axis: str, size: int, axes: Axes, mesh: Mesh) -> bool:
+  return axis == "kv_heads" and math.prod(mesh.shape[a] for a in axes) % size == 0
+
+
+def _fault(what: str, size: int, axis: str, axes: Axes, mesh: Mesh) -> str:
+  names, devices = " x ".join(axes), math.prod(mesh.shape[a] for a in axes)
+  possible = " or ".join(str(n) for n in range(1, devices) if size % n == 0)
+  whole = "" if axis == "sequence" else f", or sharding_rules='{{{axis}: null}}' to have all on every device"
+  return (
+    f"{what} cannot be split over the {devices} devices of the mesh axis {names}\n"
+    f"  fix: {possible} devices along it (ici_{axes[-1]}_parallelism){whole}"
+  )

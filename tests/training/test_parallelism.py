@@ -1,0 +1,58 @@
+"""Every family on every kind of mesh trains as on one device. Each model's meshes run in one process of eight CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxtext_like.config.files import configs_folder
+from tests.training.meshes import ALONE, MIXED
+
+ROOT = configs_folder().parent
+EXPERTS = ("gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
+LAYERS = "num_decoder_layers=4"
+TWO = [LAYERS, "inhomogeneous_layer_cycle_interval=2"]
+MODELS = {
+  "gemma3-tiny": TWO,
+  "gemma4-tiny": TWO,
+  "gemma4-moe-tiny": TWO,
+  "gemma4-e2b-tiny": ["use_multimodal=true"],
+  "deepseek3-tiny": [LAYERS],
+  "deepseek3.2-tiny": [LAYERS],
+  "qwen3-tiny": [LAYERS],
+  "qwen3-moe-tiny": [LAYERS],
+}
+
+
+def run(module: str, *words: str) -> dict:
+  environment = os.environ | {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+  }  # fmt: skip
+  command = [sys.executable, "-m", module, *words]
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_equal(found: dict) -> None:
+  one = found.pop("one")["losses"]
+  assert one[2] < one[1] < one[0]
+  for name, mesh in found.items():
+    np.testing.assert_allclose(mesh["losses"], one, rtol=1e-5, err_msg=name)
+    assert mesh["gradients"] < 1e-5, name
+
+
+def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device():
+  words = ["num_decoder_layers=2", "data-fsdp-tensor", "expert-context-tensor", "slices"]
+  assert_equal(run("tests.training.meshes", "qwen3-tiny", *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_family_on_every_mesh(model):
+  skipped = () if model in EXPERTS else ("expert",)  # without experts it is data by another name
+  assert_equal(run("tests.training.meshes", model, *MODELS[model], *(mesh for mesh in ALONE | MIXED if mesh not in skipped)))
