@@ -17,7 +17,8 @@ if TYPE_CHECKING:
   from maxtext_like.api.looks import replay, xray, xray_step
   from maxtext_like.api.outputs import forward
   from maxtext_like.api.pretrained import load
-  from maxtext_like.api.runs import train
+  from maxtext_like.api.records import look_at_data
+  from maxtext_like.api.runs import sft, train
   from maxtext_like.api.weights_at_risk import risk
   from maxtext_like.generation.prompts import Prompt
   from maxtext_like.numerics.finite_guard import FiniteGuard
@@ -37,8 +38,10 @@ __all__ = [
   "list_models",
   "load",
   "load_config",
+  "look_at_data",
   "replay",
   "risk",
+  "sft",
   "train",
   "xray",
   "xray_step",
@@ -60,8 +63,10 @@ _HOMES = {
   "load_config": "api.configuration",
   "list_keys": "api.catalog",
   "list_models": "api.catalog",
+  "look_at_data": "api.records",
   "replay": "api.looks",
   "risk": "api.weights_at_risk",
+  "sft": "api.runs",
   "train": "api.runs",
   "xray": "api.looks",
   "xray_step": "api.looks",

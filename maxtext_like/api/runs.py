@@ -79,3 +79,40 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
   from maxtext_like.training.run import train as run
 
   return Run(directory, run(loaded, FailedStep, progress))
+
+
+def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **keys: Any) -> Run:
+  """Fine-tunes on conversations: ``train`` with ``data_format=chat``, and ``dataset`` as the files of ``dataset_path`` say.
+
+  Args:
+    config: a name, a path, or what ``load_config`` returned.
+    overrides: words laid over it, as ``"dataset_path=chats.jsonl"``.
+    progress: where its lines go, as with ``train``.
+    keys: values laid over it, as ``dataset_path="chats.jsonl"``.
+
+  Raises:
+    ExitError: as ``train``.
+  """
+  from maxtext_like.data.registry import DATASETS
+  from maxtext_like.training.progress import Progress
+
+  require_shown(progress)
+  given = words(overrides, keys, sft)
+  base = load_config(config)
+  laid_under = ["data_format=chat"]
+  if not DATASETS[base.config.data.dataset].fields:  # nobody has chosen one that has conversations
+    laid_under.append(f"dataset={_kind_of_files(given)}")
+  loaded = load_config(base, *laid_under, *given)
+  with Progress(loaded.config.training.steps, 1, progress) as shown:
+    for note in loaded.notes:
+      shown.say(f"note    {note}")
+  return train(loaded, progress=progress)
+
+
+def _kind_of_files(given: list[str]) -> str:
+  """The kind of data set of the files that words name; jsonl where they do not tell."""
+  from maxtext_like.data.registry import DATASETS
+
+  paths = " ".join(word for word in given if "dataset_path" in word)
+  kinds = [name for name, kind in DATASETS.items() if kind.fields]
+  return next((name for name in kinds if any(f"{suffix}" in paths for suffix in DATASETS[name].load("SUFFIXES"))), "jsonl")

@@ -15,6 +15,8 @@ from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
 VERBS = {
   "train": "train a model",
+  "sft": "fine-tune a model on conversations",
+  "data": "show records as a run takes them, what is learned of them, and the counts of a pass",
   "forward": "run a checkpoint on the arrays of an .npz file",
   "import": "turn a Hugging Face checkpoint into one of ours, to train from",
   "export": "write the weights of a run for transformers and vLLM",
@@ -31,7 +33,7 @@ VERBS = {
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
 USES_JAX = (
-  "train", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "xray", "replay", "models",
+  "train", "sft", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "xray", "replay", "models",
 )  # fmt: skip
 
 

@@ -118,10 +118,8 @@ def make_data(
 
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
-  encode = tokenizer.encode_special if parse else tokenizer.encode
-  multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
-  chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
-  rules = Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat)
+  rules = make_rules(data, tokenizer, vision, length, chat_template, own_rows)
+  multimodal, chat = rules.multimodal, rules.chat
   shuffle = data.shuffle and split == "train"
   parts = {
     name: _open_part(data, split, name, documents, rules, shuffle, alive)
@@ -216,6 +214,21 @@ def _open_part(
   seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed
   order = Order(indices, shuffle_seed=seed if shuffle else None, repeat=split == "train", groups=documents.groups)
   return _Part(documents, used, len(indices), order, bad_max)
+
+
+def make_rules(
+  data: DataConfig,
+  tokenizer: Tokenizer,
+  vision: VisionConfig | None,
+  length: int,
+  chat_template: str | None,
+  own_rows: Container[int] | None = None,
+) -> Rules:
+  """What records have to be, and how they become tokens; arguments as of ``make_data``. Raises UserError."""
+  encode = tokenizer.encode_special if data.special_tokens_in_text == "parse" else tokenizer.encode
+  multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
+  chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
+  return Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat)
 
 
 def _multimodal(

@@ -97,7 +97,7 @@ def test_no_words_is_wrong_usage(capsys):
   [
     ("trian", "unknown verb 'trian', did you mean 'train'?"),
     ("configs/models/gemma4-tiny.yml", "fix: maxtext-like train configs/models/gemma4-tiny.yml"),
-    ("xyzzy", "one of train, forward, "),
+    ("xyzzy", "one of train, sft, data, forward, "),
   ],
 )
 def test_unknown_verbs(word, reason, capsys):

@@ -62,6 +62,11 @@ class ChatEncoder:
     self._forbidden = frozenset(self._ids.values()) | frozenset(tokenizer.special.values())
     self._spellings = Spellings({**tokenizer.special, **self._ids})
 
+  @property
+  def spellings(self) -> dict[int, str]:
+    """The renderer's special tokens by their ids."""
+    return {i: spelling for spelling, i in self._ids.items()}
+
   def encode(
     self,
     rendered: Rendered,

@@ -1,0 +1,70 @@
+"""``maxtext-like data``: records as a run takes them, with what is learned marked, and the counts of a pass."""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from maxtext_like.cli.arguments import configuration_parser, parse_words, split_configuration
+
+if TYPE_CHECKING:
+  from maxtext_like.data.look import ShownRecord, SourceCounts
+
+DESCRIPTION = """Shows the first records as a run takes them, rendered and tokenised, with the tokens that are learned marked
+(green on a terminal, else between ⟦ and ⟧), and counts of a pass: tokens, learned tokens, what is cut or left out, bad
+records with file, line and reason. It is the first thing to look at when a loss is not what it should be."""
+EXAMPLES = """examples:
+  maxtext-like data gemma3-4b init_from=gemma-3-4b-it dataset=jsonl dataset_path=chats.jsonl data_format=chat --show 3
+  maxtext-like data gemma4-tiny --show 1
+
+exit codes: 2 wrong usage, configuration or input, also where records are bad"""
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def run(argv: list[str]) -> int:
+  """Shows and counts; see ``DESCRIPTION``."""
+  parser = configuration_parser("data", DESCRIPTION, EXAMPLES)
+  if "-h" in argv or "--help" in argv:
+    _options(parser)
+    parser.parse_args(["--help"])
+  import argparse
+
+  reader = argparse.ArgumentParser(prog="maxtext-like data", allow_abbrev=False, exit_on_error=False, add_help=False)
+  options, rest = parse_words(_options(reader), argv, {})
+  config, overrides = split_configuration("data", DESCRIPTION, rest, EXAMPLES)
+  from maxtext_like import look_at_data
+
+  found = look_at_data(config, *overrides, show=options.show, documents=options.documents)
+  colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+  for record in found.records:
+    print(_record(record, colour))
+  if found.template is not None:
+    print(f"template {found.template}")
+  for name, counts in found.counts.items():
+    print("\n".join(_counts(name, counts, found.length)))
+  return 2 if any(counts.bad for counts in found.counts.values()) else 0
+
+
+def _options(parser):
+  parser.add_argument("--show", type=int, default=3, metavar="N", help="records of each source that are shown (3)")
+  parser.add_argument("--documents", type=int, default=10_000, metavar="N", help="of each source that are counted (10,000)")
+  return parser
+
+
+def _record(record: "ShownRecord", colour: bool) -> str:
+  from maxtext_like.cli.main import printable
+
+  begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
+  text = "".join(f"{begin}{printable(part)}{end}" if learned else printable(part) for part, learned in record.parts)
+  return f"--- {printable(record.place)}: {record.tokens:,} tokens, {record.learned:,} learned\n{text}"
+
+
+def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
+  of = f"{c.documents:,} of {c.available:,}" if c.documents < c.available else f"{c.documents:,}"
+  share = f" ({c.learned / c.tokens:.1%})" if c.tokens else ""
+  lines = [
+    f"documents {of}{f' of {name}' * bool(name)}, {c.empty:,} empty, {c.bad:,} bad",
+    f"tokens    {c.tokens:,}, {c.learned:,} learned{share}",
+    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn",
+    f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
+  ]
+  return [*lines, *(f"bad       {reason}" for reason in c.reasons)]

@@ -1,0 +1,22 @@
+"""``maxtext-like sft``: fine-tunes on conversations."""
+
+import sys
+
+from maxtext_like.cli.arguments import split_configuration
+
+DESCRIPTION = """Fine-tunes a model on conversations: `train` with data_format=chat, and dataset as the files of dataset_path
+say. `maxtext-like data` with the same words shows what is learned."""
+EXAMPLES = """examples:
+  maxtext-like sft gemma3-4b init_from=gemma-3-4b-it dataset_path=chats.jsonl steps=500 learning_rate=1e-5
+  maxtext-like sft gemma4-31b init_from=gemma-4-31B-it dataset_path=chats.parquet train_on=last"""
+
+
+def run(argv: list[str]) -> int:
+  """Fine-tunes; see ``DESCRIPTION``."""
+  config, overrides = split_configuration("sft", DESCRIPTION, argv, EXAMPLES)
+  from maxtext_like import sft
+  from maxtext_like.training.sinks.output import guarded_output
+
+  with guarded_output():
+    sft(config, *overrides, progress=sys.stdout)
+  return 0

@@ -1,0 +1,218 @@
+"""What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.documents import BadRecordError, Documents
+from maxtext_like.data.inspection import Rules
+from maxtext_like.data.loader import make_rules
+from maxtext_like.data.order import Order, Share
+from maxtext_like.data.pack import Document, Packer, Row
+from maxtext_like.data.sources import DataConfig, kind_of, open_documents
+from maxtext_like.data.tokenise import DocumentStream, Tokenise
+from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.layers.embedding import Lookup
+
+BAD_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class ShownRecord:
+  """A record as a run takes it.
+
+  Attributes:
+    place: file and line.
+    parts: its text in order, and whether it is learned.
+    tokens: how many it has,
+    learned: and how many of them are learned.
+  """
+
+  place: str
+  parts: tuple[tuple[str, bool], ...]
+  tokens: int
+  learned: int
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+  """What a pass over the documents of a source gives.
+
+  Attributes:
+    documents: that were looked at, the first of
+    available: all.
+    empty: without text.
+    bad: that cannot be used.
+    tokens: of the others,
+    learned: and those that are targets of a row.
+    truncated: conversations that are longer than a row, and cut.
+    unlearned: conversations with nothing to learn in a row's length, which are left out.
+    rows: that are filled.
+    filled: share of the places in them that are no padding.
+    reasons: of the first bad records.
+  """
+
+  documents: int
+  available: int
+  empty: int
+  bad: int
+  tokens: int
+  learned: int
+  truncated: int
+  unlearned: int
+  rows: int
+  filled: float
+  reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DataLook:
+  """What a run would make of its data.
+
+  Attributes:
+    records: the first of each source.
+    counts: by source; "" where there is one without a name.
+    template: of conversations; None: the records are text.
+    length: of a row.
+  """
+
+  records: tuple[ShownRecord, ...]
+  counts: dict[str, SourceCounts]
+  template: str | None
+  length: int
+
+
+def look(
+  data: DataConfig, *, vocab_size: int, length: int, vision: VisionConfig, chat_template: str | None, show: int, most: int
+) -> DataLook:
+  """Looks at the training documents in their order in the files, without the shuffle and without a held-out share.
+
+  Args:
+    data: the ``data:`` section, with its tokenizer resolved.
+    vocab_size: the model's.
+    length: of a row.
+    vision: the ``vision:`` section.
+    chat_template: published for the model's family.
+    show: records of each source that are shown.
+    most: documents of each source that are counted.
+
+  Raises:
+    UserError: as ``make_data``, but for bad records, which are counted.
+  """
+  if not kind_of(data).text:
+    raise UserError(f"dataset: {data.dataset} has no text to look at")
+  tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+  rules = make_rules(data, tokenizer, vision, length, chat_template)
+  whole = tokenizer.special if data.special_tokens_in_text == "parse" else ()
+  records: list[ShownRecord] = []
+  counts = {}
+  for name, documents in open_documents(data, vision, "train", None, whole).items():
+    tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), rules)
+    records += _shown(documents, tokenise, tokenizer, rules, show)
+    counts[name] = _count(documents, tokenise, data, rules, length, most)
+  return DataLook(tuple(records), counts, rules.chat.renderer.name if rules.chat else None, length)
+
+
+def _shown(documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int) -> list[ShownRecord]:
+  names = {i: spelling for spelling, i in tokenizer.special.items()}
+  names |= rules.chat.encoder.spellings if rules.chat else {}
+  for kind in ("pad", "eos", "bos"):
+    token = getattr(tokenizer, f"{kind}_id")
+    if token is not None:
+      names.setdefault(token, f"<{kind}>")
+  image = rules.multimodal.vision.image_token_id if rules.multimodal else None
+  found = []
+  for number in range(len(documents)):
+    if len(found) == show:
+      break
+    document = tokenise(number)
+    if document.ids is not None:
+      learned = _learned(document)
+      parts = tuple(_parts(document.ids.tolist(), learned.tolist(), tokenizer, names, image))
+      found.append(ShownRecord(documents.place(number), parts, len(learned), int(learned.sum())))
+  return found
+
+
+def _learned(document: Document) -> np.ndarray:
+  """Which ids are targets: the first has nothing before it."""
+  assert document.ids is not None
+  learned = np.ones(len(document.ids), bool) if document.learned is None else document.learned.copy()
+  learned[0] = False
+  return learned
+
+
+def _parts(
+  ids: list[int], learned: list[bool], tokenizer: Tokenizer, names: dict[int, str], image: int | None
+) -> list[tuple[str, bool]]:
+  """Texts and whether they are learned; special tokens are spelt, tokens of an image counted."""
+  parts: list[tuple[str, bool]] = []
+  kind = lambda pair: (pair[1], pair[0] if pair[0] in names or pair[0] == image else None)
+  for (is_learned, token), group in groupby(zip(ids, learned, strict=True), kind):
+    run = [i for i, _ in group]
+    if token is None:
+      text = tokenizer.decode(run)
+    elif token == image:
+      text = f"{names.get(token, '<image>')} x {len(run)}"
+    else:
+      text = names[token] * len(run)
+    if parts and parts[-1][1] == is_learned:
+      parts[-1] = (parts[-1][0] + text, is_learned)
+    else:
+      parts.append((text, is_learned))
+  return parts
+
+
+def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Rules, length: int, most: int) -> SourceCounts:
+  available = min(len(documents), data.dataset_documents_max or len(documents))
+  reasons: list[str] = []
+
+  def note(bad: BadRecordError) -> None:
+    if len(reasons) < BAD_SHOWN:
+      reasons.append(str(bad))
+
+  packer = Packer(
+    DocumentStream(Order(Share(min(available, most)), shuffle_seed=None, repeat=False, groups=None), tokenise),
+    length=length,
+    pad_id=0,
+    packing=data.packing,
+    on_bad_record="skip",
+    bad_max=len(documents),
+    epoch_length=len(documents) + 1,
+    max_images=rules.multimodal.vision.max_images_per_row if rules.multimodal else 0,
+    whole=rules.chat is not None,
+  )
+  packer.on_skip = note
+  rows = filled = learned = 0
+  for row in _rows(packer):
+    if rules.multimodal:
+      rules.multimodal.mask_targets(row)
+    rows += 1
+    filled += int((row.segments > 0).sum())
+    learned += int((row.targets >= 0).sum())
+  got: dict[str, Any] = packer.counts()
+  return SourceCounts(
+    documents=got["documents"],
+    available=available,
+    empty=got["empty"],
+    bad=got["bad"],
+    tokens=got["tokens"],
+    learned=learned,
+    truncated=got.get("truncated", 0),
+    unlearned=got.get("unlearned", 0),
+    rows=rows,
+    filled=filled / max(1, rows * length),
+    reasons=tuple(reasons),
+  )
+
+
+def _rows(packer: Packer) -> Iterator[Row]:
+  while True:
+    try:
+      yield next(packer)
+    except StopIteration:
+      return

@@ -1,0 +1,90 @@
+"""The verb data: what is learned is marked, bad records are told; and the verb sft, which is train on conversations."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import maxtext_like
+from maxtext_like.api import runs
+from maxtext_like.cli.main import main
+from maxtext_like.errors import UserError
+
+ASKED = {"role": "user", "content": "1+1?\x1b[31m"}
+RECORDS = [{"messages": [ASKED, {"role": "assistant", "content": answer}]} for answer in ("2", "two", "x" * 90)]
+WORDS = ["gemma3-tiny", "data_format=chat", "dataset=jsonl", "max_target_length=96"]
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch) -> Path:
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  path = tmp_path / "chats.jsonl"
+  path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+  return path
+
+
+def test_what_is_learned_is_marked(chats, capsys):
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show", "1"]) == 0
+  turn = "<bos><start_of_turn>user\n1+1?\\x1b[31m<end_of_turn>\n<start_of_turn>model\n"
+  assert capsys.readouterr().out.split("\n") == [
+    f"--- {chats}:1: 84 tokens, 14 learned",
+    *f"{turn}⟦2<end_of_turn>⟧\n".split("\n"),
+    "template gemma3",
+    "documents 3, 0 empty, 0 bad",
+    f"tokens    {84 + 86 + 173}, {14 + 16 + 27} learned (16.6%)",
+    "cut       1 longer than max_target_length=96, 0 left out with nothing to learn",
+    "rows      3 of 96 tokens, 92.4% filled",
+    "",
+  ]
+
+
+def test_on_a_terminal_it_is_green(chats, capsys, monkeypatch):
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  monkeypatch.delenv("NO_COLOR", raising=False)
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show=1"]) == 0
+  assert "model\n\x1b[32m2<end_of_turn>\x1b[0m\n" in capsys.readouterr().out
+
+
+def test_bad_records_are_listed(chats, capsys):
+  chats.write_text(chats.read_text() + '{"text": "a"}\n')
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show", "0"]) == 2
+  out = capsys.readouterr().out
+  assert "documents 4, 0 empty, 1 bad\n" in out
+  assert f"bad       {chats}:4: no conversation: expected 'messages'" in out
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show", "x"]) == 2
+  assert "invalid int value: 'x'" in capsys.readouterr().err
+
+
+def test_text_and_several_sources(chats, tmp_path, capsys):
+  found = maxtext_like.look_at_data("gemma3-tiny", show=1, documents=2, max_target_length=32)
+  assert found.template is None
+  assert [learned for _, learned in found.records[0].parts] == [False, True]
+  counts = found.counts[""]
+  assert (counts.documents, counts.available > 100, counts.filled > 0.9) == (2, True, True)
+  other = tmp_path / "other.jsonl"
+  other.write_text(chats.read_text())
+  path = {"dataset_path": {"a": str(chats), "b": str(other)}, "dataset_weights": {"a": 1, "b": 2}}
+  found = maxtext_like.look_at_data("gemma3-tiny", dataset="jsonl", data_format="chat", show=1, **path)
+  assert found.counts.keys() == {"a", "b"}
+  assert len(found.records) == 2
+  with pytest.raises(UserError, match="show=-1: not a whole number from 0"):
+    maxtext_like.look_at_data("gemma3-tiny", show=-1)
+  with pytest.raises(UserError, match="dataset: synthetic has no text to look at"):
+    maxtext_like.look_at_data("gemma3-tiny", dataset="synthetic")
+
+
+@pytest.mark.parametrize(
+  ("words", "expected"),
+  [
+    (["dataset_path=a.jsonl"], ("chat", "jsonl")),
+    (["dataset_path=[a.parquet, b.parquet]"], ("chat", "parquet")),
+    (["dataset_path=folder", "dataset=arrow"], ("chat", "arrow")),
+  ],
+)
+def test_sft_is_train_on_conversations(words, expected, monkeypatch):
+  taken = []
+  monkeypatch.setattr(runs, "train", lambda loaded, **_: taken.append(loaded.config))
+  assert main(["sft", "gemma3-tiny", *words, "train_on=last"]) == 0
+  assert (taken[0].data.data_format, taken[0].data.dataset) == expected
+  assert taken[0].data.train_on == "last"
