@@ -53,7 +53,13 @@ class ArrayRecord:
 
   def _reader(self, number: int) -> Any:
     """The file, opened. UserError when it is none that can be read, or has changed."""
-    from array_record.python.array_record_module import ArrayRecordReader
+    try:
+      from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+      raise UserError(
+        "dataset=arrayrecord needs the package array-record, which is not installed (grain brings it, but not on every system)"
+        "\n  fix: pip install array-record, or write the records as jsonl or parquet"
+      ) from error
 
     path = self._files[number]
     try:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,10 @@ def test_what_is_no_message_is_refused_or_read(data, cut):
   for wrong in (data, example(text="a" * 70)[:cut]):
     with contextlib.suppress(tf_example.NotExampleError):
       assert isinstance(tf_example.features(wrong), dict)
+
+
+def test_a_missing_package_is_told(tmp_path, monkeypatch):
+  path = write(tmp_path / "a.array_record", FORMS["text"])
+  monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
+  with pytest.raises(UserError, match=r"needs the package array-record.*\n  fix: pip install array-record"):
+    ArrayRecord([path], "text")
