@@ -21,6 +21,7 @@ from maxtext_like.masking import masked
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # protocols whose package is an optional extra of ours
+CONDITIONAL = ("gs", "gcs")  # protocols of stores where a write may have a condition
 _REQUEST_SECONDS = 60.0  # gcsfs waits for ever by default
 _CHECKSUMS = {"crc32c": "crc32c", "md5Hash": "md5", "ETag": "etag", "etag": "etag"}  # what listings call them
 
@@ -184,6 +185,37 @@ class Place:
     """Makes the object, or takes the place of the one that is there."""
     with self._asked() as files:
       files.pipe_file(self._path, content)
+
+  def create(self, content: bytes) -> str:
+    """Makes the object on the condition that there is none, and returns its version. Of two who try, one does.
+
+    Raises:
+      FileExistsError: there is one.
+    """
+    return self._write_on_condition(content, "0")
+
+  def replace(self, content: bytes, version: str) -> str:
+    """Takes the place of the object on the condition that it is this version of it, and returns the new one.
+
+    Raises:
+      FileExistsError: it is another, or there is none.
+    """
+    return self._write_on_condition(content, version)
+
+  def _write_on_condition(self, content: bytes, generation: str) -> str:
+    if self.protocol not in CONDITIONAL:
+      raise NotImplementedError(f"{self.protocol}:// has no conditions here")
+    bucket, key = self.parts[0], "/".join(self.parts[1:])
+    with self._asked() as files:
+      url = f"{files._location}/upload/storage/v1/b/{bucket}/o"
+      condition = {"uploadType": "media", "name": key, "ifGenerationMatch": generation}
+      try:
+        return str(files.call("POST", url, **condition, data=content, json_out=True)["generation"])
+      except FileExistsError:
+        # Where the answer to a write was lost, its client tried again, and met what it had written itself.
+        if (there := self.entry()) is None or self.read_bytes() != content:
+          raise
+        return there.version
 
   def upload(self, path: str) -> None:
     """``write_bytes`` of a file of this machine."""

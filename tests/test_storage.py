@@ -34,6 +34,7 @@ def copies(monkeypatch, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
   """Clients and copies try again at once."""
+  emulator()  # before its clients are imported
 
   async def at_once(_):
     return

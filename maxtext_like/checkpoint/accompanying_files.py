@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place
 
 FOLDER = "tokenizer"  # in a step's directory
 
@@ -56,10 +57,11 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
     raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
-def write(step_directory: Path, contents: dict[str, bytes]) -> None:
+def write(step_directory: Path | Place, contents: dict[str, bytes]) -> None:
   """Puts the files into a step that is being written; OSError as the disk gives it."""
   if contents:
     folder = step_directory / FOLDER
-    folder.mkdir(exist_ok=True)
+    if isinstance(folder, Path):
+      folder.mkdir(exist_ok=True)
     for name, content in contents.items():
       (folder / name).write_bytes(content)

@@ -24,7 +24,6 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 import sys
 import threading
 import time
@@ -38,12 +37,15 @@ from maxtext_like import atomic
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
+from maxtext_like.checkpoint.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.room import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.valid_step import newest_valid
+from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.left_behind import leave_behind
 from maxtext_like.sharding import processes
+from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class CheckpointManager:
   """Saves and restores the steps of one run. Use it as a context manager: leaving it waits for the save under way.
 
   Args:
-    directory: where the steps lie; made if missing. The caller holds the run's lock.
+    directory: where the steps lie; made if missing; it may be in gs://. The caller holds the run's lock.
     config: this run's configuration (dataclass or mapping of sections), stored and compared on restore.
     interval: steps between two saves, for ``due``.
     max_to_keep: complete steps that are kept; None keeps all.
@@ -76,7 +78,7 @@ class CheckpointManager:
 
   def __init__(
     self,
-    directory: Path | str,
+    directory: Path | Place | str,
     *,
     config: Any = None,
     interval: int = 1,
@@ -97,10 +99,10 @@ class CheckpointManager:
       raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
     if interval < 1 or attempts < 1:
       raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
-    self.directory = Path(os.path.abspath(directory))
+    self.directory = directory if isinstance(directory, Place) else Path(os.path.abspath(directory))
     self._alone, self._peers_seconds = processes.count() == 1, peers_seconds
     token = processes.from_primary(lambda: secrets.token_hex(4), peers_seconds)
-    self._steps = StepDirectories(self.directory, fence, token)
+    self._steps = open_steps(self.directory, fence, token)
     self._fence, self._saved, self._watch = fence, saved, watch
     self.config = compatibility.record({} if config is None else config)
     self.statistics = Statistics()
@@ -118,6 +120,7 @@ class CheckpointManager:
     self._threads_before: set[threading.Thread] = set()  # the save under way
     self._saves = 0
     self._mirror, self._mirror_seconds = mirror, mirror_seconds
+    self._newest_known: int | None = None
     self._run = processes.from_primary(self._open, peers_seconds)
     atexit.register(self._at_exit)
 
@@ -126,9 +129,11 @@ class CheckpointManager:
     try:
       self._steps.make()
     except OSError as error:
+      if isinstance(self.directory, Place):
+        raise failed(error) from error
       raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
-    newest = self.latest_complete()
-    if self._mirror is not None and newest is not None:
+    newest = self._newest_known = self.latest_complete()
+    if self._mirror is not None and isinstance(self._steps, StepDirectories) and newest is not None:
       self._mirror.offer(self._steps.path(newest))  # the run may have ended before it was there
     return (newest is not None and manifest.read(self._steps.path(newest)).run) or uuid.uuid4().hex
 
@@ -222,7 +227,7 @@ class CheckpointManager:
         self.statistics.skipped_busy,
       )
       return False
-    if processes.from_primary(lambda: step in self.complete_steps(), self._peers_seconds):
+    if processes.from_primary(lambda: self._steps.has(step), self._peers_seconds):
       return True
     flat = tree.flatten(state)
     record = manifest.Manifest(
@@ -244,7 +249,7 @@ class CheckpointManager:
       with self._watch("save", f"the save of step {step}"):
         if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
           raise OSError(*problem)
-        self._start_orbax(self._steps.saving(step) / manifest.STATE_NAME, flat)
+        self._start_orbax(self._steps.saving(step, self._saves) / manifest.STATE_NAME, flat)
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -263,20 +268,19 @@ class CheckpointManager:
     if free is not None and free < needed_bytes:  # filling the disk would break the run's other files too
       return errno.ENOSPC, "not started: the disk is too full"
     try:
-      with self._fence():
-        self._steps.saving(step).mkdir()
+      self._steps.prepare(step, self._saves)
     except OSError as error:
       return error.errno or errno.EIO, error.strerror or str(error)
     return None
 
-  def _start_orbax(self, path: Path, flat: dict[str, Any]) -> None:
+  def _start_orbax(self, path: Path | Place, flat: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
     if self._checkpointer is None:
       # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
       self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False))
       logging.getLogger("absl").addFilter(told_by_us)
-    self._checkpointer.save(path, args=ocp.args.PyTreeSave(flat))
+    self._checkpointer.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(flat))
 
   def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
     """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
@@ -306,7 +310,7 @@ class CheckpointManager:
       return
     try:
       with self._watch("save", "the removal of old checkpoints"):
-        if self._mirror is not None:
+        if self._mirror is not None and isinstance(self._steps, StepDirectories):
           self._mirror.offer(self._steps.path(pending.step))
         self._steps.drop_old(self._max_to_keep, self._mirror.needed if self._mirror is not None else ())
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
@@ -314,11 +318,16 @@ class CheckpointManager:
 
   def _complete(self, step: int, record: manifest.Manifest) -> None:
     """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""
-    path = self._steps.saving(step)
+    path = self._steps.saving(step, self._saves)
     accompanying_files.write(path, self._tokenizer)
-    manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
-    self._steps.commit(step)
-    atomic.sync_directory(self.directory)
+    if isinstance(self._steps, RemoteSteps) and isinstance(path, Place):
+      files = manifest.describe_objects(path)
+      self._steps.commit(step, dataclasses.replace(record, files=files, folder=path.name))
+    elif isinstance(self._steps, StepDirectories) and isinstance(path, Path):
+      manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
+      self._steps.commit(step)
+      atomic.sync_directory(self._steps.directory)
+    self._newest_known = step
     self._saved(step)
 
   def poll(self) -> None:
@@ -336,8 +345,12 @@ class CheckpointManager:
     message = self._settle()
     if message is not None and self._consecutive_failures >= self._attempts:
       self._retry_at = None
-      raise RetryableError(f"{message}; free some space there, or mend it, and run the same command again")
+      raise RetryableError(f"{message}; {self._remedy}, and run the same command again")
     self._tell(message)
+
+  @property
+  def _remedy(self) -> str:
+    return "see that the store answers" if isinstance(self.directory, Place) else "free some space there, or mend it"
 
   def _settle(self) -> str | None:
     """Takes note of how a finished save ended; returns the message of a failed one."""
@@ -357,18 +370,19 @@ class CheckpointManager:
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
     free = free_bytes(self.directory)  # before the half-written step goes
-    # Writers that still run may put files back; the next start cleans again.
     if processes.primary():  # which makes it anew when it is tried again: nobody may come late to this
-      shutil.rmtree(self._steps.saving(pending.step), ignore_errors=True)
+      self._steps.discard(pending.step, self._saves)
     self._checkpointer = None
     # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
     leave_behind(thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
+    room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
     last = self._consecutive_failures >= self._attempts
-    kept = self.latest_complete()
+    # A store that fails is not asked in the loop of the training.
+    kept = self._newest_known if isinstance(self.directory, Place) else self.latest_complete()
     message = (
       f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): "
       f"{self._steps.path(pending.step)}: "
-      f"needs {megabytes(pending.needed_bytes)}, {megabytes(free) if free is not None else 'unknown'} were free: "
+      f"needs {megabytes(pending.needed_bytes)}{room}: "
       f"{reason(pending.error)}; "
       + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
       + ("" if last else f"; trying again in {delay:.0f} s")
@@ -466,11 +480,14 @@ class CheckpointManager:
     wanted = tree.flatten(like)
     same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change}
     choose = lambda: newest_valid(self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step)
-    number = processes.from_primary(choose, self._peers_seconds)
-    if number is None:
-      return None
-    path = self._steps.path(number)
-    stored = manifest.read(path)
+    try:
+      number = processes.from_primary(choose, self._peers_seconds)
+      if number is None:
+        return None
+      path = readable_step(self._steps.path(number))
+      stored = manifest.read(path)
+    except OSError as error:
+      raise failed(error) from error
     return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
 
   def abandon_after(self, step: int) -> None:
@@ -492,7 +509,7 @@ class CheckpointManager:
   def _copied_back(self, step: int, damage: Exception) -> bool:
     """Whether a damaged step was replaced from the mirror."""
     try:
-      if self._mirror is None or not self._mirror.fetch(step, self._steps):
+      if self._mirror is None or not isinstance(self._steps, StepDirectories) or not self._mirror.fetch(step, self._steps):
         return False
     except RetryableError as error:
       _log.warning("%s", error)

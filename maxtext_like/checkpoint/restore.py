@@ -86,7 +86,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   }
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     flat = checkpointer.restore(
-      _for_orbax(manifest.home(step_directory, stored)),
+      for_orbax(manifest.home(step_directory, stored) / manifest.STATE_NAME),
       args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
     )
   casts: dict[str, list[str]] = {}
@@ -99,12 +99,13 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   return tree.unflatten(like, flat)
 
 
-def _for_orbax(home: Path | Place) -> Any:
-  if isinstance(home, Place):
+def for_orbax(path: Path | Place) -> Any:
+  """A path as orbax takes it."""
+  if isinstance(path, Place):
     from etils import epath
 
-    return epath.Path(str(home / manifest.STATE_NAME))
-  return (home / manifest.STATE_NAME).absolute()  # orbax refuses relative paths
+    return epath.Path(str(path))
+  return path.absolute()  # orbax refuses relative paths
 
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:

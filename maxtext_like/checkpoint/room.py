@@ -5,12 +5,16 @@ import shutil
 from pathlib import Path
 
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place
 
 _log = logging.getLogger(__name__)
 
 
-def free_bytes(path: Path) -> int | None:
-  """Returns the free bytes of a file system; None where it does not know (some network file systems say 0 of 0)."""
+def free_bytes(path: Path | Place) -> int | None:
+  """Returns the free bytes of a file system; None where it does not know (some network file systems say 0 of 0, a
+  store nothing)."""
+  if isinstance(path, Place):
+    return None
   usage = shutil.disk_usage(path)
   return usage.free if usage.total else None
 
@@ -20,7 +24,7 @@ def megabytes(count: float) -> str:
   return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def require_room(directory: Path, size: int, *, existing: int, kept: int | None) -> None:
+def require_room(directory: Path | Place, size: int, *, existing: int, kept: int | None) -> None:
   """Compares what checkpoints will need with what is free: one more than are kept exist for a moment in every save.
 
   Args:

@@ -46,9 +46,26 @@ class StepDirectories:
     """Returns the directory of a step, whether it is there or not. It may be a link to one elsewhere."""
     return self.directory / str(step)
 
-  def saving(self, step: int) -> Path:
+  def saving(self, step: int, save: int = 0) -> Path:
     """Returns where a step is written until it is whole. Another process that lost its lock cannot meet it there."""
     return self.directory / f"{step}.saving-{self._token}"
+
+  def prepare(self, step: int, save: int) -> None:
+    """Makes the directory of a save."""
+    with self._fence():
+      self.saving(step).mkdir()
+
+  def discard(self, step: int, save: int) -> None:
+    """Removes what a save left that failed. Writers that still run may put files back; the next start cleans again."""
+    shutil.rmtree(self.saving(step), ignore_errors=True)
+
+  def is_there(self) -> bool:
+    """Whether the directory is."""
+    return self.directory.is_dir()
+
+  def has(self, step: int) -> bool:
+    """Whether a step is complete."""
+    return step in self.complete()
 
   def numbered(self) -> list[int]:
     """Returns every directory, or link to one, that is named like a step, oldest first."""

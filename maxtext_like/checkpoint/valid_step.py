@@ -5,15 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.errors import UserError
+from maxtext_like.storage import Place
 
 _log = logging.getLogger(__name__)
 
 
 def newest_valid(
-  steps: StepDirectories,
-  require_fit: Callable[[Path, manifest.Manifest], None],
+  steps: StepDirectories | RemoteSteps,
+  require_fit: Callable[[Path | Place, manifest.Manifest], None],
   copied_back: Callable[[int, Exception], bool],
   upto: int | None = None,
 ) -> int | None:
@@ -38,7 +40,7 @@ def newest_valid(
       raise UserError(f"{steps.directory}: there is no step {upto}; complete are {steps.complete() or 'none'}")
     candidates = [number for number in candidates if number <= upto]
 
-  def require_valid(path: Path) -> None:
+  def require_valid(path: Path | Place) -> None:
     stored = manifest.read(path)
     require_fit(path, stored)
     manifest.check_hashes(path, stored)

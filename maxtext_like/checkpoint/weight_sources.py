@@ -4,15 +4,28 @@ Each of them may be a URL. A step that was written to gs:// is read from there, 
 copied to this machine first, as are Hugging Face's files, which are mapped.
 """
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxtext_like import local_copies
 from maxtext_like.checkpoint import accompanying_files, manifest
-from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
+from maxtext_like.checkpoint.remote_steps import RemoteSteps
+from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed, is_remote
+
+
+def open_steps(
+  directory: Path | Place,
+  fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+  token: str | None = None,
+) -> StepDirectories | RemoteSteps:
+  """The steps of a directory, here or in a store."""
+  return RemoteSteps(directory, fence, token) if isinstance(directory, Place) else StepDirectories(directory, fence, token)
 
 
 def located(text: str | Path) -> Path | Place:
@@ -61,10 +74,10 @@ def _find_in_store(directory: Place) -> Place | None:
     return directory
   try:
     for place in (directory / "checkpoints", directory):
-      for number in sorted((int(name) for name in place.folders() if is_step_name(name)), reverse=True):
-        step = place / str(number)
-        if manifest.is_whole(step, number):
-          return step
+      steps = RemoteSteps(place)
+      for number in reversed(steps.numbered()):
+        if steps.has(number):
+          return steps.path(number)
   except OSError as error:
     raise failed(error) from error
   return None
