@@ -25,6 +25,11 @@ class Saved:
 
   directory: Path
 
+  @property
+  def place(self) -> str:
+    """By which it may be named: the directory, or the URL of what is in a store."""
+    return str(self.directory)
+
 
 def words(overrides: tuple[Any, ...], keys: dict[str, Any], of: Callable[..., Any] | None = None) -> list[str]:
   """Overrides and keywords as the words of a command line.
@@ -55,7 +60,7 @@ def _plain(value: Any) -> Any:
   if isinstance(value, Path):
     return str(value)
   if isinstance(value, Saved):
-    return str(value.directory)
+    return value.place
   value = dtype_name(value)
   return value.item() if hasattr(value, "item") else value  # a number of numpy's
 
@@ -94,7 +99,7 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
     UserError: neither of these; or nothing in that store.
     RetryableError: the store does not answer.
   """
-  directory = given.directory if isinstance(given, Saved) else given
+  directory = given.place if isinstance(given, Saved) else given
   if not isinstance(directory, str | os.PathLike):
     raise UserError(
       f"{what} {given!r:.80} ({type(given).__name__}) names no directory\n"

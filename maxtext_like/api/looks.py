@@ -132,6 +132,7 @@ def xray_step(
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
   from maxtext_like.training.batches import first_batch
+  from maxtext_like.training.first_look import run_directory
   from maxtext_like.training.initial_state import whole_state
   from maxtext_like.training.program import make_program
 
@@ -142,14 +143,15 @@ def xray_step(
   use_compilation_cache(c.logging.compilation_cache_dir)
   program = make_program(c)
   memory.require_fit(program)
-  name, runs = c.logging.run_name or c.model.model_name, Path(c.logging.output_dir).expanduser()
+  directory = run_directory(c)
   source = c.checkpoint
   if place is not None:  # its tokenizer too, not that of a run that happens to have this name
     source = dataclasses.replace(source, init_from=str(place), resume=False)
-  batch = first_batch(program, source, runs / name / "checkpoints")
+  batch = first_batch(program, source, directory.checkpoints)
   state = whole_state(program, place)
   report = look(program, state, batch, everything=everything)
-  return StepReport(c, f"x-ray of {name}, step {int(state['step']) + 1}", report, runs / f"{name}-xray")
+  name, beside = directory.path.name, directory.path.parent
+  return StepReport(c, f"x-ray of {name}, step {int(state['step']) + 1}", report, beside / f"{name}-xray")
 
 
 def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, **keys: Any) -> StepReport:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import Saved, require_shown, words
 from maxtext_like.api.configuration import load_config
+from maxtext_like.local_copies import copy_file
 
 if TYPE_CHECKING:
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.api.pretrained import Pretrained
+  from maxtext_like.storage import Place
   from maxtext_like.training.progress import Shown
 
 
@@ -18,32 +20,38 @@ class Run(Saved):
   """A run that came to its end.
 
   Attributes:
-    directory: config.yml, metrics.jsonl, checkpoints/, report.html and the rest.
+    directory: config.yml, metrics.jsonl, checkpoints/, report.html and the rest; of a run in a store what this machine has.
     outcome: what came of it, in a line.
+    url: of a run in a store; empty: it is in the directory.
   """
 
   directory: Path
   outcome: str
+  url: str = ""
+
+  @property
+  def place(self) -> str:
+    return self.url or str(self.directory)
 
   @property
   def metrics(self) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, one for each step: "step", "loss", "grad_norm", ..."""
     from maxtext_like.training.sinks.metrics import METRICS, read
 
-    return read(self.directory / METRICS)
+    return read(copy_file(f"{self.url}/{METRICS}") if self.url else self.directory / METRICS)
 
   @property
-  def checkpoint(self) -> Path | None:
+  def checkpoint(self) -> "Path | Place | None":
     """The newest complete checkpoint; None: it keeps none."""
-    from maxtext_like.checkpoint.weight_sources import find_step
+    from maxtext_like.checkpoint.weight_sources import find_step, located
 
-    return find_step(self.directory)
+    return find_step(located(self.place))
 
   def load(self, *overrides: str, **keys: Any) -> "Pretrained":
     """What was trained; see ``maxtext_like.load``."""
     from maxtext_like.api.pretrained import load
 
-    return load(self.directory, *overrides, **keys)
+    return load(self.place, *overrides, **keys)
 
 
 def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **keys: Any) -> Run:
@@ -70,15 +78,16 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
 
   require_shown(progress)
   loaded = load_config(config, *words(overrides, keys, train))
-  directory = run_directory(loaded.config).path
+  found = run_directory(loaded.config)
+  directory, url = found.path, found.url
   if (finished := first_look(loaded)) is not None:
     with Progress(loaded.config.training.steps, 1, progress) as shown:
       shown.say(finished)
-    return Run(directory, finished)
+    return Run(directory, finished, url)
   from maxtext_like.analysis.failed_step import FailedStep
   from maxtext_like.training.run import train as run
 
-  return Run(directory, run(loaded, FailedStep, progress))
+  return Run(directory, run(loaded, FailedStep, progress), url)
 
 
 def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **keys: Any) -> Run:

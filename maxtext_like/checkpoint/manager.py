@@ -151,11 +151,16 @@ class CheckpointManager:
 
   def complete_steps(self) -> list[int]:
     """Returns the steps whose manifest is whole and whose files have the right sizes, oldest first. Reads no array."""
-    return self._steps.complete()
+    try:
+      return self._steps.complete()
+    except OSError as error:
+      if isinstance(self.directory, Place):
+        raise failed(error) from error
+      raise
 
   def latest_complete(self) -> int | None:
     """Returns the newest step that counts, or None. ``restore`` checks the hashes too."""
-    return max(self._steps.complete(), default=None)
+    return max(self.complete_steps(), default=None)
 
   def newest_before(self, step: int) -> int | None:
     """The newest complete step before this one, of those that are due rather than one that a stop has left; None: none is.
@@ -178,6 +183,8 @@ class CheckpointManager:
     Raises:
       UserError: not even one more checkpoint fits.
     """
+    if isinstance(self.directory, Place):
+      return
     size = tree.total_bytes(tree.flatten(state))
     require_room(self.directory, size, existing=len(self.complete_steps()), kept=self._max_to_keep)
 
@@ -216,7 +223,7 @@ class CheckpointManager:
     self._take_note()
     if not bool(finite):
       self.statistics.refused_nonfinite += 1
-      _log.error("checkpoint of step %d refused: the state is not finite; step %s is kept", step, self.latest_complete())
+      _log.error("checkpoint of step %d refused: the state is not finite; step %s is kept", step, self._kept())
       return False
     if self._pending is not None:
       self.statistics.skipped_busy += 1
@@ -227,7 +234,7 @@ class CheckpointManager:
         self.statistics.skipped_busy,
       )
       return False
-    if processes.from_primary(lambda: self._steps.has(step), self._peers_seconds):
+    if processes.from_primary(lambda: self._is_saved(step), self._peers_seconds):
       return True
     flat = tree.flatten(state)
     record = manifest.Manifest(
@@ -261,6 +268,14 @@ class CheckpointManager:
       self._take_note()
       return False
     return True
+
+  # A store is not asked in the loop of the training, which would wait for it.
+
+  def _is_saved(self, step: int) -> bool:
+    return step == self._newest_known if isinstance(self.directory, Place) else self._steps.has(step)
+
+  def _kept(self) -> int | None:
+    return self._newest_known if isinstance(self.directory, Place) else self.latest_complete()
 
   def _make_room(self, step: int, needed_bytes: int) -> tuple[int, str] | None:
     """Makes the directory that a step is written to; returns the error, as OSError has it, when it cannot be."""
@@ -377,8 +392,7 @@ class CheckpointManager:
     leave_behind(thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
     last = self._consecutive_failures >= self._attempts
-    # A store that fails is not asked in the loop of the training.
-    kept = self._newest_known if isinstance(self.directory, Place) else self.latest_complete()
+    kept = self._kept()
     message = (
       f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): "
       f"{self._steps.path(pending.step)}: "
@@ -484,6 +498,7 @@ class CheckpointManager:
       number = processes.from_primary(choose, self._peers_seconds)
       if number is None:
         return None
+      self._newest_known = number
       path = readable_step(self._steps.path(number))
       stored = manifest.read(path)
     except OSError as error:
@@ -503,6 +518,7 @@ class CheckpointManager:
       later = self._steps.abandon_after(step)
     except OSError as error:
       raise RetryableError(f"{error.filename or self.directory}: {error.strerror}") from error
+    self._newest_known = step
     if later and self._mirror is not None:
       self._mirror.forget(step, self._run)
 

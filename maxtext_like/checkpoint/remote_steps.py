@@ -102,12 +102,14 @@ class RemoteSteps:
     """What a save left that failed goes later: a store that does not answer must not be waited for here."""
 
   def commit(self, step: int, record: manifest.Manifest) -> None:
-    """Publishes a step of which all is written. What had its name is moved aside.
+    """Publishes a step of which all is written. What had its name is moved aside, unless it is whole and so the same.
 
     Raises:
       FileExistsError: another process has published this step meanwhile.
     """
     content = manifest.to_text(record).encode()
+    if self.has(step):
+      return
     with self._fence():
       if self._has(step, manifest.FILE_NAME):
         self._move_aside(step, _CORRUPT)

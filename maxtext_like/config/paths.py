@@ -8,12 +8,12 @@ from typing import Any
 
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
-from maxtext_like.storage import is_remote
+from maxtext_like.storage import CONDITIONAL, is_remote
 
-LOCAL_KEYS = ("output_dir", "compilation_cache_dir")
+LOCAL_KEYS = ("compilation_cache_dir",)
 """Keys whose value names something in the file system of this machine."""
 
-PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "checkpoint_mirror")
+PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "checkpoint_mirror", "output_dir")
 """Keys whose value is a path or a URL of a store."""
 
 # Any scheme with two slashes; of the ones for storage also what pathlib makes of them.
@@ -76,3 +76,17 @@ def url_problems(config: object) -> Iterator[Problem]:
         yield Problem(what, (key,), f"write {scheme}://{rest}" if scheme != "file" else f"write /{rest}")
       elif scheme == "file" and key != "checkpoint_mirror":
         yield Problem(f"{key} = {text} is this machine's", (key,), f"write /{rest}")
+      elif key == "output_dir" and scheme not in CONDITIONAL:
+        yield Problem(
+          f"output_dir = {text}: a run can be in gs:// alone, for orbax writes to no other store",
+          (key,),
+          f"a directory of this machine, and checkpoint_mirror={text} for a copy of its checkpoints",
+        )
+  sections = list(vars(config).values())
+  mirror = next(section.checkpoint_mirror for section in sections if hasattr(section, "checkpoint_mirror"))
+  output = next(section.output_dir for section in sections if hasattr(section, "output_dir"))
+  if mirror and is_remote(output):
+    yield Problem(
+      f"checkpoint_mirror = {mirror} with output_dir = {output}", ("checkpoint_mirror", "output_dir"),
+      "leave it out: a mirror is for checkpoints on a disk that may be lost",
+    )  # fmt: skip

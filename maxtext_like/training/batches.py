@@ -8,6 +8,7 @@ from typing import Any
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.models.registry import FAMILIES
+from maxtext_like.storage import Place
 from maxtext_like.training import chosen_tokenizer
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch
@@ -50,7 +51,7 @@ def open_data(
   )
 
 
-def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path) -> Batch:
+def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path | Place) -> Batch:
   """The first batch of the training data, as global arrays.
 
   Args:

@@ -5,8 +5,7 @@ import logging
 from pathlib import Path
 
 from maxtext_like.checkpoint import accompanying_files, manifest
-from maxtext_like.checkpoint.steps import StepDirectories
-from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, open_steps
 from maxtext_like.config.schema import CheckpointConfig, DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.registry import DATASETS
@@ -17,7 +16,7 @@ from maxtext_like.storage import Place, failed, is_remote
 _log = logging.getLogger(__name__)
 
 
-def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> DataConfig:
+def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place) -> DataConfig:
   """``data`` with "auto" replaced: by the tokenizer of the run's own newest step, else that of ``init_from``, else bytes.
 
   Args:
@@ -31,7 +30,13 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path) -> Data
   if data.tokenizer != AUTO or not DATASETS[data.dataset].text:
     return data
   # A step whose tokenizer is damaged will be set aside, so it is not asked.
-  whole = [n for n in StepDirectories(steps).complete() if _is_whole(steps / str(n))] if steps.is_dir() else []
+  try:
+    directories = open_steps(steps)
+    whole = [n for n in directories.complete() if _is_whole(directories.path(n))] if directories.is_there() else []
+  except OSError as error:
+    if isinstance(steps, Path):
+      raise
+    raise failed(error) from error
   if checkpoint.resume and whole:
     return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
   if checkpoint.init_from is None:

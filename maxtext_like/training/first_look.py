@@ -15,14 +15,16 @@ from maxtext_like.data import input_files
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
-from maxtext_like.storage import is_remote, require_usable
+from maxtext_like.storage import Place, is_remote, require_usable
 from maxtext_like.training import standing
+from maxtext_like.training.remote_run_directory import RemoteRunDirectory
 from maxtext_like.training.run_directory import RunDirectory
 
 
 def run_directory(config: Config) -> RunDirectory:
   """The directory of a run, not held."""
-  return RunDirectory(config.logging.output_dir, config.logging.run_name or config.model.model_name)
+  place, name = config.logging.output_dir, config.logging.run_name or config.model.model_name
+  return RemoteRunDirectory(place, name) if is_remote(place) else RunDirectory(place, name)
 
 
 def first_look(loaded: Loaded) -> str | None:
@@ -40,23 +42,24 @@ def first_look(loaded: Loaded) -> str | None:
     require_usable("checkpoint_mirror", config.checkpoint.checkpoint_mirror)
   if problems := list(_lost_paths(loaded)):
     raise error_of(problems)
-  stands = standing.look(directory.path)
+  stands = standing.look(directory.path, directory.checkpoints)
+  remote = isinstance(directory.checkpoints, Place)
   mirrored = config.checkpoint.checkpoint_mirror is not None
-  if not (mirrored and stands.evidence):  # what is lost here may come back from there
+  if not ((mirrored or remote) and stands.evidence):  # what is lost here may come back, or be old
     stands.require(config.checkpoint)
   if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
     current = compatibility.record(config)
     compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
     if stands.newest >= config.training.steps and not mirrored and compatibility.surely_same_arrays(stored.config, current):
-      return finished_line(directory.path, stands.newest, config.training.steps)
-  if (reason := _unusable(directory.path)) is not None:
+      return finished_line(directory.shown, stands.newest, config.training.steps)
+  if not remote and (reason := _unusable(directory.path)) is not None:
     raise UserError(
       f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
     )
   return None
 
 
-def finished_line(run: Path, step: int, steps: int) -> str:
+def finished_line(run: str, step: int, steps: int) -> str:
   """What a finished run says."""
   return f"{run}: already at step {step} of {steps}; raise steps to go on"
 
@@ -95,7 +98,7 @@ def _require_data(data: DataConfig, key: str) -> None:
         input_files.find(entry, (), data.dataset, named)
 
 
-def _manifest(step: Path) -> manifest.Manifest | None:
+def _manifest(step: Path | Place) -> manifest.Manifest | None:
   """Of a step that this version can read; what is wrong with another is said when it is restored."""
   try:
     stored = manifest.read(step)

@@ -140,7 +140,7 @@ class _Run:
       if processes.primary():
         watchdog.directory = directory.path
       if c.checkpoint.enable_checkpointing:  # before all that can fail at each start
-        newest = standing.newest_saved(directory.path)
+        newest = standing.newest_saved(directory.path, directory.checkpoints)
         restarts = Restarts(directory, newest, c.watchdog.max_restarts_without_progress)
         processes.on_primary(lambda: stack.enter_context(restarts), self._peers_seconds)
       stack.enter_context(_stopped_at_start(self._stop))
@@ -149,7 +149,7 @@ class _Run:
         progress.say(finished)
         return finished
       stack.callback(watchdog.leave)
-      progress.say(introduction(opened.program, str(_from_here(directory.path)), opened.need, opened.limit))
+      progress.say(introduction(opened.program, directory.shown, opened.need, opened.limit))
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
@@ -162,7 +162,7 @@ class _Run:
         unwritten = self._loop_to_its_end(loop, page, start)
       progress.say(f"time    {summary(self._goodput.to_json())}\n{page.outcome}")
       if not any(line.startswith(REPORT) for line in unwritten):
-        progress.say(str(_from_here(directory.path / REPORT)))
+        progress.say(f"{directory.shown}/{REPORT}")
       return page.outcome
 
   def _first(self, make: Callable[[], T]) -> T:
@@ -195,7 +195,9 @@ class _Run:
     if c.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, self._progress.say)
-    processes.on_primary(lambda: standing.look(self._directory.path).require(c.checkpoint), self._peers_seconds)
+    processes.on_primary(
+      lambda: standing.look(self._directory.path, self._directory.checkpoints).require(c.checkpoint), self._peers_seconds
+    )
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, mirror))
@@ -207,11 +209,11 @@ class _Run:
     if manager is None:
       return None
     if (done := finished_step(opened.program, manager)) is not None:
-      return finished_line(path, done, self._config.training.steps)
+      return finished_line(self._directory.shown, done, self._config.training.steps)
     if (newest := manager.latest_complete()) is not None:
       chosen_tokenizer.require_same(manager.directory / str(newest), opened.data)
     manager.preflight(opened.program.abstract_state)
-    if (gone := standing.gone_step(path, newest)) is not None:
+    if (gone := standing.gone_step(path, self._directory.checkpoints, newest)) is not None:
       self._progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
     standing.remember_newest(path, newest)
     return None
@@ -303,11 +305,6 @@ class _Run:
       if not self._stop.training or not _DEVICE_FAULT.match(str(error)):
         raise
       raise RetryableError(f"the device failed: {first}; the same command goes on") from error
-
-
-def _from_here(path: Path) -> Path:
-  here = Path.cwd()
-  return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """The checkpoints of a run: what stands there before it begins, who writes them, and their second place."""
 
+from pathlib import Path
+
 from maxtext_like.checkpoint import accompanying_files, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
@@ -23,6 +25,7 @@ def open_mirror(config: Config, directory: RunDirectory, progress: Progress) -> 
   c = config.checkpoint
   if c.checkpoint_mirror is None:
     return None
+  assert isinstance(directory.checkpoints, Path), "a run in a store has no mirror: paths.py refuses it"
   mirror = Mirror(c.checkpoint_mirror, directory.path.name, directory.checkpoints, c.max_to_keep)
   steps = StepDirectories(directory.checkpoints, directory.exclusive)
   if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
@@ -39,6 +42,7 @@ def open_manager(
   def saved(step: int) -> None:
     directory.require_held()
     standing.remember_newest(directory.path, step)
+    directory.saved()
 
   return CheckpointManager(
     directory.checkpoints,

@@ -30,13 +30,14 @@ from typing import Any, NoReturn
 from maxtext_like import atomic
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked, masked_words
+from maxtext_like.storage import Place
 from maxtext_like.training.watchdog import end_now
 
 _log = logging.getLogger(__name__)
 LOCK_NAME = "run.lock"
 _HEARTBEAT_SECONDS = 5.0
 _WATCH_SECONDS = 16.0  # three heartbeats
-_SHARED_SECONDS = 30.0  # network file systems keep what they know of a directory for so long
+SHARED_SECONDS = 30.0  # network file systems keep what they know of a directory for so long
 _GUARD_SECONDS = 20.0  # how long a new process waits for one that holds the guard, as for the rename of a checkpoint
 
 
@@ -98,8 +99,19 @@ class RunDirectory:
     self._stop = threading.Event()
     self._heart: threading.Thread | None = None
 
+  url = ""  # of one in a store
+
   @property
-  def checkpoints(self) -> Path:
+  def shown(self) -> str:
+    """What people are told: from the working directory, or as a URL."""
+    here = Path.cwd()
+    return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+
+  def saved(self) -> None:
+    """A checkpoint is there."""
+
+  @property
+  def checkpoints(self) -> Path | Place:
     """Where the run's checkpoints lie."""
     return self.path / "checkpoints"
 
@@ -187,7 +199,7 @@ class RunDirectory:
     Raises:
       UserError: it is not: each host has one of its own under this name.
     """
-    deadline = time.monotonic() + _SHARED_SECONDS
+    deadline = time.monotonic() + SHARED_SECONDS
     found = None
     while time.monotonic() < deadline:  # a network disk shows new files late
       with contextlib.suppress(OSError):
@@ -240,7 +252,7 @@ class RunDirectory:
       return f"{what} while this run was going on"
     if holder == self._identity:
       return None
-    return f"{_name_of(holder or {})} took it over, because this process had not given a sign of life for a while"
+    return f"{name_of(holder or {})} took it over, because this process had not given a sign of life for a while"
 
   def _abandon(self, why: str) -> NoReturn:
     end_now(RetryableError(f"run directory {self.path}: {why}; this process stops here and writes nothing more into it"))
@@ -286,7 +298,7 @@ class RunDirectory:
           if self._holder() != holder:
             continue  # somebody was faster
           if holder is not None:
-            _log.warning("%s: taking over the lock of %s, which is gone", self.path, _name_of(holder))
+            _log.warning("%s: taking over the lock of %s, which is gone", self.path, name_of(holder))
           elif self._lock.exists():
             _log.warning("%s is not a lock file; replaced", self._lock)
           self._identity = _identity()
@@ -296,7 +308,7 @@ class RunDirectory:
         raise self._in_use(holder or {}) from None
 
   def _in_use(self, holder: dict[str, Any]) -> UserError:
-    name = _name_of(holder)
+    name = name_of(holder)
     return UserError(f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name")
 
   def _read_lock(self) -> dict[str, Any] | None:
@@ -315,22 +327,8 @@ class RunDirectory:
       return None
 
   def _alive(self, holder: dict[str, Any]) -> bool:
-    here = _identity()
-    if holder.get("host") == here["host"] and holder.get("boot") != here["boot"]:
-      return False  # the machine was restarted since
-    if all(holder.get(key) == here[key] for key in ("host", "boot", "pid_namespace")):
-      pid = holder.get("pid")
-      if not isinstance(pid, int):
-        return False
-      if here["start_ticks"] is not None:
-        return _start_ticks(pid) is not None and _start_ticks(pid) == holder.get("start_ticks")
-      try:
-        os.kill(pid, 0)
-      except ProcessLookupError:
-        return False
-      except PermissionError:
-        return True
-      return True
+    if (known := lives_here(holder)) is not None:
+      return known
     _log.warning("%s: held from %s; watching its heartbeat for %d s", self.path, holder.get("host"), _WATCH_SECONDS)
     before = self._last_beat()
     deadline = time.monotonic() + _WATCH_SECONDS
@@ -368,5 +366,27 @@ class RunDirectory:
       failing = False
 
 
-def _name_of(holder: dict[str, Any]) -> str:
+def lives_here(holder: dict[str, Any]) -> bool | None:
+  """Whether the holder of a lock lives, as this machine's process table has it; None: it is another's."""
+  here = _identity()
+  if holder.get("host") == here["host"] and holder.get("boot") != here["boot"]:
+    return False  # the machine was restarted since
+  if any(holder.get(key) != here[key] for key in ("host", "boot", "pid_namespace")):
+    return None
+  pid = holder.get("pid")
+  if not isinstance(pid, int):
+    return False
+  if here["start_ticks"] is not None:
+    return _start_ticks(pid) is not None and _start_ticks(pid) == holder.get("start_ticks")
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  except PermissionError:
+    return True
+  return True
+
+
+def name_of(holder: dict[str, Any]) -> str:
+  """How messages call the holder of a lock."""
   return "process {pid} on {host}, started {started} ({command})".format_map(defaultdict(lambda: "(unknown)", holder))

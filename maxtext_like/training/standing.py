@@ -15,10 +15,11 @@ from pathlib import Path
 
 from maxtext_like import atomic
 from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.weight_sources import open_steps
 from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.config.yaml_file import Mapping, Scalar, read_yaml
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.storage import Place, failed
 
 NEWEST = "newest_checkpoint.json"
 _METRICS, _FINITENESS, _CONFIG = "metrics.jsonl", "finiteness.json", "config.yml"
@@ -49,28 +50,29 @@ def remembered_newest(run: Path) -> int | None:
   return step
 
 
-def newest_saved(run: Path) -> int | None:
+def newest_saved(run: Path, checkpoints: Path | Place) -> int | None:
   """The newest complete step that is there, else the newest that ever was, which a mirror may bring back; None: none.
 
   Raises:
     UserError, RetryableError: as ``look``.
   """
-  newest = look(run).newest
+  newest = look(run, checkpoints).newest
   if newest is None:
     with contextlib.suppress(OSError, ValueError):
       return remembered_newest(run)
   return newest
 
 
-def gone_step(run: Path, newest: int | None) -> int | None:
+def gone_step(run: Path, checkpoints: Path | Place, newest: int | None) -> int | None:
   """A later step than ``newest`` that was saved once, and that no directory is left of; None: there is none."""
   try:
     saved = remembered_newest(run)
   except (FileNotFoundError, ValueError):
     return None
-  if newest is None or saved is None or saved <= newest or any((run / "checkpoints").glob(f"{saved}*")):
+  if newest is None or saved is None or saved <= newest:
     return None
-  return saved
+  there = saved in open_steps(checkpoints).numbered() if isinstance(checkpoints, Place) else any(checkpoints.glob(f"{saved}*"))
+  return None if there else saved
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,17 @@ class Standing:
 
   Attributes:
     run: the directory, which need not exist.
+    checkpoints: where its steps lie.
     newest: its newest complete step.
     damaged: it has steps with a manifest, and none of them is complete.
     evidence: what says that steps were saved which are not there, a line for each file.
   """
 
   run: Path
+  checkpoints: Path | Place
   newest: int | None
   damaged: bool
   evidence: tuple[str, ...]
-
-  @property
-  def checkpoints(self) -> Path:
-    """Where the steps lie."""
-    return self.run / "checkpoints"
 
   def require(self, settings: CheckpointConfig) -> None:
     """Refuses to start where that would lose something or mix two runs.
@@ -123,28 +122,34 @@ class Standing:
       )
 
 
-def look(run: Path) -> Standing:
+def look(run: Path, checkpoints: Path | Place) -> Standing:
   """Reads where a run stands; writes nothing.
+
+  Args:
+    run: where its files are.
+    checkpoints: where its steps are.
 
   Raises:
     UserError: the directory may not be read.
     RetryableError: its disk does not answer.
   """
   try:
-    if not run.is_dir():
-      return Standing(run, None, False, ())
-    steps = StepDirectories(run / "checkpoints")
-    there = (run / "checkpoints").is_dir()
+    if isinstance(checkpoints, Path) and not run.is_dir():
+      return Standing(run, checkpoints, None, False, ())
+    steps = open_steps(checkpoints)
+    there = steps.is_there()
     newest = max(steps.complete(), default=None) if there else None
     damaged = newest is None and there and bool(steps.with_manifest())
-    evidence = () if newest is not None or damaged else tuple(_evidence(run))
+    evidence = () if newest is not None or damaged else tuple(_evidence(run, checkpoints))
   except OSError as error:
+    if isinstance(checkpoints, Place):
+      raise failed(error) from error
     kind = UserError if error.errno in _OF_THE_PATH else RetryableError
     raise kind(f"{error.filename or run}: {error.strerror}") from error
-  return Standing(run, newest, damaged, evidence)
+  return Standing(run, checkpoints, newest, damaged, evidence)
 
 
-def _evidence(run: Path) -> list[str]:
+def _evidence(run: Path, checkpoints: Path | Place) -> list[str]:
   """What says that a step was saved once; nothing where none was ever due."""
   finished = _finished_steps(run)
   lines = [f"{name}: knows of step {step}" for name, step in finished.items()]
@@ -161,10 +166,13 @@ def _evidence(run: Path) -> list[str]:
     if saved is None:
       return []
     lines.insert(0, f"{NEWEST}: step {saved} was saved")
-  return [*lines, f"checkpoints/: {_what_is_there(run / 'checkpoints')}"]
+  return [*lines, f"checkpoints/: {_what_is_there(checkpoints)}"]
 
 
-def _what_is_there(checkpoints: Path) -> str:
+def _what_is_there(checkpoints: Path | Place) -> str:
+  if isinstance(checkpoints, Place):
+    found = checkpoints.folders()
+    return f"no step, only {', '.join(found[:4])}" if found else "empty"
   if checkpoints.is_symlink() and not checkpoints.exists():
     return f"a link to {checkpoints.readlink()}, which is not there"
   if not checkpoints.is_dir():

@@ -61,3 +61,13 @@ def test_configuration_files_may_be_in_a_store(words, monkeypatch, tmp_path):
   assert load_config(words[0], words[1:]).config.training.steps == 7
   with pytest.raises(UserError, match=r"gs:/b/model\.yml is a URL, not a path"):
     load_config("gs:/b/model.yml", [])
+
+
+def test_a_run_can_be_in_one_kind_of_store():
+  load_config("gemma4-tiny", ["output_dir=gs://b/runs"])
+  with pytest.raises(
+    UserError, match=r"(?s)output_dir = s3://b/runs: a run can be in gs:// alone.*checkpoint_mirror=s3://b/runs"
+  ):
+    load_config("gemma4-tiny", ["output_dir=s3://b/runs"])
+  with pytest.raises(UserError, match=r"checkpoint_mirror = /m with output_dir = gs://b/runs"):
+    load_config("gemma4-tiny", ["output_dir=gs://b/runs", "checkpoint_mirror=/m"])

@@ -34,14 +34,16 @@ def complete(run, step):
 
 def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
   standing.remember_newest(run, None)
-  assert standing.look(run).evidence == ()  # 45 steps, and none was ever saved: killed before, or the disk was full
+  assert (
+    standing.look(run, run / "checkpoints").evidence == ()
+  )  # 45 steps, and none was ever saved: killed before, or the disk was full
   standing.remember_newest(run, 40)
-  evidence = standing.look(run).evidence
+  evidence = standing.look(run, run / "checkpoints").evidence
   assert evidence == (
     "newest_checkpoint.json: step 40 was saved", "metrics.jsonl: knows of step 45", "checkpoints/: does not exist",
   )  # fmt: skip
   complete(run, 20)
-  stands = standing.look(run)
+  stands = standing.look(run, run / "checkpoints")
   assert (stands.newest, stands.evidence) == (20, ())
   stands.require(settings())
 
@@ -61,7 +63,7 @@ def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
 def test_a_directory_of_an_earlier_version_is_judged_by_its_interval(run, config, lost):
   if config is not None:
     (run / "config.yml").write_text(config)
-  stands = standing.look(run)
+  stands = standing.look(run, run / "checkpoints")
   assert bool(stands.evidence) == lost
   if lost:
     with pytest.raises(UserError, match="the checkpoints of this run are missing"):
@@ -72,26 +74,26 @@ def test_without_metrics_finiteness_json_knows_of_steps(tmp_path):
   (tmp_path / "config.yml").write_text(CONFIG.format("true", 1, 10))
   checks = {"loss0": {"result": "finite"}, "loss1": {"result": "not run"}}
   (tmp_path / "finiteness.json").write_text(json.dumps(checks))
-  assert "finiteness.json: knows of step 1" in standing.look(tmp_path).evidence
+  assert "finiteness.json: knows of step 1" in standing.look(tmp_path, tmp_path / "checkpoints").evidence
   (tmp_path / "finiteness.json").write_text("{")
-  assert standing.look(tmp_path).evidence == ()
+  assert standing.look(tmp_path, tmp_path / "checkpoints").evidence == ()
 
 
 def test_a_later_step_that_is_gone(run):
-  assert standing.gone_step(run, 20) is None
+  assert standing.gone_step(run, run / "checkpoints", 20) is None
   standing.remember_newest(run, 40)
-  assert standing.gone_step(run, None) is None
-  assert standing.gone_step(run, 40) is None
-  assert standing.gone_step(run, 20) == 40
+  assert standing.gone_step(run, run / "checkpoints", None) is None
+  assert standing.gone_step(run, run / "checkpoints", 40) is None
+  assert standing.gone_step(run, run / "checkpoints", 20) == 40
   (run / "checkpoints/40.corrupt").mkdir(parents=True)  # told by whoever moved it
-  assert standing.gone_step(run, 20) is None
+  assert standing.gone_step(run, run / "checkpoints", 20) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"step": "40"}'])
 def test_a_damaged_record_is_no_licence_to_start_again(run, text):
   (run / standing.NEWEST).write_text(text)
   with pytest.raises(UserError, match=rf"{standing.NEWEST}: cannot be read"):
-    standing.look(run).require(settings())
+    standing.look(run, run / "checkpoints").require(settings())
 
 
 def test_what_is_found_in_place_of_the_checkpoints_is_told(run):
@@ -108,12 +110,12 @@ def test_what_is_found_in_place_of_the_checkpoints_is_told(run):
     if checkpoints.is_symlink():
       checkpoints.unlink()
     make()
-    assert standing.look(run).evidence[-1] == f"checkpoints/: {told}"
+    assert standing.look(run, run / "checkpoints").evidence[-1] == f"checkpoints/: {told}"
 
 
 def test_who_asks_for_it_starts_afresh(run):
   standing.remember_newest(run, 40)
-  stands = standing.look(run)
+  stands = standing.look(run, run / "checkpoints")
   stands.require(settings("resume=false"))
   with pytest.raises(UserError, match=r"another run_name$"):
     stands.require(settings("enable_checkpointing=false"))
@@ -123,10 +125,10 @@ def test_who_asks_for_it_starts_afresh(run):
 
 @pytest.mark.parametrize("words", ["enable_checkpointing=false", "resume=false"])
 def test_checkpoints_that_would_not_be_used_are_refused(tmp_path, words):
-  standing.look(tmp_path).require(settings(words))
+  standing.look(tmp_path, tmp_path / "checkpoints").require(settings(words))
   complete(tmp_path, 20)
   with pytest.raises(UserError, match=words.replace("=", " is ")):
-    standing.look(tmp_path).require(settings(words))
+    standing.look(tmp_path, tmp_path / "checkpoints").require(settings(words))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_restart_can_mend_a_disk_and_not_a_path(run, monkeypatch, code, kind):
 
   monkeypatch.setattr(os, "scandir", fail)
   with pytest.raises(kind, match=r"^there: told by the system$"):
-    standing.look(run)
+    standing.look(run, run / "checkpoints")
 
 
 def test_a_disk_that_does_not_take_the_record_is_told(tmp_path, caplog):
