@@ -56,3 +56,27 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
 def test_every_family_on_every_mesh(model):
   skipped = () if model in EXPERTS else ("expert",)  # without experts it is data by another name
   assert_equal(run("tests.training.meshes", model, *MODELS[model], *(mesh for mesh in ALONE | MIXED if mesh not in skipped)))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_on_other_meshes_with_the_same_losses(tmp_path):
+  """AdamW's moments too: two steps on fsdp, one on tensor and data, one on a single device, against four in one go."""
+  legs = [(2, 8, ["ici_fsdp_parallelism=8"]), (3, 8, ["ici_tensor_parallelism=4"]), (4, 1, [])]
+  for name, wanted in (("parts", legs), ("whole", [(4, 8, ["ici_fsdp_parallelism=8"])])):
+    for steps, devices, mesh in wanted:
+      words = [
+        f"output_dir={tmp_path}", f"run_name={name}", f"steps={steps}", "lr_schedule_steps=4", "num_decoder_layers=2",
+        f"per_device_batch_size={8 // devices}", "dtype=float32", "max_target_length=32", "dataset=synthetic", *mesh,
+        "compilation_cache_dir=null",
+      ]  # fmt: skip
+      environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+      }  # fmt: skip
+      command = [sys.executable, "-m", "maxtext_like", "train", "qwen3-tiny", *words]
+      done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+      assert done.returncode == 0, done.stderr[-3000:]
+  rows = (map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("parts", "whole"))
+  parts, whole = ({row["step"]: row["loss"] for row in found} for found in rows)
+  assert list(parts) == [1, 2, 3, 4]
+  np.testing.assert_allclose(list(parts.values()), list(whole.values()), rtol=1e-5)
