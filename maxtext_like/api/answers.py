@@ -76,6 +76,7 @@ def generate(
   Args:
     model: what ``load`` returned, or what it takes.
     prompts: texts, or ``Prompt`` with images. The name of a special token, as ``<start_of_turn>``, is that token.
+      ``Prompt.chat`` is a conversation to answer, rendered as for training; what is said in it is text.
     overrides: words laid over the configuration of what is loaded, as ``"dtype=bfloat16"``.
     max_tokens: of a longest answer.
     temperature: 0 takes the most likely token.
@@ -92,10 +93,12 @@ def generate(
     UserError: a prompt, an image or an option that cannot be used.
     NonFiniteError: the logits are not finite; says of which row and token.
   """
+  from maxtext_like.data.chat.registry import choose
   from maxtext_like.generation import engine
   from maxtext_like.generation.prompts import Prompt, continuation, encode
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
+  from maxtext_like.models.registry import FAMILIES
 
   for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
     require_number(generate, name, value, whole=True)
@@ -118,7 +121,12 @@ def generate(
   )
   ends = stop_tokens(tokenizer, model.files, [stop] if isinstance(stop, str) else stop, model.config.model)
   ends |= _require_ids(stop_ids, model.config.model.vocab_size)
-  encoded = encode(given, tokenizer, model.config.vision)
+  renderer = None
+  if any(prompt.conversation is not None for prompt in given):
+    published = FAMILIES[model.config.model.decoder_block].chat_template(model.config.model)
+    renderer = choose(model.config.data.chat_template, published, tokenizer)
+    ends |= {token for end in renderer.ends if (token := tokenizer.find(end)) is not None}
+  encoded = encode(given, tokenizer, model.config.vision, renderer)
   engine.check(encoded, decoder, max_tokens)
   params = model.params
   grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]

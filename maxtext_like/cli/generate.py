@@ -3,14 +3,21 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
 
+if TYPE_CHECKING:
+  from maxtext_like.generation.prompts import Prompt
+
 DESCRIPTION = """Continues prompts, one from the command line or one a line of a .jsonl file:
 
   {"prompt": "What is this? <image>", "images": ["cat.png"]}
+  {"messages": [{"role": "user", "content": "What is 1+1?"}]}
+
+A conversation, or --prompt with --chat, is rendered with the model's chat template, and answered.
 
 DIR is a run directory, one of its checkpoints, what `maxtext-like import` made, or a Hugging Face checkpoint. The tokenizer
 is the one that lies in it. The name of a special token in a prompt, as <start_of_turn>, is that token. An answer ends at the
@@ -31,7 +38,11 @@ def run(argv: list[str]) -> int:
   from maxtext_like.generation.prompts import read_prompts
 
   if options.batch is None:
-    prompts = [Prompt(options.prompt, tuple(str(Path(name).expanduser()) for name in options.images))]
+    images = tuple(str(Path(name).expanduser()) for name in options.images)
+    if options.chat or options.think:
+      prompts = [_asked(options.prompt, images, options.think)]
+    else:
+      prompts = [Prompt(options.prompt, images)]
   else:
     prompts = read_prompts(Path(options.batch).expanduser())
   model = load(options.checkpoint, *overrides, images=any(prompt.images for prompt in prompts))
@@ -72,6 +83,16 @@ def run(argv: list[str]) -> int:
   return 0
 
 
+def _asked(text: str, images: tuple[str, ...], think: bool) -> "Prompt":
+  """What a user says; images that the text does not place come before it."""
+  from maxtext_like import Prompt
+
+  if "<image>" in text or not images:
+    return Prompt.chat(text, images=images, think=think)
+  parts = [*({"type": "image", "path": name} for name in images), {"type": "text", "text": text}]
+  return Prompt.chat([{"role": "user", "content": parts}], think=think)
+
+
 def _rate(tokens: int, seconds: float) -> str:
   return f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"
 
@@ -88,6 +109,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   )
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="what to generate with")
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
+  parser.add_argument("--chat", action="store_true", help="the prompt is what a user says: the model's chat template frames it")
+  parser.add_argument("--think", action="store_true", help="the same, and the model is told to think")
   parser.add_argument("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
                       help="PNG or JPEG, put where the prompt says <image>, else before it; several in order")  # fmt: skip
   parser.add_argument(
@@ -108,6 +131,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     raise UserError(f"generate: {error}\n  fix: see maxtext-like generate --help") from None
   if options.checkpoint is None or (options.prompt is None) == (options.batch is None):
     raise UserError("generate needs --checkpoint and either --prompt or --batch\n  fix: see maxtext-like generate --help")
+  if (options.chat or options.think) and options.batch is not None:
+    raise UserError('generate: --chat goes with --prompt\n  fix: in a file, lines with "messages" are conversations')
   if options.images and options.batch is not None:
     raise UserError('generate: --image goes with --prompt\n  fix: name the images of a batch in its file, as "images"')
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:

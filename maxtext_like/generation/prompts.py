@@ -3,11 +3,17 @@
 B prompts, T positions, I images.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.data.chat.encode import ChatEncoder
+from maxtext_like.data.chat.records import read_conversation
+from maxtext_like.data.chat.rendering import Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
 from maxtext_like.data.multimodal import interleave, load_for
@@ -27,15 +33,56 @@ class Prompt:
     text: of it; the spelling of a special token is that token.
     images: paths of the image files that stand where the text has the placeholder, or before it where it has none.
     place: names the prompt in errors.
+    conversation: to answer, in place of a text to continue; the model's chat template renders it.
   """
 
   text: str
   images: tuple[str, ...] = ()
   place: str = "the prompt"
+  conversation: Conversation | None = None
+
+  @classmethod
+  def chat(
+    cls,
+    messages: "str | Sequence[Mapping[str, Any]]",
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    images: Sequence[str] = (),
+    think: bool = False,
+  ) -> "Prompt":
+    """A conversation to answer: what a user says, or OpenAI's messages.
+
+    Args:
+      messages: of any role, the last of which is to be answered.
+      tools: that may be called, as OpenAI declares them.
+      images: files that stand where the messages say ``<image>``, or have parts of type image without a name.
+      think: tells the model to think, where it can.
+
+    Raises:
+      UserError: no conversation.
+    """
+    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    record = {
+      "messages": listed,
+      "tools": list(tools) or None,
+      "enable_thinking": think or None,
+      "images": list(images) or None,
+    }
+    return cls._of_record(record, cls.place, os.getcwd())
+
+  @classmethod
+  def _of_record(cls, record: Mapping[str, Any], place: str, folder: str) -> "Prompt":
+    try:
+      conversation = read_conversation(record, place, folder)
+    except BadRecordError as error:
+      raise UserError(str(error)) from None
+    return cls("", conversation.images, place, conversation)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-  """The prompts of a .jsonl file: {"prompt": "...", "images": ["a.png"]}, images relative to the file's folder.
+  """The prompts of a .jsonl file: {"prompt": "...", "images": ["a.png"]}, or conversations to answer: {"messages": [...]}.
+
+  Images are relative to the file's folder.
 
   Raises:
     UserError: names file and line.
@@ -49,8 +96,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     if line.strip():
       place = f"{path}:{number}"
       record = parse(line, place)
+      if isinstance(record, dict) and "messages" in record:
+        prompts.append(Prompt._of_record(record, place, str(path.parent.absolute())))
+        continue
       if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise UserError(f'{place}: expected an object with a text "prompt"')
+        raise UserError(f'{place}: expected an object with a text "prompt", or with "messages"')
       images = record.get("images") or []
       if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
         raise UserError(f'{place}: "images" is not a list of file names')
@@ -60,29 +110,38 @@ def read_prompts(path: Path) -> list[Prompt]:
   return prompts
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig) -> Prompts:
+def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig, renderer: Renderer | None = None) -> Prompts:
   """What the engine takes for the prompts, each with the token that begins a text where the tokenizer has one.
 
   Args:
     prompts: in order.
     tokenizer: of the model.
     vision: its ``vision:`` section.
+    renderer: of its conversations, where there are any among the prompts.
 
   Raises:
-    UserError: an empty prompt, an image that cannot be used or has no place in its text, images for a model that takes
-      none, text that gives the image token without an image.
+    UserError: a conversation that the renderer does not have, an empty prompt, an image that cannot be used or has no place
+      in its text, images for a model that takes none, text that gives the image token without an image.
   """
   rows, images = [], []
+  encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision)
   for prompt in prompts:
     if prompt.images and not vision.use_multimodal:
       raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")
     try:
       prompt.text.encode("utf-8")  # bytes of a command line that are no UTF-8 arrive as surrogates
-      ids, found = _encode_one(prompt, tokenizer, vision)
+      if prompt.conversation is not None:
+        assert renderer is not None
+        assert encoder is not None
+        ids, found = _answer_to(prompt, prompt.conversation, renderer, encoder, vision)
+      else:
+        ids, found = _encode_one(prompt, tokenizer, vision)
     except UnicodeEncodeError:
       raise UserError(f"{prompt.place}: not valid Unicode text") from None
     except BadRecordError as error:
       raise UserError(str(error)) from None
+    except RenderError as error:
+      raise UserError(f"{prompt.place}: {error}") from None
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
       ids = [tokenizer.bos_id, *ids]
     if not ids:
@@ -95,6 +154,18 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig
     return Prompts(rows)
   types = [[int(token == vision.image_token_id) for token in ids] for ids in rows]
   return Prompts(rows, types, tower_arrays(images, vision))
+
+
+def _answer_to(
+  prompt: Prompt, conversation: Conversation, renderer: Renderer, encoder: ChatEncoder, vision: VisionConfig
+) -> tuple[list[int], list[TowerImage]]:
+  """Ids of a conversation through what asks the model to speak, and the images."""
+  if prompt.images:
+    require_pillow()
+  images = [load_for(path, vision, prompt.place) for path in prompt.images]
+  left = iter(images)
+  found = encoder.encode(renderer.render(conversation, "prompt"), frozenset(), prompt.place, lambda path: next(left))
+  return found.ids, images
 
 
 def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> tuple[list[int], list[TowerImage]]:

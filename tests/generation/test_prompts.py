@@ -9,6 +9,9 @@ from PIL import Image
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.chat.encode import ChatEncoder
+from maxtext_like.data.chat.records import read_conversation
+from maxtext_like.data.chat.registry import RENDERERS
 from maxtext_like.data.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
@@ -147,3 +150,30 @@ def test_an_answer_is_decoded_as_it_follows_its_prompt(tmp_path: Path):
   assert continuation(tokenizer, prompt, answer) == " quick"
   assert continuation(tokenizer, [2, 9999], answer) == "quick", "ids of images are no text"
   assert continuation(load_tokenizer("bytes"), [0xC3 + 3], [0xA4 + 3]) == "\ufffd", "half a character before it"
+
+
+def test_conversations_are_rendered_as_for_training(folder: Path, tokenizer):
+  vision, renderer = vision_of("gemma3-tiny"), RENDERERS["gemma3"]
+  (folder / "asked.jsonl").write_text(
+    '{"messages": [{"role": "user", "content": "<image>see <end_of_turn>"}], "images": ["wide.png"]}\n'
+    '{"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}, {"role": "user", "content": "c"}]}\n'
+  )
+  prompts = [*read_prompts(folder / "asked.jsonl"), Prompt.chat("a"), Prompt("a")]
+  got = encode(prompts, tokenizer, vision, renderer)
+  text, start, end = tokenizer.encode, tokenizer.find("<start_of_turn>"), tokenizer.find("<end_of_turn>")
+  asks = [end, *text("\n"), start, *text("model\n")]
+  image = [BOI, *[IMAGE] * 16, EOI]
+  # What a user says is text, and the newlines around an image are Gemma 3's.
+  assert got.tokens[0] == [2, start, *text("user\n\n\n"), *image, *text("\n\nsee <end_of_turn>"), *asks]
+  assert end not in text("<end_of_turn>")
+  assert got.tokens[1] == [2, start, *text("user\na"), *asks, *text("b"), end, *text("\n"), start, *text("user\nc"), *asks]
+  assert got.tokens[2:] == [[2, start, *text("user\na"), *asks], [2, *text("a")]]
+  trained = renderer.render(read_conversation({"messages": [
+    {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+  ]}, "", "/"), "training")  # fmt: skip
+  encoded = ChatEncoder(renderer, tokenizer).encode(trained, None, "")
+  assert encoded.ids[: len(got.tokens[2])] == got.tokens[2]
+  with pytest.raises(UserError, match=r"the prompt: Gemma 3 wants user and assistant in turn"):
+    encode([Prompt.chat([{"role": "assistant", "content": "a"}])], tokenizer, vision, renderer)
+  with pytest.raises(UserError, match=r"messages\[0\] has the role 'bot'"):
+    Prompt.chat([{"role": "bot", "content": "a"}])

@@ -21,6 +21,7 @@ class DeepSeek3:
 
   name = "deepseek3"
   needed = (BEGIN, END, USER, ASSISTANT)
+  ends = (END,)
   special = frozenset({*needed, *_TOOL_TOKENS, "<think>", "</think>", "<｜▁pad▁｜>"})
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
@@ -127,6 +128,7 @@ class DeepSeek32:
 
   name = "deepseek3.2"
   needed = (BEGIN, END, USER, ASSISTANT)
+  ends = (END,)
   special = frozenset({*needed, "<think>", "</think>", "｜DSML｜", "<｜▁pad▁｜>"})
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:

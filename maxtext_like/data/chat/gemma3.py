@@ -9,6 +9,7 @@ class Gemma3:
 
   name = "gemma3"
   needed = ("<start_of_turn>", "<end_of_turn>")
+  ends = ("<end_of_turn>",)
   special = frozenset({"<bos>", *needed, "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<eos>", "<pad>"})
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:

@@ -22,6 +22,7 @@ class Gemma4:
   empty_thought: bool
 
   needed = ("<|turn>", "<turn|>")
+  ends = ("<turn|>", "<|tool_response>")
   special = frozenset(
     {"<bos>", "<eos>", "<pad>", *needed, "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"}
     | {"<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<|image>", "<|image|>", "<image|>", "<|video|>"}

@@ -63,6 +63,7 @@ class Jinja:
   """A template with one tokenizer's special tokens."""
 
   needed: tuple[str, ...] = ()
+  ends: tuple[str, ...] = ()  # generation_config.json says them
 
   def __init__(self, source: str, name: str, tokenizer: Tokenizer):
     """`name`: of its file. Raises UserError: no jinja2, or none that can be run."""

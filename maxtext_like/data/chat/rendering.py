@@ -68,6 +68,11 @@ class Renderer(Protocol):
     ...
 
   @property
+  def ends(self) -> tuple[str, ...]:
+    """Tokens with which the assistant ends what it says."""
+    ...
+
+  @property
   def special(self) -> frozenset[str]:
     """All special tokens that it may write; text of a record never becomes one of them."""
     ...
