@@ -46,7 +46,10 @@ class Gemma4:
         shift = 1
       for tool in conversation.tools:
         out.literal("<|tool>")
-        _declare(out, tool["function"])
+        try:
+          _declare(out, tool["function"])
+        except (TypeError, AttributeError) as error:  # a list where an object belongs, a number for a list
+          raise RenderError(f"the declaration of the tool '{tool['function']['name']}' is no JSON schema: {error}") from None
         out.literal("<tool|>")
       out.literal("<turn|>\n")
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)

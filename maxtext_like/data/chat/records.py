@@ -130,7 +130,7 @@ class _Reader:
       tuple(self._call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(self._list(calls, f"{where}.tool_calls"))),
       tuple(self._response(item, where) for item in self._list(responses, f"{where}.tool_responses")),
       self._text(value["name"], f"{where}.name") if "name" in value else None,
-      self._text(value["tool_call_id"], f"{where}.tool_call_id") if "tool_call_id" in value else None,
+      self._id(value.get("tool_call_id"), f"{where}.tool_call_id"),
       bool(weight),
     )
 
@@ -155,8 +155,13 @@ class _Reader:
     arguments = self._json(written, f"{where}: arguments") if written not in (None, "") else {}
     if not isinstance(arguments, Mapping):
       raise self._bad(f"{where}: the arguments are {type(arguments).__name__}, expected an object or the JSON text of one")
-    name, given = self._text(function["name"], f"{where}.name"), call.get("id") if isinstance(call, Mapping) else None
+    name = self._text(function["name"], f"{where}.name")
+    given = self._id(call.get("id") if isinstance(call, Mapping) else None, f"{where}.id")
     return ToolCall(name, self._checked(arguments, where), written if isinstance(written, str) and written else None, given)
+
+  def _id(self, given: object, where: str) -> str | None:
+    """What a call and its answer have in common: a text or a number."""
+    return None if given is None else str(given) if type(given) is int else self._text(given, where)
 
   def _response(self, response: object, where: str) -> ToolResponse:
     if not isinstance(response, Mapping) or "response" not in response:

@@ -89,6 +89,7 @@ def test_images():
     ({"messages": [BOTH[0], {"role": "tool", "content": "a"}]}, "message 2 is a tool's, and no call"),
     ({"messages": [BOTH[0] | {"tool_calls": [1]}]}, "only the assistant calls tools"),
     ({"messages": [BOTH[1] | {"weight": 0.5}]}, "weight is 0.5"),
+    ({"messages": [BOTH[0], {"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "f"}}]}]}, "id' is list"),
     (call("[1]"), "the arguments are list, expected an object"),
     (call('{"x"'), "arguments: not valid JSON"),
     (call('{"x": 1, "x": 2}'), "'x' is listed twice"),

@@ -157,6 +157,12 @@ def test_a_call_in_deepseek_3_2():
   assert "\n\n<function_results>\n<result>rain</result>\n</function_results>\n\n</think>Rain." in rendered.text
 
 
+def test_a_tool_that_is_no_schema_is_refused():
+  tool = {"name": "f", "parameters": {"type": "object", "required": 5}}
+  with pytest.raises(RenderError, match="the declaration of the tool 'f' is no JSON schema"):
+    render("gemma4", said("user", "a"), tools=[tool])
+
+
 def test_consecutive_answers():
   twice = [said("user", "Hello"), said("assistant", "One."), said("assistant", "Two.")]
   assert render("gemma4", *twice).text.endswith("<|turn>model\nOne.Two.<turn|>\n")
