@@ -11,7 +11,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.bisected import bisect
   from maxtext_like.api.catalog import list_keys, list_models
   from maxtext_like.api.configuration import load_config
-  from maxtext_like.api.conversion import export_checkpoint, import_checkpoint
+  from maxtext_like.api.conversion import export_adapter, export_checkpoint, import_checkpoint
   from maxtext_like.api.fits import compile_step
   from maxtext_like.api.kernel_tests import kernel_self_test
   from maxtext_like.api.looks import replay, xray, xray_step
@@ -29,6 +29,7 @@ __all__ = [
   "audit",
   "bisect",
   "compile_step",
+  "export_adapter",
   "export_checkpoint",
   "forward",
   "generate",
@@ -54,6 +55,7 @@ _HOMES = {
   "audit": "api.audited",
   "bisect": "api.bisected",
   "compile_step": "api.fits",
+  "export_adapter": "api.conversion",
   "export_checkpoint": "api.conversion",
   "forward": "api.outputs",
   "generate": "api.answers",

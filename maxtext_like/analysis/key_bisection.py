@@ -269,7 +269,9 @@ class Bisection:
       program = self.steps.program(config)
       step = self.steps.train_step(config)
       params = jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params, program.spec)  # a copy: it is given away
-      runs.append([step, program.lower_around().compile()(params), [], UNKNOWN])
+      runs.append(
+        [step, program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32)), [], UNKNOWN]
+      )
     start = time.perf_counter()
     for turn in range(repeats + 1):
       if turn > TIMING_TURNS and time.perf_counter() - start > TIMING_SECONDS:

@@ -69,6 +69,7 @@ def generate(
   stop: str | Sequence[str] = (),
   stop_ids: Iterable[int] = (),
   on_text: Callable[[int, str], None] | None = None,
+  adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
   **keys: Any,
 ) -> Generation:
   """Continues prompts. An answer ends at the tokenizer's end of text, at what generation_config.json lists, and at ``stop``.
@@ -87,6 +88,7 @@ def generate(
     stop: tokens that end an answer, by spelling or as end_of_turn.
     stop_ids: the same by id.
     on_text: told (number of the prompt, what is new of its text) while answers grow; whole characters only.
+    adapters: as ``load`` takes them.
     keys: the same as ``overrides`` as Python values; ``tokenizer="bytes"`` where the checkpoint has none.
 
   Raises:
@@ -112,9 +114,11 @@ def generate(
     raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: a text, a Prompt, or a list of them")
   laid_over = words(overrides, keys, generate)
   if not isinstance(model, Pretrained):
-    model = load(model, *laid_over, images=any(prompt.images for prompt in given))
-  elif laid_over:
-    raise UserError(f"generate: {laid_over[0]}: the model is loaded already\n  fix: give it to load")
+    model = load(model, *laid_over, images=any(prompt.images for prompt in given), adapters=adapters)
+  elif laid_over or adapters:
+    raise UserError(
+      f"generate: {laid_over[0] if laid_over else 'adapters'}: the model is loaded already\n  fix: give it to load"
+    )
   tokenizer, decoder = model.tokenizer, model.model.decoder
   sampling = Sampling(
     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocabulary=tokenizer.vocab_size, seed=seed

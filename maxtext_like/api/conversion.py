@@ -10,6 +10,8 @@ from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.checkpoint.huggingface.export import Origin
+  from maxtext_like.checkpoint.manifest import Manifest
+  from maxtext_like.models.placed import Model
 
 FOLDER = "hugging_face"
 
@@ -121,21 +123,81 @@ def export_checkpoint(
   Raises:
     UserError: no complete checkpoint there, no such dtype, or ``out`` cannot be written.
   """
-  import jax
-
-  from maxtext_like.checkpoint import manifest, restore
+  from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
-  from maxtext_like.checkpoint.stored_config import section
-  from maxtext_like.checkpoint.weight_sources import find_step
-  from maxtext_like.layers.param import abstract
-  from maxtext_like.layers.precision import Precision
-  from maxtext_like.models.build import build_decoder
+  from maxtext_like.checkpoint.read_weights import read_weights
 
   dtype = dtype_name(dtype)
   if dtype not in (None, *EXPORT_DTYPES):
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
   target, size = Path(out).expanduser(), parse_size(str(shard_size))
+  step, stored = _step_of(source)
+  if holds_adapter_alone(stored):
+    whole = _on_one_device(step, stored)
+    model, vision, decoder = whole.config.model, whole.config.vision, whole.decoder
+    params = read_weights(step, whole)
+  else:
+    model, vision, decoder, params = _own(step, stored)
+  origin = _origin(step, stored)
+  dtype = dtype or origin.dtype or "bfloat16"
+  tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
+  files, notes = tuple(file.name for file in origin.files), ()
+  if not any("tokenizer" in name for name in files):
+    notes = ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
+  return Exported(target, tensors, str(dtype), files, notes)
+
+
+@dataclass(frozen=True)
+class ExportedAdapter(Saved):
+  """An adapter that was written for peft.
+
+  Attributes:
+    directory: adapter_config.json and adapter_model.safetensors.
+    maps: linear maps that it adds to.
+    rank: of the additions.
+    base: the weights that it was trained on; None: they were drawn from a seed.
+  """
+
+  directory: Path
+  maps: int
+  rank: int
+  base: str | None
+
+
+def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapter:
+  """Writes the adapter of a run that trained with ``lora_rank``, as ``peft.PeftModel.from_pretrained`` loads it.
+
+  Args:
+    source: the run, or a step of it.
+    out: a directory that does not exist, or an empty one.
+
+  Raises:
+    UserError: it has none, peft has no place for a part of it, or ``out`` cannot be written.
+  """
+  from maxtext_like.checkpoint.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
+  from maxtext_like.checkpoint.huggingface.peft import write_adapter
+  from maxtext_like.checkpoint.stored_config import section
+
+  target, (step, stored) = Path(out).expanduser(), _step_of(source)
+  if not holds_adapter_alone(stored):
+    raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
+  model = _on_one_device(step, stored)
+  adapter, factors = read_adapter(step, stored, model)
+  base = Base.from_json(stored.extra[EXTRA]).source
+  nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested
+  rslora = section("adapter", stored.config).lora_rslora
+  maps = write_adapter(
+    target, adapter, factors, model.decoder, model.config.model.decoder_block, base=base, nested=nested, rslora=rslora
+  )
+  return ExportedAdapter(target, maps, adapter.rank, base)
+
+
+def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:
+  """The newest complete step of what was named, and its manifest."""
+  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.weight_sources import find_step
+
   place = place_of(source, "source")
   step = find_step(place)
   if step is None:
@@ -144,22 +206,39 @@ def export_checkpoint(
       "  fix: name a run directory, one of its checkpoints/N, or what import made of a Hugging Face checkpoint"
     )
   try:
-    stored = manifest.read(step)
+    return step, manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+
+
+def _on_one_device(step: Path, stored: "Manifest") -> "Model":
+  """The model of a step, on the first device of this process."""
+  import jax
+
+  from maxtext_like.checkpoint.stored_config import load_stored
+  from maxtext_like.models.placed import make_model
+  from maxtext_like.sharding.mesh import make_mesh
+
+  config = load_stored(stored.config, str(step)).config
+  return make_model(config, mesh=make_mesh(config.mesh, jax.local_devices()[:1]), runs_attention=False)
+
+
+def _own(step: Path, stored: "Manifest") -> tuple[Any, Any, Any, Any]:
+  """model:, vision:, the decoder and the weights of a step that holds them, on the first device of this process."""
+  import jax
+
+  from maxtext_like.checkpoint import restore
+  from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.layers.param import abstract
+  from maxtext_like.layers.precision import Precision
+  from maxtext_like.models.build import build_decoder
+
   model, vision = section("model", stored.config), section("vision", stored.config)
   weight_dtype = stored.config.get("precision", {}).get("weight_dtype", "float32")
   decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local), abstract(decoder.params()))
-  params = restore.load(step, {"params": like}).state["params"]
-  origin = _origin(step, stored)
-  dtype = dtype or origin.dtype or "bfloat16"
-  tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
-  files, notes = tuple(file.name for file in origin.files), ()
-  if not any("tokenizer" in name for name in files):
-    notes = ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
-  return Exported(target, tensors, str(dtype), files, notes)
+  return model, vision, decoder, restore.load(step, {"params": like}).state["params"]
 
 
 def _origin(step: Path, stored: Any) -> "Origin":

@@ -38,6 +38,7 @@ class Pretrained:
     own_tokenizer: of its text; None: the directory has none.
     files: where generation_config.json may be; None: nowhere.
     notes: for whoever uses it.
+    adapters: that are added to the weights.
   """
 
   model: "Model"
@@ -45,6 +46,7 @@ class Pretrained:
   own_tokenizer: "Tokenizer | None"
   files: Path | None
   notes: tuple[str, ...] = ()
+  adapters: tuple[Path, ...] = ()
 
   def __repr__(self) -> str:
     c = self.model.config
@@ -72,7 +74,12 @@ class Pretrained:
     """
     from maxtext_like.checkpoint.read_weights import read_weights
 
-    return read_weights(self.directory, self.model)
+    weights = read_weights(self.directory, self.model)
+    if not self.adapters:
+      return weights
+    from maxtext_like.checkpoint.added_adapters import with_adapters
+
+    return with_adapters(weights, self.model, self.adapters)
 
   @functools.cached_property
   def decoder(self) -> "Decoder":
@@ -122,7 +129,13 @@ class Pretrained:
     return generate(self, prompts, **options)
 
 
-def load(directory: str | Path | Saved, *overrides: str, images: bool = False, **keys: Any) -> Pretrained:
+def load(
+  directory: str | Path | Saved,
+  *overrides: str,
+  images: bool = False,
+  adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
+  **keys: Any,
+) -> Pretrained:
   """The model in ``directory``; its weights are read when they are first asked for.
 
   Args:
@@ -130,6 +143,7 @@ def load(directory: str | Path | Saved, *overrides: str, images: bool = False, *
       this machine's Hugging Face cache, as ``"google/gemma-3-4b-it"``.
     overrides: words laid over its configuration, as ``"dtype=bfloat16"``; ``tokenizer=`` takes the place of its own.
     images: the vision tower is needed; a Hugging Face checkpoint's is left out without.
+    adapters: one or several that are added to the weights: what peft wrote, or runs that trained with ``lora_rank``.
     keys: the same as Python values.
 
   Raises:
@@ -165,7 +179,8 @@ def load(directory: str | Path | Saved, *overrides: str, images: bool = False, *
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)
   model = make_model(loaded.config, runs_attention=False)  # with a cache, attention is written out
-  return Pretrained(model, place, tokenizer, files, notes)
+  several = [adapters] if isinstance(adapters, str | Path | Saved) else adapters
+  return Pretrained(model, place, tokenizer, files, notes, tuple(place_of(one, "adapter") for one in several))
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded:

@@ -14,7 +14,10 @@ from maxtext_like.errors import UserError
 # Labels, not dimensions: a renamed model file, or one that lists the tokens that end an answer, is the same model.
 _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # What decides which arrays a state has, beside the model.
-_STATE_KEYS = frozenset({"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"})
+_STATE_KEYS = frozenset(
+  {"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"}
+  | {f"adapter.{key}" for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules")}
+)
 # What ``vision:`` says about the data, not about the tower.
 _VISION_DATA = frozenset({"image_placeholder", "images_field", "max_images_per_row"})
 _SHOWN = 12
@@ -55,7 +58,10 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[st
 
 def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
   """Whether no key differs that could make other arrays; where one does, the arrays themselves have to be compared."""
-  parts = [{name: values.get(name, {}) for name in ("model", "vision", "precision", "training")} for values in (saved, current)]
+  parts = [
+    {name: values.get(name, {}) for name in ("model", "vision", "precision", "training", "adapter")}
+    for values in (saved, current)
+  ]
   return all(key == "training.steps" for key, _, _ in differences(*parts))
 
 

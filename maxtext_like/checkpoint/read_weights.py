@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from maxtext_like.checkpoint import restore
+from maxtext_like.checkpoint import adapter_step, manifest, restore
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.weight_sources import (
   find_step,
@@ -14,7 +14,7 @@ from maxtext_like.checkpoint.weight_sources import (
   no_checkpoint,
   readable_step,
 )
-from maxtext_like.errors import NonFiniteError
+from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.models.placed import Model
 from maxtext_like.models.row_norms import row_labels, row_squares
 from maxtext_like.storage import Place
@@ -42,8 +42,23 @@ def read_weights(directory: Path | Place, model: Model) -> Any:
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
   step = readable_step(step)
+  if adapter_step.holds_adapter_alone(stored := _manifest(step)):
+    found = adapter_step.read_merged(step, stored, model, lambda base: read_weights(base, model))
+    return _finite(found, step, model)
   allow = model.config.checkpoint.allow_dtype_change
   found = restore.load(step, {"params": params}, config=model.config, allow_dtype_change=allow).state["params"]
+  return _finite(found, step, model)
+
+
+def _manifest(step: Path | Place) -> manifest.Manifest:
+  try:
+    return manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+
+
+def _finite(found: Any, step: Path | Place, model: Model) -> Any:
+  """The weights, none of which is NaN or infinite."""
   finite = jax.device_get(jax.jit(lambda tree: row_squares(tree).finite)(found))
   if bad := [name for name, good in zip(row_labels(model.decoder, model.spec), finite, strict=True) if not good]:
     raise NonFiniteError(

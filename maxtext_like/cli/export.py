@@ -10,7 +10,8 @@ from maxtext_like.errors import UserError
 DESCRIPTION = """Writes the newest complete checkpoint of a run, or what `maxtext-like import` made, as a directory that
 transformers and vLLM load: config.json, safetensors (with an index when there are several), generation_config.json and
 the files of the tokenizer, where the model came with them. The dtype is by default that of the weights the run began
-with, else bfloat16."""
+with, else bfloat16. Of a run that trained an adapter (lora_rank), it writes the weights with the adapter added, or, with
+--adapter, the adapter alone for peft."""
 EPILOG = """examples:
   maxtext-like export runs/gemma4-tiny --out exported
   maxtext-like export runs/a/checkpoints/500 --out exported --dtype float32 --shard-size 2GB"""
@@ -20,7 +21,7 @@ def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like export",
-    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB]",
+    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--adapter]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -37,12 +38,21 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--out", type=local_path, metavar="HF_DIR", help="a new directory")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")
   parser.add_argument("--shard-size", default="5GB", help="bytes of one file, as 5GB or 500MB (default: %(default)s)")
+  parser.add_argument(
+    "--adapter", action="store_true", help="of a run with lora_rank: the adapter alone, as peft loads it (default: merged)"
+  )
   options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
   if rest:
     raise UserError(f"export: unknown word '{rest[0]}'\n  fix: see maxtext-like export --help")
   on_the_host()
-  from maxtext_like import export_checkpoint
+  from maxtext_like import export_adapter, export_checkpoint
 
+  if options.adapter:
+    if options.dtype is not None:
+      raise UserError("export: --dtype with --adapter, which is float32\n  fix: leave one of them out")
+    written = export_adapter(options.source, options.out)
+    print(f"{written.directory}: an adapter of {written.maps} linear maps, rank {written.rank}, of {written.base}")
+    return 0
   done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size)
   for note in done.notes:
     print(f"note: {note}")

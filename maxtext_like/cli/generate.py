@@ -45,7 +45,8 @@ def run(argv: list[str]) -> int:
       prompts = [Prompt(options.prompt, images)]
   else:
     prompts = read_prompts(Path(options.batch).expanduser())
-  model = load(options.checkpoint, *overrides, images=any(prompt.images for prompt in prompts))
+  images = any(prompt.images for prompt in prompts)
+  model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
   for note in model.notes:
     print(f"note: {note}", file=sys.stderr)
   shown: list[str] = []  # of a lone prompt, itself and its answer as they come
@@ -108,6 +109,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     exit_on_error=False,
   )
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="what to generate with")
+  parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
+                      help="LoRA to add to the weights: of peft, or a run with lora_rank; may be given again")  # fmt: skip
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
   parser.add_argument("--chat", action="store_true", help="the prompt is what a user says: the model's chat template frames it")
   parser.add_argument("--think", action="store_true", help="the same, and the model is told to think")

@@ -43,7 +43,8 @@ def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
 _EPOCHS = "a run is counted in steps, and goes through the documents as often as it takes"
 _AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a size each (docs/parallelism.md)"
 _HUB = "nothing is downloaded or uploaded by this program"
-_ADAPTERS = "adapters (LoRA and its kin) are not in this version"
+_ADAPTERS = "of adapters this version has LoRA and rsLoRA, on weights that are not quantised"
+_LORA = "lora_rank=16 lora_modules=[all-linear]"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
 _CALL = "or in Python maxtext_like."
 _METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html"
@@ -181,7 +182,9 @@ NAMES: dict[str, Foreign] = {
   **_renamed("indexer_n_heads", "index_n_heads"),
   **_renamed("load_balance_loss_weight", "router_aux_loss_coef", "aux_loss_alpha", "moe_aux_loss_coeff"),
   # What is not here, where a family of names below would be too wide or a name of ours too near.
-  **_told(_ADAPTERS, _PART, "lora_rank", "lora_r", "lora_alpha", "lora_target", "lora_target_modules", "target_modules"),
+  **_renamed("lora_rank", "lora_r", "lora_dim"),
+  **_renamed("lora_modules", "lora_target", "lora_target_modules", "target_modules"),
+  **_renamed("lora_rslora", "use_rslora"),
   **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
   **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage", "ddp"),
   **_renamed("ici_tensor_parallelism", "tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -194,8 +197,8 @@ NAMES: dict[str, Foreign] = {
 
 FAMILIES: tuple[tuple[str, Foreign], ...] = (
   (
-    "lora_* *_lora *_lora_* qlora* dora* use_dora use_rslora loftq* peft* adapter* *_adapter *_adapters finetuning_type",
-    Foreign(_ADAPTERS, _PART),
+    "lora_* *_lora *_lora_* qlora* dora* use_dora loftq* peft* adapter* *_adapter *_adapters finetuning_type",
+    Foreign(_ADAPTERS, _LORA),
   ),
   (
     "freeze_* unfreeze_* trainable_layers trainable_params",

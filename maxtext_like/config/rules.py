@@ -47,6 +47,16 @@ def cross_problems(
       "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
       "leave it out: nothing is rounded where weights are stored in float32",
     )  # fmt: skip
+  if config.adapter.lora_rank and config.training.trainable_parameters_mask:
+    yield Problem(
+      f"trainable_parameters_mask with lora_rank = {config.adapter.lora_rank}", ("trainable_parameters_mask", "lora_rank"),
+      "the adapter alone is trained: say in lora_modules which weights have one, and leave trainable_parameters_mask out",
+    )  # fmt: skip
+  if config.training.stochastic_rounding and config.adapter.lora_rank:
+    yield Problem(
+      "stochastic_rounding = true does nothing with lora_rank: an adapter is stored in float32",
+      ("stochastic_rounding", "lora_rank"), "leave it out",
+    )  # fmt: skip
   if config.training.spike_factor and not config.checkpoint.enable_checkpointing:
     yield Problem(
       f"spike_factor = {config.training.spike_factor} with enable_checkpointing: false",

@@ -110,6 +110,39 @@ _SOURCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of which names of m
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Checked):
+  """``adapter:``, low-rank additions that are trained in the place of the weights (LoRA)."""
+
+  lora_rank: int
+  lora_alpha: float | None
+  lora_rslora: bool
+  lora_modules: tuple[str, ...]
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 0, "lora_rank")
+    yield from above_zero(self, "lora_alpha")
+    if self.lora_rank and not self.lora_modules:
+      yield Problem(
+        f"lora_rank = {self.lora_rank} without lora_modules: nothing would be trained", ("lora_rank", "lora_modules"),
+        "name some, as in lora_modules=[all-linear] or lora_modules=[q_proj, v_proj]",
+      )  # fmt: skip
+    if not self.lora_rank:
+      for name in ("lora_alpha", "lora_rslora"):
+        if getattr(self, name):
+          yield Problem(
+            f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),
+            "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
+          )  # fmt: skip
+
+  @property
+  def scale(self) -> float:
+    """What multiplies the additions: alpha / rank, or alpha / sqrt(rank) with ``lora_rslora``."""
+    alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
+    return alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked):
   """``data:``, where the text comes from and how it becomes rows of tokens."""
 
@@ -447,6 +480,7 @@ class Config:
   vision: VisionConfig
   precision: PrecisionConfig
   training: TrainingConfig
+  adapter: AdapterConfig
   data: DataConfig
   checkpoint: CheckpointConfig
   watchdog: WatchdogConfig

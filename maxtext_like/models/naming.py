@@ -7,6 +7,9 @@ from typing import Any
 
 from maxtext_like.layers.decoder import Decoder
 
+ADAPTER = "adapter"
+"""The key of an adapter in a tree of parameters, beside those of the model, in which it repeats their paths."""
+
 
 def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
   """The dict keys of a ``jax.tree_util`` path."""
@@ -15,6 +18,8 @@ def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:
   """The names behind one leaf: one for each row of a stacked leaf, in order, else a single one."""
+  if path[0] == ADAPTER:  # ``layers.7.attention.q.lora_a``
+    return row_names(decoder, path[1:])
   for s in decoder.stacks:
     if path[0] == s.name:
       j, rest = int(path[1].removeprefix("layer_")), ".".join(path[2:])

@@ -167,7 +167,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   length = program.config.training.max_target_length
   decoder = program.model.decoder
   flops = compiled.flops(kernel_flops(decoder))
-  model_flops = train_flops(decoder, program.selection, program.global_batch, length) / topology.chips
+  model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, length) / topology.chips
   moved, transfers = compiled.memory_bytes(), tuple(compiled.transfers(topology.chips_of_slice))
   bounds = roofline(
     chip, topology.chips_of_slice, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops

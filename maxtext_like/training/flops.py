@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import path_keys
+from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.trainable import Selection
 
@@ -25,7 +25,7 @@ def visible_pairs(length: int, window: int | None = None) -> int:
   return w * (w + 1) // 2 + (length - w) * w
 
 
-def train_flops(decoder: Decoder, selection: Selection, rows: int, length: int) -> float:
+def train_flops(decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int) -> float:
   """Floating point operations of one step on ``rows`` rows of ``length`` tokens, recomputation not counted.
 
   Products with parameters: 2 a token forward, 4 backward where the parameter is trained (6 N in all), 2 where it is
@@ -35,9 +35,11 @@ def train_flops(decoder: Decoder, selection: Selection, rows: int, length: int) 
   """
   indexer_alone = _indexer_alone(decoder, selection)
   products = 0.0
-  leaves = jax.tree_util.tree_leaves_with_path(decoder.params())
+  leaves = jax.tree_util.tree_leaves_with_path(spec)
   for (path, p), trained in zip(leaves, jax.tree.leaves(selection.leaves), strict=True):
     keys = path_keys(path)
+    if keys[0] == ADAPTER:  # multiplies as the weight does that it belongs to
+      keys = keys[1:-1]
     if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):
       continue
     size = 1.0

@@ -1,11 +1,12 @@
 """The state that a run, or a look at one of its steps, begins with."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint import adapter_step, manifest, restore
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.weight_sources import find_step, located, no_checkpoint
 from maxtext_like.training import loss_scale
@@ -15,16 +16,34 @@ from maxtext_like.training.step import State
 
 def read_state(directory: Path, program: TrainProgram) -> State:
   """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
-  like = dict(program.abstract_state)
+  stored = manifest.read(directory)
+  alone = program.adapter is not None and adapter_step.holds_adapter_alone(stored)
+  like = dict(program.abstract_stored if alone else program.abstract_state)
   fresh = like.pop("loss_scale", None)
-  stored = manifest.read(directory).leaves
-  if fresh is not None and any(name.startswith("loss_scale.") for name in stored):
+  if fresh is not None and any(name.startswith("loss_scale.") for name in stored.leaves):
     like["loss_scale"] = fresh
-  state = restore.load(directory, like, config=program.config, allow_dtype_change=True).state
+  found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
+  state = program.completed(found.state, base_weights(program, found)) if alone else found.state
   if fresh is not None and "loss_scale" not in state:
     start = loss_scale.initial(program.config.training.loss_scale_init)
     state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)
   return state
+
+
+def base_weights(program: TrainProgram, restored: restore.Restored) -> Any:
+  """The weights below the adapter of a restored step, those that it was trained on.
+
+  Raises:
+    UserError: they are gone, or others; as ``read_weights``.
+  """
+  source, seed = program.config.checkpoint.init_from, program.config.training.seed
+  if source is None:
+    weights = program.model.lower_init().compile()(np.uint32(seed % 2**32))
+  else:
+    weights = read_weights(located(source), program.model)
+  found = adapter_step.Base.of(weights, source, seed)
+  adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory)
+  return weights
 
 
 def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
@@ -43,7 +62,8 @@ def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
     if step is None:
       raise no_checkpoint(f"checkpoint: {checkpoint}", checkpoint.expanduser())
     return read_state(step, program)
+  seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
-    return program.lower_around().compile()(read_weights(located(source), program.model))
-  return program.lower_init().compile()(np.uint32(program.config.training.seed % 2**32))
+    return program.lower_around().compile()(read_weights(located(source), program.model), seed)
+  return program.lower_init().compile()(seed)

@@ -1,5 +1,6 @@
 """What a run says of itself before its first step."""
 
+import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.layers.param import count
+from maxtext_like.models.adapter import Adapter
 from maxtext_like.sharding.mesh import in_words
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram
@@ -42,11 +44,24 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
   if (copied := program.model.copied_heads) is not None:
     lines.append(f"note    {copied}")
+  if program.adapter is not None:
+    lines.append(f"adapter {described(program.adapter)}")
   if any(use.worth_telling for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:
     lines.append(f"kernel  {grouped}")
   return "\n".join(lines)
+
+
+def described(adapter: Adapter) -> str:
+  """Rank, scale, and which arrays of how many layers have an addition."""
+  layers: dict[str, set[str]] = {}
+  for name in adapter.names:
+    number, weight = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
+    layers.setdefault(weight, set()).add(number or "")
+  counts = ", ".join(f"{weight} {len(found)}" for weight, found in sorted(layers.items()))
+  places = {number for found in layers.values() for number in found if number}
+  return f"LoRA of rank {adapter.rank} times {adapter.scale:g} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
 
 
 def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: DataConfig) -> str:

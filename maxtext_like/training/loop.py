@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from maxtext_like.checkpoint.adapter_step import EXTRA as BASE
+from maxtext_like.checkpoint.adapter_step import Base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.sharding import processes
@@ -92,6 +94,7 @@ class Loop:
     flops: of one step on all devices.
     peak_tflops: of one device; None: no mfu.
     failed: keeps and explains the step that ends the run; None: nobody does.
+    base: what lies below the adapter that is trained; None: the weights themselves are trained.
     watchdog: limits how long a step may take, and what comes between two.
     finite: the newest metrics show a finite state.
     goodput: clock of this life.
@@ -114,6 +117,7 @@ class Loop:
   flops: float
   peak_tflops: float | None
   failed: Explainer | None = None
+  base: Base | None = None
   watchdog: Watchdog = field(default_factory=Watchdog)
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
@@ -207,7 +211,7 @@ class Loop:
             with self.goodput.phase("save"):
               self._flush()
               self._look_before_save(step)
-              self.manager.save(step, self.state, self._extra(), finite=self.finite)
+              self.manager.save(step, self.program.stored(self.state), self._extra(), finite=self.finite)
               self._unsaved_seconds = 0.0
             self._last_end = time.perf_counter()
         if step < t.steps:
@@ -253,6 +257,8 @@ class Loop:
     if self.spikes is not None:
       self.spikes.documents = self.data.counts()["documents"]
       extra[SPIKES] = self.spikes.get_state()
+    if self.base is not None:
+      extra[BASE] = self.base.to_json()
     return extra
 
   def _go_back(self) -> int | None:
@@ -275,10 +281,11 @@ class Loop:
       return None
     more = self.spikes.more_batches(spike, to)
     jax.block_until_ready(self.state)
-    for leaf in jax.tree.leaves(self.state):
+    below = self.state["params"]
+    for leaf in jax.tree.leaves(self.program.stored(self.state)):
       leaf.delete()  # there is no room for two
     with self.goodput.phase("restore"), self.watchdog.watch("read", f"going back to step {to}"):
-      restored = self.manager.restore(self.program.abstract_state, step=to)
+      restored = self.manager.restore(self.program.abstract_stored, step=to)
       assert restored is not None, "it was complete a moment ago"
       self.manager.abandon_after(restored.step)
       try:
@@ -293,7 +300,7 @@ class Loop:
     self.progress.say(self.spikes.add(replace(spike, back_to=to, batches=batches, documents=(first, last))))
     self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
     self.goodput.move("steps", "lost", self._unsaved_seconds)
-    self.state, self._known, self._pending, self.finite = restored.state, None, None, True
+    self.state, self._known, self._pending, self.finite = self.program.completed(restored.state, below), None, None, True
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
     self.files.rewind(to)
@@ -344,7 +351,7 @@ class Loop:
       if self.manager is None:
         return None
       self._look_before_save(step)
-      if not self.manager.save_and_wait(step, self.state, self._extra(), finite=self.finite):
+      if not self.manager.save_and_wait(step, self.program.stored(self.state), self._extra(), finite=self.finite):
         return None
     return str(self.manager.directory / str(step))
 

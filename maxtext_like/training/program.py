@@ -9,14 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.checkpoint.adapted_weights import adapted_names
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import abstract, init
 from maxtext_like.layers.partition import Mesh
+from maxtext_like.models.adapter import Adapter, make_adapter
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
 from maxtext_like.sharding.mesh import replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
+from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import make_objective
 from maxtext_like.training.optimizers.optimizer import make_optimizer
@@ -36,12 +40,14 @@ class TrainProgram:
     objective: what is minimised.
     selection: the parameters that are trained.
     step: the pure train step; its optimizer is the run's.
+    adapter: what is trained in the place of the weights; None: the weights are.
   """
 
   model: Model
   objective: Objective
   selection: Selection
   step: TrainStep
+  adapter: Adapter | None = None
 
   @property
   def config(self) -> Config:
@@ -77,10 +83,12 @@ class TrainProgram:
 
   def initial_state(self, seed: jax.Array) -> State:
     """The state at step 0, a pure function of the seed (uint32 scalar). Traced, never run as it stands."""
-    params = init(self.spec, jax.random.key(seed))
-    return self._around(params)
+    return self._around({}, seed)
 
-  def _around(self, params: Any) -> State:
+  def _around(self, given: Any, seed: jax.Array) -> State:
+    """The state at step 0 around given parameters; those that they lack, as an adapter or all of them, are drawn."""
+    missing = {name: spec for name, spec in self.spec.items() if name not in given}
+    params = {**given, **init(missing, jax.random.key(seed))}
     state: State = {
       "step": jnp.zeros((), jnp.int32),
       "params": params,
@@ -90,10 +98,33 @@ class TrainProgram:
       state["loss_scale"] = loss_scale.initial(self.config.training.loss_scale_init)
     return state
 
+  def stored(self, state: State) -> State:
+    """What a checkpoint keeps of a state: with an adapter, the adapter alone of the parameters."""
+    return state if self.adapter is None else {**state, "params": {ADAPTER: state["params"][ADAPTER]}}
+
+  def weights(self, params: Any) -> Any:
+    """The parameters of a state as the decoder takes them: with an adapter, each weight with its addition."""
+    return params if self.adapter is None else self.adapter.attach(params)
+
+  def completed(self, stored: State, weights: Any) -> State:
+    """The state of what a checkpoint kept of it.
+
+    Args:
+      stored: what ``stored`` gave.
+      weights: of the model, which stay as they are; of no use without an adapter.
+    """
+    return stored if self.adapter is None else {**stored, "params": {**weights, **stored["params"]}}
+
+  @functools.cached_property
+  def abstract_stored(self) -> State:
+    """``jax.ShapeDtypeStruct`` with a sharding for every array that a checkpoint keeps."""
+    return self.stored(self.abstract_state)
+
   @functools.cached_property
   def abstract_state(self) -> State:
     """``jax.ShapeDtypeStruct`` with a sharding for every array of the state."""
-    shapes, everywhere = jax.eval_shape(self._around, abstract(self.spec)), replicated(self.model.mesh)
+    seed, everywhere = jax.ShapeDtypeStruct((), jnp.uint32), replicated(self.model.mesh)
+    shapes = jax.eval_shape(self._around, abstract(self.spec), seed)
     params = jax.tree.map(lambda x: x.sharding, placed(self.spec, self.model.mesh, self.model.decoder.cfg.rules))
     places = jax.tree.map(lambda _: everywhere, shapes) | {"params": params}
     trained, trained_places = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
@@ -120,10 +151,12 @@ class TrainProgram:
       return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
   def lower_around(self) -> Any:
-    """The program that makes the state at step 0 around given parameters, whose memory it takes."""
+    """The program that makes the state at step 0 of the model's parameters, whose memory it takes, and a seed (uint32 scalar)
+    for what is trained beside them."""
     places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     with use_mesh(self.model.mesh):
-      return jax.jit(self._around, donate_argnums=0, out_shardings=places).lower(self.abstract_state["params"])
+      around = jax.jit(self._around, donate_argnums=0, out_shardings=places)
+      return around.lower(self.model.abstract_params, jax.ShapeDtypeStruct((), jnp.uint32))
 
   def lower_step(self, platform: str | None = None, *, careful: bool = False) -> Any:
     """The train step: (state, batch, known) -> (state, metrics). It takes the state's memory for the next state.
@@ -185,12 +218,17 @@ def make_program(
   t = config.training
   model = make_model(config, mesh=mesh, platform=platform)
   decoder = model.decoder
-  objective = make_objective(t.objective, model)
+  objective: Objective = make_objective(t.objective, model)
+  adapter = None
+  if config.adapter.lora_rank:
+    names = adapted_names(decoder, config.model.decoder_block, config.adapter.lora_modules)
+    adapter = make_adapter(decoder, model.spec, names, rank=config.adapter.lora_rank, scale=config.adapter.scale)
+    objective = Adapted(objective, adapter)
   spec = objective.params()
-  selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
-  optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
-  # Where a mask or the model says what is trained, the biases of the routers stay as they are.
-  everything = not t.trainable_parameters_mask and not config.model.trained_part
+  selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter)
+  optimizer = make_optimizer(t, selection.split(spec)[0], "float32" if adapter else config.precision.weight_dtype)
+  # Where a mask, an adapter or the model says what is trained, the biases of the routers stay as they are.
+  everything = not t.trainable_parameters_mask and not config.model.trained_part and not adapter
   step = TrainStep(
     apply=make_apply(objective, t.module_api if module_api is None else module_api),
     objective=objective,
@@ -205,4 +243,4 @@ def make_program(
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     careful=not optimizer.usually_proved,
   )
-  return TrainProgram(model, objective, selection, step)
+  return TrainProgram(model, objective, selection, step, adapter)

@@ -174,7 +174,7 @@ class _Run:
     c, watchdog, stop, stack = self._config, self._watchdog, self._stop, self._stack
     program = stop.interruptible(lambda: make_program(c))
     need, limit = memory.require_fit(program)
-    watchdog.state_bytes = total_bytes(flatten(program.abstract_state))
+    watchdog.state_bytes = total_bytes(flatten(program.abstract_stored))
     with watchdog.watch("read", "bringing a step back from the mirror"):  # before the data, for it brings a tokenizer along
       open_it = lambda: open_mirror(c, self._directory, self._progress)
       mirror = processes.on_primary(open_it, watchdog.limit("read"))
@@ -212,7 +212,7 @@ class _Run:
       return finished_line(self._directory.shown, done, self._config.training.steps)
     if (newest := manager.latest_complete()) is not None:
       chosen_tokenizer.require_same(manager.directory / str(newest), opened.data)
-    manager.preflight(opened.program.abstract_state)
+    manager.preflight(opened.program.abstract_stored)
     if (gone := standing.gone_step(path, self._directory.checkpoints, newest)) is not None:
       self._progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
     standing.remember_newest(path, newest)
@@ -249,6 +249,7 @@ class _Run:
       train_step=begun.train_step,
       look=begun.look,
       state=begun.state,
+      base=begun.base,
       data=opened.data,
       evaluate=evaluate,
       sample=opened.samples,
@@ -257,7 +258,9 @@ class _Run:
       progress=self._progress,
       stop=self._stop,
       guard=guard,
-      flops=train_flops(program.model.decoder, program.selection, program.global_batch, c.training.max_target_length),
+      flops=train_flops(
+        program.model.decoder, program.spec, program.selection, program.global_batch, c.training.max_target_length
+      ),
       peak_tflops=peak_tflops(program.model.devices[0].device_kind),
       failed=self._explainer(program, directory.path, say) if c.training.replay_failed_step else None,
       watchdog=self._watchdog,

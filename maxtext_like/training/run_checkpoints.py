@@ -71,7 +71,7 @@ def finished_step(program: TrainProgram, manager: CheckpointManager) -> int | No
     return None
   path = manager.directory / str(newest)
   restore.check(
-    path, manifest.read(path), flatten(program.abstract_state),
+    path, manifest.read(path), flatten(program.abstract_stored),
     config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
   )  # fmt: skip
   return newest

@@ -58,7 +58,12 @@ class Samples:
     try:
       with use_mesh(self._program.model.mesh):
         for rows in generate(
-          self._program.model.decoder, params, self._prompts, max_tokens=self._tokens, stop=self._stop, sampling=self._sampling
+          self._program.model.decoder,
+          self._program.weights(params),
+          self._prompts,
+          max_tokens=self._tokens,
+          stop=self._stop,
+          sampling=self._sampling,
         ):
           for answer, new in zip(answers, rows, strict=True):
             answer.extend(new)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext_like.checkpoint.adapter_step import Base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.restore import Restored
@@ -17,6 +18,7 @@ from maxtext_like.data.loader import DataSource
 from maxtext_like.masking import masked
 from maxtext_like.training.changes import changes
 from maxtext_like.training.goodput import Goodput
+from maxtext_like.training.initial_state import base_weights
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress, compile_notice, duration
 from maxtext_like.training.spikes import EXTRA as SPIKES
@@ -33,12 +35,14 @@ class Start:
     look: compiled ``TrainProgram.lower_look``.
     step: finished steps.
     state: after them; None once the loop has taken it.
+    base: what lies below the adapter that is trained; None: the weights themselves are trained.
   """
 
   train_step: Callable[..., Any]
   look: Callable[..., Any]
   step: int
   state: State
+  base: Base | None
 
 
 def prepare(
@@ -64,6 +68,8 @@ def prepare(
         data.set_state(restored.extra["data"], accept_changes=program.config.checkpoint.allow_data_change)
       if spikes is not None:
         spikes.set_state(restored.extra.get(SPIKES))
+    with goodput.phase("restore"), reading("the reading of weights"):
+      below = None if restored is None or program.adapter is None else base_weights(program, restored)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = program.config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"), reading("the reading of weights"):
@@ -74,15 +80,18 @@ def prepare(
       looking = pool.submit(program.lower_look().compile)
       train_step = program.lower_step().compile()
       if restored is not None:
-        step, state = restored.step, restored.state
+        step, state = restored.step, program.completed(restored.state, below)
       elif initial is not None:
         step, state = 0, initial.result()(np.uint32(program.config.training.seed % 2**32))
       else:
-        step, state = 0, program.lower_around().compile()(params)
+        step, state = 0, program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
       look = looking.result()
+      base = None
+      if program.adapter is not None:
+        base = Base.of(state["params"], program.config.checkpoint.init_from, program.config.training.seed)
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
-  return Start(train_step, look, step, state)
+  return Start(train_step, look, step, state, base)
 
 
 def _restore(
@@ -95,4 +104,4 @@ def _restore(
   if manager is None or not c.resume:
     return None
   with goodput.phase("restore"), reading("the restore"):
-    return manager.restore(program.abstract_state, allow_dtype_change=c.allow_dtype_change)
+    return manager.restore(program.abstract_stored, allow_dtype_change=c.allow_dtype_change)

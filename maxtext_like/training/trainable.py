@@ -15,6 +15,7 @@ import numpy as np
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import path_keys, row_names
 
 Tree = Any
@@ -53,14 +54,17 @@ def merge(trained: Tree, frozen: Tree) -> Tree:
   return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
 
 
-def select(decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str, ...]) -> Selection:
+def select(
+  decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str, ...], adapter: Adapter | None = None
+) -> Selection:
   """Decides for every parameter whether it is trained.
 
   Args:
     decoder: for the names of parameters.
-    spec: ``decoder.params()``.
+    spec: the objective's ``params()``.
     model: may have one part of a layer trained alone, as the indexer of DeepSeek V3.2 in its dense warm-up.
     patterns: regular expressions, searched in names like ``layers.7.mlp.down``; none: all.
+    adapter: of whose factors those of its own layers are trained.
 
   Raises:
     UserError: nothing would be trained, or a pattern fits no parameter.
@@ -72,7 +76,8 @@ def select(decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str
   def wanted(name: str) -> bool:
     hits = [c for c in compiled if c.search(name)]
     used.update((c.pattern, True) for c in hits)
-    return bool(hits or not compiled) and (not part or f".{part}." in name)
+    adapted = adapter is None or name.rpartition(".")[0] in adapter.names
+    return adapted and bool(hits or not compiled) and (not part or f".{part}." in name)
 
   leaves, rows = [], []
   for path, p in jax.tree_util.tree_leaves_with_path(spec):

@@ -35,9 +35,11 @@ ANSWERS = {
   "max_steps": "steps=7",
   "hidden_size": "emb_dim=7",
   "rng_seed": "seed=7 data_shuffle_seed=7",
-  "lora_rank": "adapters (LoRA and its kin) are not in this version",
-  "lora_alpha": "adapters",
-  "use_dora": "adapters",
+  "lora_r": "lora_rank=7",
+  "lora_target_modules": "lora_modules=7",
+  "use_rslora": "lora_rslora=7",
+  "lora_dropout": "LoRA and rsLoRA, on weights that are not quantised",
+  "use_dora": "LoRA and rsLoRA",
   "load_in_4bit": "quantisation is not in this version",
   "quantization_bit": "quantisation",
   "deepspeed": "ici_fsdp_parallelism",
@@ -70,17 +72,15 @@ def test_a_flag_that_is_off_is_to_be_left_out():
 
 
 def test_unknown_keys_are_listed_all_at_once(tmp_path):
-  words = ["lr=1", "--fast", "3", "stepz=2", "steps=five", "lora_rank=8", "seed="]
+  words = ["lr=1", "--fast", "3", "stepz=2", "steps=five", "lora_r=8", "seed="]
   with pytest.raises(UserError) as refused:
     load_config("gemma4-tiny", words)
   text = str(refused.value)
   assert text.startswith("6 problems in the configuration")
-  for name in ("'lr'", "'fast'", "'stepz', did you mean 'steps'?", "'five' is not an int", "'lora_rank'", "seed=VALUE"):
+  for name in ("'lr'", "'fast'", "'stepz', did you mean 'steps'?", "'five' is not an int", "'lora_r'", "seed=VALUE"):
     assert name in text
-  (tmp_path / "m.yml").write_text("lr: 1\nlora_rank: 8\ndecoder_block: gemma3\n")
-  with pytest.raises(
-    UserError, match=r"(?s)m.yml:1: unknown key 'lr'.*write learning_rate=1.*m.yml:2: unknown key 'lora_rank'"
-  ):
+  (tmp_path / "m.yml").write_text("lr: 1\nlora_r: 8\ndecoder_block: gemma3\n")
+  with pytest.raises(UserError, match=r"(?s)m.yml:1: unknown key 'lr'.*write learning_rate=1.*m.yml:2: unknown key 'lora_r'"):
     load_config(tmp_path / "m.yml")
 
 

@@ -138,7 +138,7 @@ def overrides():
 
 
 @given(overrides())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_random_configurations_survive_to_yaml_and_back(tmp_path_factory, changes):
   loaded = load_config("gemma4-tiny", [f"{key}={value}" for key, value in changes.items()])
   file = tmp_path_factory.mktemp("round") / "m.yml"
@@ -147,7 +147,6 @@ def test_random_configurations_survive_to_yaml_and_back(tmp_path_factory, change
 
 
 @given(st.text(max_size=20), st.sampled_from([None, *SECTIONS]))
-@settings(deadline=None)
 def test_random_keys_in_a_file_are_refused(tmp_path_factory, key, section):
   if key in LEAVES or key in SECTIONS or key in maxtext.KNOWN or any("\ud800" <= c <= "\udfff" for c in key):
     return

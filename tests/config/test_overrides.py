@@ -4,7 +4,7 @@ import contextlib
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxtext_like.config.load import load_config
@@ -122,7 +122,6 @@ def test_no_word_is_ignored(words):
   assert used == len(words)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=12), max_size=4))
 def test_any_words_are_understood_or_refused(words):
   with contextlib.suppress(UserError):  # anything else is a fault of the parser

@@ -1,6 +1,6 @@
 """Two kinds of weights that are no arrays stand in for every weight of every model, and compute and train as they should.
 
-A scaled int8 weight and a low-rank addition, made from nothing but the ``Param`` of each weight.
+A low-rank addition (``layers/low_rank.py``) and a scaled int8 weight, made from nothing but the ``Param`` of each weight.
 """
 
 import dataclasses
@@ -12,45 +12,17 @@ import numpy as np
 import pytest
 
 from maxtext_like.layers.context import Context
+from maxtext_like.layers.low_rank import Layout, LowRank, factors, one_layer
+from maxtext_like.layers.low_rank import merged as addition_merged
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
-from maxtext_like.layers.weight import Equation, Weight, cast, lookup, product
+from maxtext_like.layers.weight import Equation, Weight, lookup, product
 from tests.layers.test_decoder import UNOPTIMISED, close, objective
 
-RANK = 2
+RANK, SCALE = 2, 0.5
 static = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LowRank(Weight):
-  """base + a b: a [*groups, *summed, RANK], b [*groups, RANK, *kept]. Groups: experts, each with factors of its own."""
-
-  base: Any
-  a: jax.Array
-  b: jax.Array
-  param: Param = static
-
-  def product(self, precision, equation, x, *, groups=None, **flags):
-    e, grouped = Equation.of(equation), self.param.axes[:1] == ("expert",)
-    group = e.weight[0] if grouped else ""
-    kept = "".join(c for c in e.weight if c not in e.summed + group)
-    inner = "".join(c for c in e.x if c not in e.summed) + "r"
-    low = product(precision, f"{e.x},{group}{e.summed}r->{inner}", x, self.a, groups=groups)
-    added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, self.b, groups=groups)
-    return product(precision, equation, x, self.base, groups=groups, **flags) + added
-
-  def lookup(self, precision, index):
-    if self.param.contracts == (0,):  # a has the rows
-      added = jnp.tensordot(self.a[index], self.b, 1)
-    else:
-      added = jnp.einsum("Dr,r...->...D", self.a, self.b[:, index])
-    return lookup(precision, self.base, index) + precision.cast(added)
-
-  def cast(self, precision):
-    return dataclasses.replace(self, base=cast(precision, self.base))
 
 
 @jax.tree_util.register_dataclass
@@ -84,25 +56,15 @@ class Scaled(Weight):
 def contracts(p: Param, array: Any) -> tuple[int, ...]:
   """Of the stored array, which in a stack has an axis before the row's."""
   assert p.contracts is not None
-  return tuple(c + array.ndim - len(row(p).shape) for c in p.contracts)
-
-
-def row(p: Param) -> Param:
-  return p if p.rows is None else dataclasses.replace(p, shape=p.shape[1:], axes=p.axes[1:], rows=None)
+  return tuple(c + array.ndim - len(one_layer(p).shape) for c in p.contracts)
 
 
 def low_rank(p: Param, base: Any, rng) -> Any:
   """The weight with factors drawn for it, or the array itself where nothing multiplies it."""
   if not p.contracts:
     return base
-  own = row(p)
-  lead = () if p.rows is None else (p.rows,)
-  groups = tuple(s for s, axis in zip(own.shape, own.axes, strict=True) if axis == "expert" and own.axes[0] == "expert")
-  summed = tuple(own.shape[c] for c in p.contracts)
-  kept = own.shape[len(groups) :]
-  kept = tuple(s for i, s in enumerate(kept, len(groups)) if i not in p.contracts)
-  draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
-  return LowRank(base, draw(*lead, *groups, *summed, RANK), draw(*lead, *groups, RANK, *kept), own)
+  draw = lambda q: jnp.asarray(rng.normal(size=q.shape) * 0.3, jnp.float32)
+  return LowRank(base, **{name[5:]: draw(q) for name, q in factors(p, RANK).items()}, layout=Layout.of(p), scale=SCALE)
 
 
 def merged(w: Any) -> Any:
@@ -111,18 +73,14 @@ def merged(w: Any) -> Any:
     return w.values.astype(jnp.float32) * w.scale
   if not isinstance(w, LowRank):
     return w
-  own, letters = w.param, "ABCDEFG"[: len(w.param.shape)]
-  group = letters[:1] if own.axes[:1] == ("expert",) else ""
-  summed = "".join(letters[c] for c in own.contracts or ())
-  kept = "".join(c for c in letters if c not in summed + group)
-  return w.base + jnp.einsum(f"...{group}{summed}r,...{group}r{kept}->...{letters}", w.a, w.b)
+  return addition_merged(w.base, w.a, w.b, w.layout, w.scale)
 
 
 def scaled(p: Param, array: Any) -> Any:
   if not p.contracts:
     return array
   scale = jnp.max(jnp.abs(array), axis=contracts(p, array), keepdims=True) / 127
-  return Scaled(jnp.round(array / scale).astype(jnp.int8), scale, row(p))
+  return Scaled(jnp.round(array / scale).astype(jnp.int8), scale, one_layer(p))
 
 
 def is_weight(x: Any) -> bool:
@@ -222,7 +180,7 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
       return self
 
   jax.tree_util.register_dataclass(Told)
-  p = jax.tree.map(lambda q: Told(jax.ShapeDtypeStruct(q.shape, q.dtype), row(q)) if q.contracts else
+  p = jax.tree.map(lambda q: Told(jax.ShapeDtypeStruct(q.shape, q.dtype), one_layer(q)) if q.contracts else
                    jax.ShapeDtypeStruct(q.shape, q.dtype), spec)  # fmt: skip
   jax.eval_shape(lambda p: decoder(p, batch)[0], p)
   assert len(seen) >= 4 * len(decoder.layers)

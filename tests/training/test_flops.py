@@ -19,7 +19,7 @@ def test_visible_pairs(window):
 
 def flops(model: str, *words: str) -> float:
   program = make_program(load_config(model, list(words)).config)
-  return train_flops(program.model.decoder, program.selection, 1, program.config.training.max_target_length)
+  return train_flops(program.model.decoder, program.spec, program.selection, 1, program.config.training.max_target_length)
 
 
 def test_gemma3_4b_as_the_measured_table_counts():

@@ -61,8 +61,8 @@ def plan(sources: list[Source], shard_size: int) -> list[list[Source]]:
   return shards
 
 
-def write(directory: Path, sources: list[Source], *, shard_size: int) -> None:
-  """Writes the tensors into an existing directory: model.safetensors, or shards and an index.
+def write(directory: Path, sources: list[Source], *, shard_size: int, single: str = SINGLE) -> None:
+  """Writes the tensors into an existing directory: ``single``, or shards and an index.
 
   One tensor's values are in memory at a time. The caller puts the directory in place when all of it is written.
 
@@ -73,7 +73,7 @@ def write(directory: Path, sources: list[Source], *, shard_size: int) -> None:
   if len({source.name for source in sources}) != len(sources):
     raise ValueError("a tensor name occurs twice")
   shards = plan(sources, shard_size)
-  names = [SINGLE] if len(shards) <= 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _from_1(shards)]
+  names = [single] if len(shards) <= 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _from_1(shards)]
   try:
     for name, shard in zip(names, shards or [[]], strict=True):
       with open(directory / name, "wb") as file:

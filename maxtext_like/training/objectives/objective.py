@@ -4,7 +4,7 @@ To add one: a file with a frozen dataclass of these members and a ``build``, and
 estimate of memory and the faces know no other objective than this.
 """
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -15,17 +15,17 @@ Aux = dict[str, Any]
 
 
 class Objective(Protocol):
-  """A layer (parameters and a pure call) that training minimises. A frozen dataclass.
-
-  Attributes:
-    decoder: the model.
-    evaluated: the term of the sum whose mean over the weight is the held-out loss.
-  """
-
-  evaluated: ClassVar[str]
+  """A layer (parameters and a pure call) that training minimises. A frozen dataclass."""
 
   @property
-  def decoder(self) -> Decoder: ...
+  def evaluated(self) -> str:
+    """The term of the sum whose mean over the weight is the held-out loss."""
+    ...
+
+  @property
+  def decoder(self) -> Decoder:
+    """The model."""
+    ...
 
   def params(self) -> Any:
     """The declared parameters: the decoder's, and beside them, not trainable and under a name of their own, those of

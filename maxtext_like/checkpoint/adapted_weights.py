@@ -1,0 +1,116 @@
+"""Which weights ``lora_modules`` means: our names of parameters and those that peft and transformers have for them.
+
+An entry is ``all-linear``, a run of whole parts of a name (``q_proj``, ``self_attn.q_proj``, ``attention``, ``experts``,
+``layers.3``), or a regular expression, searched in both names.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+
+from maxtext_like.checkpoint.huggingface.tensors import tensor_table
+from maxtext_like.config.problems import nearest
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.low_rank import one_layer
+from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.registry import FAMILIES
+
+ALL_LINEAR = "all-linear"
+_REGULAR = frozenset("*+?[](){}|^$\\")
+# Adapted only by whoever names them: what all layers share, what chooses for a token, and the experts, which are no linear
+# layers in most tools and so not among all of them.
+_CHOOSING = frozenset({"router", "indexer"})
+_NAMED_ALONE = _CHOOSING | {"experts"}
+_LAYER = re.compile(r"layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+  """A weight that can have an addition.
+
+  Attributes:
+    name: ours, ``layers.7.attention.q``.
+    theirs: transformers', ``layers.7.self_attn.q_proj``; several where a file has it in parts.
+  """
+
+  name: str
+  theirs: tuple[str, ...]
+
+  @property
+  def ordinary(self) -> bool:
+    """Whether "all-linear", or the name of a whole part of a layer, means it too."""
+    return bool(_LAYER.match(self.name)) and not _NAMED_ALONE & set(self.name.split("."))
+
+  @property
+  def chooses(self) -> bool:
+    """Whether it decides where a token goes, or which keys it sees."""
+    return bool(_CHOOSING & set(self.name.split(".")))
+
+  def means(self, entry: str) -> bool:
+    """Whether an entry of ``lora_modules`` means it."""
+    if entry == ALL_LINEAR:
+      return self.ordinary
+    if _REGULAR & set(entry):
+      found = any(re.search(entry, name) for name in (self.name, *self.theirs))
+      return found and (self.ordinary or any(word in entry for word in self._own_words))
+    return any(_run(entry, name, last=not self.ordinary and not self._own_words & set(entry.split("."))) for name in self.all)
+
+  @property
+  def all(self) -> tuple[str, ...]:
+    """Its names, of every spelling."""
+    return (self.name, *self.theirs)
+
+  @property
+  def _own_words(self) -> frozenset[str]:
+    """What names it alone, where it is no ordinary one."""
+    parts = self.name.split(".")
+    return frozenset(_NAMED_ALONE & set(parts)) if _LAYER.match(self.name) else frozenset({parts[0]})
+
+
+def _run(entry: str, name: str, *, last: bool) -> bool:
+  """Whether the parts of an entry follow each other in a name; with ``last``, up to its end."""
+  want, have = entry.split("."), name.split(".")
+  begins = range(len(have) - len(want) + 1)
+  return any(have[i : i + len(want)] == want and (not last or i + len(want) == len(have)) for i in begins)
+
+
+def candidates(decoder: Decoder, decoder_block: str) -> list[Candidate]:
+  """Every weight of a model that something is multiplied with, in its order."""
+  theirs: dict[str, dict[str, None]] = {}
+  for tensor in tensor_table(decoder, FAMILIES[decoder_block].huggingface):
+    for piece in tensor.pieces:
+      names = row_names(decoder, piece.path)
+      name = names[piece.index[0]] if len(names) > 1 or piece.index else names[0]
+      spelled = re.sub(r"\.experts\.\d+\.", ".experts.", tensor.name.removesuffix(".weight"))
+      theirs.setdefault(name, {})[spelled] = None
+  found = []
+  for path, p in jax.tree_util.tree_leaves_with_path(decoder.params()):
+    if one_layer(p).contracts:
+      found += [Candidate(name, tuple(theirs.get(name, ()))) for name in row_names(decoder, path_keys(path))]
+  return found
+
+
+def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str]) -> frozenset[str]:
+  """Our names of the weights that some entries of ``lora_modules`` mean.
+
+  Raises:
+    UserError: an entry that means none, with the nearest names.
+  """
+  known, chosen = candidates(decoder, decoder_block), set()
+  for entry in entries:
+    try:
+      found = [c for c in known if c.means(entry)]
+    except re.error as error:
+      raise UserError(f"lora_modules: {entry!r} is not a regular expression: {error}") from None
+    # "gate" is DeepSeek's router and every MLP's gate: what chooses for a token is adapted by whoever says so.
+    hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
+    hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}
+    if not hits:
+      ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
+      near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
+      raise UserError(f"lora_modules: {entry!r} is no weight of this model\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
+    chosen |= hits
+  return frozenset(chosen)

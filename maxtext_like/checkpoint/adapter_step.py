@@ -1,0 +1,136 @@
+"""Checkpoints that hold an adapter alone: what names the weights below it, and how both are read together."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint import manifest, restore
+from maxtext_like.checkpoint.adapted_weights import adapted_names
+from maxtext_like.checkpoint.fingerprint import fingerprint
+from maxtext_like.checkpoint.stored_config import section
+from maxtext_like.checkpoint.weight_sources import located
+from maxtext_like.errors import UserError
+from maxtext_like.models.adapter import Adapter, make_adapter
+from maxtext_like.models.naming import ADAPTER
+from maxtext_like.models.placed import Model, placed
+from maxtext_like.storage import Place
+
+EXTRA = "base"
+"""Where a step of an adapter says what lies below it."""
+
+
+@dataclass(frozen=True)
+class Base:
+  """The weights below an adapter.
+
+  Attributes:
+    source: where they are, an absolute path or a URL; None: they were drawn.
+    seed: that they were drawn from; of no meaning with a source.
+    fingerprint: see the function of this name.
+  """
+
+  source: str | None
+  seed: int
+  fingerprint: str
+
+  @classmethod
+  def of(cls, params: dict[str, Any], init_from: str | None, seed: int) -> "Base":
+    """That of a run.
+
+    Args:
+      params: of the model; an adapter beside them is no part of them.
+      init_from: where they came from; None: from the seed.
+      seed: of the run.
+    """
+    weights = {name: value for name, value in params.items() if name != ADAPTER}
+    place = None if init_from is None else located(init_from)
+    source = str(place.resolve()) if isinstance(place, Path) else init_from
+    return cls(source, seed, fingerprint(weights))
+
+  def to_json(self) -> dict[str, Any]:
+    """As ``from_json`` reads it."""
+    return asdict(self)
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any]) -> "Base":
+    """Of what ``to_json`` gave."""
+    return cls(**values)
+
+  def require(self, found: "Base", step: Path | Place) -> None:
+    """Refuses other weights than those that an adapter was trained on.
+
+    Raises:
+      UserError: they are others.
+    """
+    if self.fingerprint != found.fingerprint:
+      raise UserError(
+        f"{step}: the weights below this adapter are others now\n"
+        f"  then: {self._described}, {self.fingerprint[:16]}\n  now:  {found._described}, {found.fingerprint[:16]}\n"
+        "  fix: name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
+      )
+
+  @property
+  def _described(self) -> str:
+    return f"drawn from seed {self.seed}" if self.source is None else self.source
+
+
+def holds_adapter_alone(stored: manifest.Manifest) -> bool:
+  """Whether a step is an adapter without the weights below it."""
+  names = [name for name in stored.leaves if name.startswith("params.")]
+  return bool(names) and all(name.startswith(f"params.{ADAPTER}.") for name in names)
+
+
+def stored_adapter(stored: manifest.Manifest, model: Model) -> Adapter:
+  """The adapter that a step holds, for a model that is the one it was trained on."""
+  settings = section(ADAPTER, stored.config)
+  names = adapted_names(model.decoder, model.config.model.decoder_block, settings.lora_modules)
+  return make_adapter(model.decoder, model.spec, names, rank=settings.lora_rank, scale=settings.scale)
+
+
+def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) -> tuple[Adapter, Any]:
+  """The adapter of a step, and its factors on the model's devices.
+
+  Raises:
+    UserError: damaged, or of another model.
+  """
+  adapter = stored_adapter(stored, model)
+  like = placed(adapter.params(), model.mesh, model.decoder.cfg.rules)
+  found = restore.load(step, {"params": {ADAPTER: like}}, config=model.config, allow_dtype_change=True)
+  return adapter, found.state["params"][ADAPTER]
+
+
+def read_merged(step: Path | Place, stored: manifest.Manifest, model: Model, read_base: Any) -> Any:
+  """The weights below a step's adapter with the adapter added, in their own dtype.
+
+  Args:
+    step: its directory.
+    stored: its manifest.
+    model: whose they become.
+    read_base: (directory) -> the weights in it.
+
+  Raises:
+    UserError: the weights below are gone, or others than they were; as ``read_adapter``.
+  """
+  base = Base.from_json(stored.extra[EXTRA])
+  if base.source is None:
+    params = model.lower_init().compile()(np.uint32(base.seed % 2**32))
+  else:
+    params = read_base(located(base.source))
+  if model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype"):
+    base.require(Base.of(params, base.source, base.seed), step)  # in another dtype every number may be another
+  return merged(params, step, stored, model)
+
+
+def merged(params: Any, step: Path | Place, stored: manifest.Manifest, model: Model) -> Any:
+  """Weights, whose memory is taken, with a step's adapter added, in their own dtype.
+
+  Raises:
+    UserError: as ``read_adapter``.
+  """
+  adapter, factors = read_adapter(step, stored, model)
+  places = jax.tree.map(lambda x: x.sharding, model.abstract_params)
+  merge = jax.jit(lambda params, factors: adapter.merge({**params, ADAPTER: factors}), out_shardings=places, donate_argnums=0)
+  return merge(params, factors)

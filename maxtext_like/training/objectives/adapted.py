@@ -1,0 +1,69 @@
+"""Any objective, of a model whose weights stay and whose adapter is trained."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import Param
+from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.naming import ADAPTER
+from maxtext_like.models.placed import Shapes
+from maxtext_like.training.objectives.objective import Aux, Objective
+
+
+@dataclass(frozen=True)
+class Adapted:
+  """An objective over the parameters of another, none of them trained, and an adapter beside them. An ``Objective``.
+
+  Attributes:
+    inner: what is minimised.
+    adapter: what is trained.
+  """
+
+  inner: Objective
+  adapter: Adapter
+
+  @property
+  def evaluated(self) -> str:
+    return self.inner.evaluated
+
+  @property
+  def decoder(self) -> Decoder:
+    return self.inner.decoder
+
+  def params(self) -> Any:
+    return jax.tree.map(_frozen, self.inner.params()) | {ADAPTER: self.adapter.params()}
+
+  def batch(self, inputs: Shapes) -> Shapes:
+    return self.inner.batch(inputs)
+
+  def tokens(self, batch: dict[str, jax.Array]) -> jax.Array:
+    return self.inner.tokens(batch)
+
+  def weight(self, batch: dict[str, jax.Array]) -> jax.Array:
+    return self.inner.weight(batch)
+
+  def __call__(
+    self,
+    p: Any,
+    batch: dict[str, jax.Array],
+    cotangent: jax.Array | None = None,
+    probes: dict[str, jax.Array] | None = None,
+  ) -> tuple[jax.Array, jax.Array, Aux]:
+    return self.inner(self.adapter.attach(p), batch, cotangent, probes)
+
+  def with_decoder(self, decoder: Decoder) -> "Adapted":
+    return dataclasses.replace(self, inner=self.inner.with_decoder(decoder))
+
+  def logit_bytes(self, rows: int, length: int) -> int:
+    return self.inner.logit_bytes(rows, length)
+
+  def made_in_forward(self, p: Any) -> Any:
+    return self.inner.made_in_forward(p)
+
+
+def _frozen(p: Param) -> Param:
+  return dataclasses.replace(p, trainable=False)

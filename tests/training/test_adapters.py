@@ -1,0 +1,134 @@
+"""Runs that train an adapter: what stays, what is kept, what goes on, what is written for peft, and what is refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import maxtext_like
+from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.cli.main import main
+from maxtext_like.errors import UserError
+
+WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
+WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
+WORDS += ["dataset_documents_max=40", "eval_fraction=0", "dtype=float32"]
+LORA = ["lora_rank=3", "lora_alpha=6", "lora_modules=[all-linear]", "learning_rate=0.02", "checkpoint_interval=2"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+  place = tmp_path_factory.mktemp("runs")
+  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+  assert train(place, "base", "steps=1") == 0
+  assert train(place, "adapter", f"init_from={place}/base", *LORA, "steps=4", "sample_every=4", "sample_tokens=4") == 0
+  yield place
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def train(place: Path, name: str, *words: str) -> int:
+  settings = [f"output_dir={place}", f"run_name={name}", f"compilation_cache_dir={place}/cache"]
+  return main(["train", "gemma3-tiny", *WORDS, *settings, *words])
+
+
+def losses(place: Path, name: str) -> list[float]:
+  return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_checkpoint_holds_the_adapter_alone(workplace):
+  stored = manifest.read(workplace / "adapter/checkpoints/4")
+  names = [name for name in stored.leaves if name.startswith("params.")]
+  assert all(name.startswith("params.adapter.") for name in names)
+  assert len(names) == 2 * 14  # a and b of seven weights, of a stack of one row and two layers
+  assert stored.extra["base"]["source"] == str(workplace / "base")
+
+
+def test_it_learns_and_the_weights_stay(workplace, capsys):
+  found = losses(workplace, "adapter")
+  assert found[-1] < found[0] - 0.05
+  before, after = (maxtext_like.load(workplace / name).params for name in ("base", "adapter"))
+  same = jax.tree_util.tree_map_with_path(lambda path, a, b: (path[-1].key, np.array_equal(a, b)), before, after)
+  by_name: dict[str, set[bool]] = {}
+  for name, equal in jax.tree.leaves(same, is_leaf=lambda x: isinstance(x, tuple)):
+    by_name.setdefault(name, set()).add(equal)
+  assert {name for name, equal in by_name.items() if equal == {False}} == {"q", "k", "v", "o", "gate", "up", "down"}
+  assert {name for name, equal in by_name.items() if equal == {True}} >= {"table", "scale"}
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(workplace, capsys):
+  words = (f"init_from={workplace}/base", *LORA, "lr_schedule_steps=4")
+  assert train(workplace, "parts", *words, "steps=2") == 0
+  assert train(workplace, "parts", *words, "steps=4") == 0
+  assert losses(workplace, "parts") == losses(workplace, "adapter")
+
+
+def test_samples_and_generation_are_of_the_adapted_model(workplace):
+  sampled = json.loads((workplace / "adapter/samples.jsonl").read_text().splitlines()[0])
+  assert sampled["tokens"] == 4
+  together, apart = (
+    maxtext_like.load(workplace / "adapter", dtype="float32"),
+    maxtext_like.load(workplace / "base", adapters=workplace / "adapter", dtype="float32"),
+  )
+  tokens = [[5, 6, 7, 8]]
+  np.testing.assert_array_equal(together.logits(tokens), apart.logits(tokens))
+  assert float(np.abs(together.logits(tokens) - maxtext_like.load(workplace / "base").logits(tokens)).max()) > 1e-2
+
+
+def test_other_weights_below_are_refused(workplace, capsys):
+  words = (f"init_from={workplace}/other", *LORA, "steps=6")
+  assert train(workplace, "other", "steps=1", "seed=3") == 0
+  assert train(workplace, "adapter", *words) == 2
+  said = capsys.readouterr().err
+  assert "the weights below this adapter are others now" in said
+  assert f"then: {workplace}/base" in said
+
+
+def test_another_rank_is_refused(workplace, capsys):
+  assert train(workplace, "adapter", f"init_from={workplace}/base", *LORA, "lora_rank=4", "steps=6") == 2
+  assert "adapter.lora_rank: checkpoint 3, this run 4" in capsys.readouterr().err
+
+
+def test_peft_s_files_come_back_as_the_same_model(workplace, tmp_path):
+  written = maxtext_like.export_adapter(workplace / "adapter", tmp_path / "peft")
+  assert (written.maps, written.rank, written.base) == (14, 3, str(workplace / "base"))
+  config = json.loads((tmp_path / "peft" / peft.CONFIG).read_text())
+  assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 6.0, False)
+  assert "model.layers.1.self_attn.o_proj" in config["target_modules"]
+  merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])
+  loaded = maxtext_like.load(workplace / "base", adapters=[tmp_path / "peft"], dtype="float32").logits([[5, 6, 7]])
+  np.testing.assert_allclose(loaded, merged, atol=1e-5)
+
+
+def test_an_export_has_the_adapter_added(workplace, tmp_path):
+  maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="float32")
+  merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])
+  exported = maxtext_like.load(tmp_path / "hf", dtype="float32", tokenizer="bytes").logits([[5, 6, 7]])
+  np.testing.assert_allclose(exported, merged, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    ({"peft_type": "IA3"}, "not a LoRA adapter"),
+    ({"use_dora": True}, "use_dora = True is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"lora_alpha": "big"}, "lora_alpha = big is no number"),
+  ],
+)
+def test_what_peft_writes_and_is_not_here_is_refused(workplace, tmp_path, change, said):
+  maxtext_like.export_adapter(workplace / "adapter", tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | change))
+  with pytest.raises(UserError, match=said):
+    _ = maxtext_like.load(workplace / "base", adapters=tmp_path / "peft").params
+
+
+def test_what_is_no_adapter_is_refused(workplace, tmp_path):
+  with pytest.raises(UserError, match="holds a whole model and no adapter"):
+    maxtext_like.export_adapter(workplace / "base", tmp_path / "peft")
+  with pytest.raises(UserError, match="no adapter"):
+    _ = maxtext_like.load(workplace / "base", adapters=tmp_path).params
