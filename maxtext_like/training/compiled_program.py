@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from maxtext_like.errors import UserError
+from maxtext_like.layers.expert_parallel import MORE
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
@@ -129,11 +130,14 @@ class CompiledProgram:
           pending += [(called, times) for called in _called(op.text)]
 
   def turns(self, loop: Operation) -> int:
-    """How often the body of a while loop runs, from the constant that its condition compares the counter with.
+    """How often the body of a while loop runs, from the constant that its condition compares the counter with; 0 for the
+    rounds that only an uneven load of experts needs.
 
     Raises:
       UserError: the condition is no such comparison, which JAX's loops over layers always are.
     """
+    if MORE in loop.path:
+      return 0
     for op in self.computations[_one(r"condition=%([\w.\-]+)", loop.text)]:
       inside = self.computations[_called(op.text)[0]] if op.kind == "fusion" else [op]
       for compare in inside:

@@ -31,6 +31,9 @@ from maxtext_like.layers.weight import Weight
 SLACK = 1.25
 """Rows that a round takes from one device to another, in shares of an even load."""
 
+MORE = "more_rounds"
+"""``jax.named_scope`` of the loop over the rounds behind the first: it does not turn where no device is sent more than that."""
+
 Run = Callable[..., tuple[jax.Array, jax.Array]]
 """(parameters of the own experts, rows [R, D], int32 [R] which of them each row is for, their number, some=True) -> (their
 outputs [R, D], zeros for a row whose number is beyond them; the number of rescued values)."""
@@ -180,7 +183,8 @@ def _summed(one: Callable[[jax.Array], Any], rounds: jax.Array, like: Any, mesh_
   """The sum of one(number) over rounds 1, 2, ...; like: arrays of its shapes and dtypes."""
   zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), mesh_axes), like)
   body = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one(carry[0])))
-  return jax.lax.while_loop(lambda carry: carry[0] < rounds, body, (jnp.ones((), jnp.int32), zeros))[1]
+  with jax.named_scope(MORE):
+    return jax.lax.while_loop(lambda carry: carry[0] < rounds, body, (jnp.ones((), jnp.int32), zeros))[1]
 
 
 def _later_forward(one, mesh_axes, plan, rounds, p, x_ND):
