@@ -23,6 +23,7 @@ from maxtext_like.layers import (
   precision,
   vision_gemma3,
   vision_gemma4,
+  weight,
 )
 
 Key = tuple[str, str]
@@ -181,7 +182,16 @@ def recording(recorder: Recorder):
       recorder.product(spec, x, w, out)
       return out
 
+    by_matrix = weight._by_matrix
+
+    def whole(precision, e, x, w, **how):  # what ``einsum`` is given may be reshaped, and then has no name
+      out = by_matrix(precision, e, x, w, **how)
+      if w.ndim > 2:
+        recorder.product(f"{e.x},{e.weight}->{e.result}", x, w, out)
+      return out
+
     stack.enter_context(mock.patch.object(precision.Precision, "einsum", einsum))
+    stack.enter_context(mock.patch.object(weight, "_by_matrix", whole))
     stack.enter_context(mock.patch.object(jax.lax, "scan", _unrolled))
     stack.enter_context(_experts(recorder))
     for cls, vision in (
@@ -205,7 +215,7 @@ def recording(recorder: Recorder):
       (norms.LayerNorm, "__call__", lambda self, args, out: recorder.norm(args[0], args[1], out)),
       (moe.Router, "_logits", lambda self, args, out: note(place() + ".moe", "router logits", out)),
       (moe.MoE, "__call__", lambda self, args, out: note(place() + ".moe", "experts output", out)),
-      (indexer.Indexer, "__call__", lambda self, args, out: note(place(), "index scores", out)),
+      (indexer.Indexer, "score", lambda self, args, out: note(place(), "index scores", out)),
       (embedding.Embedding, "__call__", lambda self, args, out: note("model", "embedding", out)),
       (per_layer.PerLayerInput, "__call__", lambda self, args, out: note("model", "per-layer input", out)),
       (vision_gemma4.Gemma4VisionLayer, "_linear", linear),
