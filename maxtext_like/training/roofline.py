@@ -4,6 +4,7 @@ A bound, not a forecast: products at the peak of the matrix units, everything th
 transfers that the program waits for are added.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +84,10 @@ def kernel_flops(decoder: Decoder) -> Callable[[Operation, list[Array]], float]:
     target = "tpu_custom_call" if "tpu_custom_call" in op.text else ""
     for kernel in fused_kernels():
       if (name := kernel.operation(target, scopes)) is not None:
-        heads, length, size = next(a.shape for a in operands if len(a.shape) == 3 and a.dtype in ("bf16", "f32"))
+        # [N, T, H], and of several rows on a chip [B, N, T, H].
+        *heads, length, size = next(a.shape for a in operands if len(a.shape) in (3, 4) and a.dtype in ("bf16", "f32"))
         window = next((w for layer, w in windows.items() if f"{layer}/" in op.path), None)
-        return 2.0 * kernel.products(name) * heads * size * visible_pairs(length, window)
+        return 2.0 * kernel.products(name) * math.prod(heads) * size * visible_pairs(length, window)
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
     rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))
     if target and "ragged" in op.name + op.text and rows and weights:
