@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.kernel_tests import kernel_self_test
   from maxtext_like.api.looks import replay, xray, xray_step
   from maxtext_like.api.outputs import forward
+  from maxtext_like.api.planned import plan
   from maxtext_like.api.pretrained import load
   from maxtext_like.api.records import look_at_data
   from maxtext_like.api.runs import sft, train
@@ -40,6 +41,7 @@ __all__ = [
   "load",
   "load_config",
   "look_at_data",
+  "plan",
   "replay",
   "risk",
   "sft",
@@ -66,6 +68,7 @@ _HOMES = {
   "list_keys": "api.catalog",
   "list_models": "api.catalog",
   "look_at_data": "api.records",
+  "plan": "api.planned",
   "replay": "api.looks",
   "risk": "api.weights_at_risk",
   "sft": "api.runs",

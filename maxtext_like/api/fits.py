@@ -32,7 +32,7 @@ class Change:
   step: "CompiledStep"
 
   def __str__(self) -> str:
-    size = "" if self.step.peak_bytes is None else f", {_size(self.step.peak_bytes)} a chip"
+    size = "" if self.step.peak_bytes is None else f", {size_words(self.step.peak_bytes)} a chip"
     return f"{' '.join(self.values)}: {'fits' if self.step.fits else 'does not fit'}{size}"
 
 
@@ -67,19 +67,19 @@ class Compiled:
     hbm, t = step.topology.hbm_bytes, step.topology
     chips = "1 chip" if t.chips == 1 else f"{t.chips} chips" + (f" in {t.slices} slices" if t.slices > 1 else "")
     rows = [
-      *_run_rows(self.config, step.parameters, "chip"),
+      *run_rows(self.config, step.parameters, "chip"),
       ("topology", f"{t.name} ({t.libtpu_name}), {chips}, mesh {in_words(step.mesh)}"),
       *(("attention", str(use)) for use in step.kernels),
-      ("arguments", f"{_size(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
+      ("arguments", f"{size_words(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
     ]
     if step.layout is not None:
       rows += _memory_rows(step.layout)
     if step.peak_bytes is not None:
       share = f"{step.peak_bytes / hbm:.0%}"
       name = "needed" if step.out_of_memory else "peak" if step.machine_code else "laid out"
-      rows.append((name, f"{_size(step.peak_bytes)} of {_size(hbm)} HBM a chip ({share})"))
+      rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM a chip ({share})"))
     if step.work is not None:
-      rows += _work_rows(step.work)
+      rows += work_rows(step.work)
     if self.keys:
       rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
@@ -89,7 +89,7 @@ class Compiled:
       rows.append(("compiler", step.out_of_memory))
     rows += [("tried" if i == 0 else "", str(change)) for i, change in enumerate(self.tried)]
     rows.append(("verdict", "fits" if step.fits else f"does not fit: {self._remedy()}"))
-    return _rows(rows)
+    return columns(rows)
 
   def _remedy(self) -> str:
     if self.tried and self.tried[-1].step.fits:
@@ -126,18 +126,18 @@ class Compiled:
 
 
 def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
-  parts = ", ".join(f"{name} {_size(size)}" for name, size in layout.classes.items() if size >= 1 << 20)
-  rows = [("memory", f"{_size(layout.bytes)} laid out, at the fullest instant: {parts}")]
+  parts = ", ".join(f"{name} {size_words(size)}" for name, size in layout.classes.items() if size >= 1 << 20)
+  rows = [("memory", f"{size_words(layout.bytes)} laid out, at the fullest instant: {parts}")]
   for i, held in enumerate(layout.largest):
     words = " ".join(filter(None, (held.place, held.path.removeprefix("jit(<unnamed function>)/"))))
     several = f"{held.count} x " if held.count > 1 else ""
-    rows.append(("largest" if i == 0 else "", f"{several}{_size(held.bytes)} {held.type}, {held.kind}: {words}"))
+    rows.append(("largest" if i == 0 else "", f"{several}{size_words(held.bytes)} {held.type}, {held.kind}: {words}"))
   return rows
 
 
-def _work_rows(work: "Work") -> list[tuple[str, str]]:
+def work_rows(work: "Work") -> list[tuple[str, str]]:
+  """Products, transfers and, where the device's speed is known, the bounds."""
   bounds = work.roofline
-  times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
   share = work.flops / work.model_flops
   rows = [
     (
@@ -150,6 +150,9 @@ def _work_rows(work: "Work") -> list[tuple[str, str]]:
     rows.append(("collectives" if i == 0 else "", f"{t.kind}: {t.times} a step, {t.bytes / 1e9:,.4g} GB through a chip, {way}"))
   if not work.transfers:
     rows.append(("collectives", "none"))
+  if bounds is None:
+    return rows
+  times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
   rows.append(("at least", f"{bounds.step:.3f} s a step: {times}, and transfers that are waited for {bounds.waiting:.3f} s"))
   rows.append(("at most", f"{bounds.mfu:.1%} MFU; bound by {bounds.binds}; no chip has run this"))
   return rows
@@ -208,7 +211,7 @@ class Estimated:
     program, host = self.program, self.host
     mesh = in_words(program.model.mesh.shape)
     rows = [
-      *_run_rows(program.config, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
+      *run_rows(program.config, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
       ("topology", f"{host.name} ({host.card}), {host.gpus} of one host, mesh {mesh}"),
       *(("attention", str(use)) for use in program.model.kernels),
       ("by estimate", "no GPU is here, and nothing was compiled: these are the arrays that follow from shapes and shardings,"),
@@ -217,7 +220,7 @@ class Estimated:
     tail = [("not counted", "what XLA, cuDNN and NCCL work in, and weights that are gathered for a layer: the device tells")]
     share = f"{self.need.total / self.limit.bytes:.0%} of what there is"
     tail.append(("verdict", f"fits by estimate, with {share}" if self.fits else f"does not fit: {share}"))
-    parts = [_rows(rows), memory.table(self.need, self.limit), _rows(tail)]
+    parts = [columns(rows), memory.table(self.need, self.limit), columns(tail)]
     return "\n".join(parts if self.fits else [*parts, memory.remedies(program, self.need, self.limit)])
 
 
@@ -320,7 +323,7 @@ def _verdicts(c: "Config", step: "CompiledStep") -> "tuple[KeyVerdict, ...]":
   return tuple(audit_keys.judge_keys(reading, precision, c.model, c.vision, weights=step.weights, compiled=True))
 
 
-def _run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]:
+def run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]:
   """What is looked at: model and training, the batch as that of a device, which is called ``device``."""
   t = c.training
   shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a {device}"
@@ -332,9 +335,11 @@ def _run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]
   ]
 
 
-def _size(size: int) -> str:
+def size_words(size: float) -> str:
+  """GiB, or MiB of less than 0.1 GiB."""
   return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.2f} MiB"
 
 
-def _rows(rows: list[tuple[str, str]]) -> str:
+def columns(rows: list[tuple[str, str]]) -> str:
+  """Names and what they say, a line each."""
   return "\n".join(f"  {name:<12} {value}" for name, value in rows)

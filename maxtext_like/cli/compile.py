@@ -60,22 +60,24 @@ def run(argv: list[str]) -> int:
   return 0 if found.fits else DoesNotFitError.exit_code
 
 
-def split_own(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-  """The words that are compile's own (``topology=``, ``xla_flags=``, ..., with dashes or without), and all others in order."""
+def split_own(
+  words: list[str], verb: str = "compile", names: tuple[str, ...] = ("topology", "xla_flags", "num_slices", "machine_code")
+) -> tuple[dict[str, Any], list[str]]:
+  """The words that are a verb's own (``topology=``, ``xla_flags=``, ..., with dashes or without), and all others in order."""
   own: dict[str, Any] = {}
   others = []
   for word in words:
     key, equals, value = word.partition("=")
     name = key.lstrip("-").replace("-", "_")
-    if name not in _OWN:
+    if name not in names:
       others.append(word)
       continue
     if not equals or not value:
-      raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like compile --help")
+      raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like {verb} --help")
     try:
       own[name] = _OWN[name](value)
     except (KeyError, ValueError):
-      raise UserError(f"command line {word!r}: {value} is no value of {name}\n  fix: see maxtext-like compile --help") from None
+      raise UserError(f"command line {word!r}: {value} is no value of {name}\n  fix: see maxtext-like {verb} --help") from None
   return own, others
 
 

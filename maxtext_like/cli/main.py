@@ -23,6 +23,7 @@ VERBS = {
   "generate": "continue prompts with a run or a Hugging Face checkpoint",
   "bisect": "find the precision keys that mend a step which is not finite, or far from float32",
   "compile": "compile the train step for a TPU topology, on any machine, and tell whether it fits",
+  "plan": "tell by arithmetic what the train step needs and takes at least on machines that are not here",
   "risk": "tell from the weights alone what overflows in a dtype",
   "audit": "read the train step's program: dtypes of every part, and which precision keys it honours",
   "xray": "look through one training step: ranges of every tensor, and the first cause of a NaN",
@@ -33,7 +34,8 @@ VERBS = {
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
 
 USES_JAX = (
-  "train", "sft", "forward", "import", "export", "generate", "bisect", "compile", "audit", "risk", "xray", "replay", "models",
+  "train", "sft", "forward", "import", "export", "generate", "bisect", "compile", "plan", "audit", "risk", "xray", "replay",
+  "models",
 )  # fmt: skip
 
 

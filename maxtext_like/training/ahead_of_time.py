@@ -42,7 +42,7 @@ class Work:
     model_flops: the model's alone (``flops.train_flops``), on a chip's share of the batch.
     memory_bytes: through main memory.
     transfers: the collectives.
-    roofline: bounds of the time.
+    roofline: bounds of the time; None: of a device that is in no table.
   """
 
   flops: float

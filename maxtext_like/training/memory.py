@@ -96,6 +96,16 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
   return (_bytes(stream) + split) // model.ways("sequence") - _bytes(gradients)
 
 
+def activation_bytes(program: TrainProgram) -> tuple[int, int]:
+  """What the forward pass keeps for the backward pass on one device, and what it would keep without remat."""
+  objective, decoder = program.objective, program.model.decoder
+  kept = _saved_bytes(objective, program)
+  if decoder.cfg.remat_policy == "none":
+    return kept, kept
+  everything = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
+  return kept, _saved_bytes(objective.with_decoder(everything), program)
+
+
 def estimate(program: TrainProgram) -> MemoryEstimate:
   """The memory that the train step needs on one device, from shapes and shardings, in about a second.
 
@@ -113,12 +123,10 @@ def estimate(program: TrainProgram) -> MemoryEstimate:
   copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
-  objective, model, decoder = program.objective, program.model, program.model.decoder
-  activations = _saved_bytes(objective, program)
+  objective, model = program.objective, program.model
+  activations, everything = activation_bytes(program)
   if t.remat_policy != "none":
-    cfg = dataclasses.replace(decoder.cfg, remat_policy="none")
-    everything = objective.with_decoder(dataclasses.replace(decoder, cfg=cfg))
-    activations += _saved_bytes(everything, program) // len(decoder.layers)
+    activations += everything // len(model.decoder.layers)
   return MemoryEstimate(
     parameters=_bytes(state["params"]),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),

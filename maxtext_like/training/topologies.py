@@ -41,6 +41,16 @@ class Topology:
     return self.grid[0] * self.grid[1]
 
   @property
+  def devices(self) -> int:
+    """Chips, as all machines call theirs."""
+    return self.chips
+
+  @property
+  def bytes(self) -> int:
+    """Of a chip, what XLA lets a program use."""
+    return self.hbm_bytes
+
+  @property
   def libtpu_name(self) -> str:
     """As ``jax.experimental.topologies`` spells it: ``v6e:2x4``."""
     return f"{self.generation}:{self.grid[0]}x{self.grid[1]}"
@@ -94,6 +104,11 @@ class GpuHost:
   share: float
 
   @property
+  def devices(self) -> int:
+    """GPUs, as all machines call theirs."""
+    return self.gpus
+
+  @property
   def bytes(self) -> int:
     """Of a card, what JAX lets a program use."""
     return int(self.card_bytes * self.share)
@@ -133,6 +148,21 @@ def _share() -> float:
   if re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) is None or not float(text):
     raise UserError(f"environment variable {_SHARE_VARIABLE}={text}: not a share of the memory\n  fix: unset it, or {_SHARE}")
   return float(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpus:
+  """CPU devices of one host, as ``cpu-8``; of their memory and speed nothing is known here."""
+
+  name: str
+  devices: int
+  bytes: int | None = None
+
+
+def find_cpus(name: str) -> Cpus | None:
+  """The CPU devices of this name, ``cpu`` for one; None: it names none."""
+  found = re.fullmatch(r"cpu(?:-([1-9][0-9]{0,3}))?", name)
+  return None if found is None else Cpus(name=name, devices=int(found[1] or 1))
 
 
 def memory_of(device_kind: str) -> int | None:

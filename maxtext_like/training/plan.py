@@ -1,0 +1,243 @@
+"""What a train step needs and takes at least on machines that are not here, by arithmetic on shapes, in seconds.
+
+The same table as ``compile`` prints for TPUs, without a compiler: arrays from shapes and shardings, FLOPs from the layers,
+transfers from what is split. docs/compile.md has both side by side.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.config.schema import Config, MeshConfig
+from maxtext_like.errors import UserError
+from maxtext_like.models.naming import path_keys
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import memory
+from maxtext_like.training.chips import find_chip
+from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.flops import train_flops
+from maxtext_like.training.program import TrainProgram, make_program
+from maxtext_like.training.roofline import Roofline, roofline
+from maxtext_like.training.topologies import Cpus, GpuHost, Topology, assumed_gpu
+
+GAPS = 1.15
+"""What a TPU's compiler lays out is so much more than what is in use at the fullest instant: arrays of several times lie
+around each other. 1.02 to 1.25 in the programs of docs/compile.md."""
+
+PASSES = 11.5
+"""How often what a layer keeps without remat goes through memory in a step with remat, temporaries included: of the same."""
+
+Target = Topology | GpuHost | Cpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+  """The table of a step. Bytes are those of one device.
+
+  Attributes:
+    config: of the run.
+    target: the machines.
+    mesh: size of each mesh axis.
+    parameters: number of them.
+    classes: bytes by class.
+    limit: bytes that a device may use; None: nobody knows.
+    flops: of matrix products with recomputation, of one device.
+    model_flops: without.
+    memory_bytes: through main memory.
+    transfers: what travels between devices.
+    roofline: bounds of the time; None: the device is in no table.
+  """
+
+  config: Config
+  target: Target
+  mesh: dict[str, int]
+  parameters: int
+  classes: dict[str, int]
+  limit: int | None
+  flops: float
+  model_flops: float
+  memory_bytes: float
+  transfers: tuple[Transfer, ...]
+  roofline: Roofline | None
+
+  @property
+  def bytes(self) -> int:
+    """All of a device's."""
+    return sum(self.classes.values())
+
+  @property
+  def fits(self) -> bool:
+    """Whether that is within the limit."""
+    return self.limit is None or self.bytes <= self.limit
+
+
+def plan(config: Config, target: Target) -> Plan:
+  """The table of a configuration on machines.
+
+  Raises:
+    UserError: a mesh that does not fit them.
+  """
+  platform = "tpu" if isinstance(target, Topology) else "gpu" if isinstance(target, GpuHost) else "cpu"
+  try:
+    program = make_program(config, mesh=abstract_mesh(config.mesh, target.devices), platform=platform)
+  except UserError as error:
+    raise UserError(f"topology={target.name}: {error}") from error
+  with assumed_gpu():
+    need = memory.estimate(program)
+    kept, everything = memory.activation_bytes(program)
+  weights, head = _gathered(program)
+  classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
+  worked = need.activations - kept + need.copies
+  everything -= _casts(program)
+  if platform == "tpu":
+    # A layer's own activations, computed again, and its weights, whole.
+    again = 0 if config.training.remat_policy == "none" else everything / len(program.model.decoder.layers)
+    layer = max(weights.values(), default=0.0)
+    loss, backward = kept + head + need.logits, kept + need.gradients + again + layer
+    classes["temporaries"] = max(0, int(GAPS * max(loss, backward)) - kept - need.gradients)
+  else:
+    classes["temporaries"] = worked + need.logits
+  t, decoder = config.training, program.model.decoder
+  devices = target.devices
+  model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
+  flops = model_flops + _recomputed(program) / devices
+  passes = 2 if t.remat_policy == "none" else 3
+  moved = 2 * passes * sum(weights.values()) + PASSES * everything * t.gradient_accumulation_steps
+  chip = _chip(target)
+  transfers = tuple(_transfers(program, weights, head))
+  bounds = None
+  if chip is not None and chip.memory is not None:
+    near = target.chips_of_slice if isinstance(target, Topology) else devices
+    bounds = roofline(chip, near, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops)
+  return Plan(
+    config=config,
+    target=target,
+    mesh=dict(program.model.mesh.shape),
+    parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(program.abstract_state["params"])),
+    classes=classes,
+    limit=target.bytes,
+    flops=flops,
+    model_flops=model_flops,
+    memory_bytes=moved,
+    transfers=transfers,
+    roofline=bounds,
+  )
+
+
+def _chip(target: Target) -> Any:
+  if isinstance(target, Topology):
+    return find_chip(f"tpu {target.generation}")
+  return find_chip(target.card) if isinstance(target, GpuHost) else None
+
+
+def _gathered(program: TrainProgram) -> tuple[dict[str, float], float]:
+  """Bytes of one device when the fsdp axis is gathered, in ``dtype``: of each layer's weights by its name, times its rows
+  ({"stack_0/layer_3": ...} of a row; "all": of all layers), and of the table that makes logits."""
+  mesh, item = program.model.mesh, jnp.dtype(program.config.precision.dtype).itemsize
+  ways = mesh.shape["fsdp"]
+  layers: dict[str, float] = {}
+  head = 0.0
+  for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state["params"]):
+    keys = path_keys(path)
+    split = "fsdp" in str(x.sharding.spec)
+    if ways == 1 or not split:
+      continue
+    size = math.prod(x.sharding.shard_shape(x.shape)) * ways * item
+    if keys[0].startswith("stack_"):
+      rows = x.shape[0]
+      for row in range(rows):
+        name = f"{keys[0]}/{row}/{keys[1]}"
+        layers[name] = layers.get(name, 0.0) + size / rows
+    elif keys[0] == ("head" if not program.model.decoder.cfg.tied else "embedding"):
+      head += size
+  return layers, head
+
+
+def _casts(program: TrainProgram) -> int:
+  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs."""
+  precision = program.config.precision
+  if precision.dtype == precision.weight_dtype:
+    return 0
+  stacks = {name: tree for name, tree in program.spec.items() if name.startswith("stack_")}
+  size = sum(math.prod(p.shape) for p in jax.tree.leaves(stacks) if len(p.shape) > 2)
+  return size * jnp.dtype(precision.dtype).itemsize
+
+
+def _recomputed(program: TrainProgram) -> float:
+  """FLOPs over all devices that remat takes twice: of the forward pass of the layers, a third of what training takes."""
+  config, decoder, selection = program.config, program.model.decoder, program.selection
+  policy, length, rows = config.training.remat_policy, config.training.max_target_length, program.global_batch
+  if policy == "none":
+    return 0.0
+  whole = train_flops(decoder, program.spec, selection, rows, length)
+  # What grows with the length alone, from rows of one and of two tokens, is products with weights; the rest is of pairs.
+  one, two = (train_flops(decoder, program.spec, selection, 1, n) for n in (1, 2))
+  pairs = whole - rows * length * (3 * one - two)
+  name = "embedding" if decoder.cfg.tied else "head"
+  taught = all(jax.tree.leaves(selection.leaves[name]))
+  head = (6.0 if taught else 4.0) * decoder.cfg.embedding.vocab_size * config.model.emb_dim * rows * length
+  return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
+
+
+def _transfers(program: TrainProgram, weights: dict[str, float], head: float) -> Iterator[Transfer]:
+  """What every step has to move: weights of layers to the products of both passes, gradients back, sums over data."""
+  config, mesh = program.config, program.model.mesh
+  t, ways = config.training, mesh.shape["fsdp"]
+  parts = t.gradient_accumulation_steps
+  share = (ways - 1) / ways
+  passes = 2 * parts
+  layers = len(program.model.decoder.layers)
+  if ways > 1:
+    chunks = getattr(program.objective, "chunks", 1)
+    every = sum(weights.values())
+    between = config.mesh.dcn_fsdp_parallelism > 1
+    yield Transfer("all-gather", int(passes * every * share), passes * layers, asynchronous=True, between_slices=between)
+    yield Transfer("all-gather", int(parts * chunks * head * share), parts * chunks, False, between)
+    yield Transfer("reduce-scatter", int(parts * (every + chunks * head) * share), parts * (layers + chunks), False, between)
+  data = mesh.shape["data"]
+  if data > 1:
+    trained = program.selection.split(program.abstract_state["params"])[0]
+    size = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(trained))
+    between = config.mesh.dcn_data_parallelism > 1
+    yield Transfer("all-reduce", int(2 * size * (data - 1) / data), len(jax.tree.leaves(trained)), between, between)
+  if mesh.shape["tensor"] > 1:
+    n = mesh.shape["tensor"]
+    item = jnp.dtype(config.precision.dtype).itemsize
+    rows = program.model.rows // program.model.ways("batch")
+    stream = rows * t.max_target_length // program.model.ways("sequence") * config.model.emb_dim * item
+    sums = (4 if t.remat_policy == "none" else 6) * layers * parts  # two products a layer, in every pass
+    yield Transfer("all-reduce", int(2 * stream * (n - 1) / n * sums), sums, asynchronous=False)
+
+
+def search(config: Config, target: Target) -> list[Plan]:
+  """Plans that fit, best bound first: remat policies, rows a device and meshes. Other rows a device are another batch."""
+  found = []
+  for policy in ("none", "save_attention", "full"):
+    for mesh in _meshes(config, target):
+      for rows in (1, 2, 4, 8):
+        training = dataclasses.replace(config.training, remat_policy=policy, per_device_batch_size=rows)
+        try:
+          tried = plan(dataclasses.replace(config, training=training, mesh=mesh), target)
+        except UserError:
+          break  # a mesh that this model's sizes do not divide by
+        if not tried.fits:
+          break
+        found.append(tried)
+  return sorted(found, key=lambda p: (p.roofline.step / p.model_flops if p.roofline else 0.0, p.bytes))
+
+
+def _meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
+  slices = target.slices if isinstance(target, Topology) else 1
+  inside = target.devices // slices
+  ones = {name: 1 for name in vars(config.mesh) if name.endswith("_parallelism")}
+  for tensor, data in itertools.product((1, 2, 4), (1, 2)):
+    if inside % (tensor * data) == 0:
+      sizes = {"ici_tensor_parallelism": tensor, "ici_data_parallelism": data, "dcn_data_parallelism": slices}
+      fsdp = inside // (tensor * data)
+      yield dataclasses.replace(config.mesh, **ones | sizes | {"ici_fsdp_parallelism": fsdp})

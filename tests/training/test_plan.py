@@ -1,0 +1,92 @@
+"""Plans by arithmetic against what libtpu laid out (docs/compile.md) and against the compiled programs' own counts."""
+
+import dataclasses
+import json
+
+import pytest
+
+from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
+from maxtext_like.training import plan as plan_module
+from maxtext_like.training.plan import Plan, plan, search
+from maxtext_like.training.topologies import GIB, find_cpus, find_gpus, find_topology
+
+
+def planned(model: str, topology: str, *words: str) -> Plan:
+  target = find_gpus(topology) or find_cpus(topology) or find_topology(topology)
+  return plan(load_config(model, list(words)).config, target)
+
+
+@pytest.mark.parametrize(
+  ("model", "words", "gib", "tflop", "gathered"),
+  [
+    # What `compile ... topology=v6e-32 machine_code=false` said on 2026-11-22.
+    ("gemma4-31b", ["max_target_length=2048"], 17.68, 518.9, 135.4),
+    ("gemma4-31b", ["weight_dtype=bfloat16"], 14.57, 1058, 140.8),
+    ("gemma3-27b", [], 18.02, 898.2, None),
+  ],
+)
+def test_what_libtpu_laid_out(model, words, gib, tflop, gathered):
+  p = planned(model, "v6e-32", *words)
+  assert p.bytes / GIB == pytest.approx(gib, rel=0.15)
+  assert p.flops / 1e12 == pytest.approx(tflop, rel=0.05)
+  assert p.fits
+  if gathered:
+    assert sum(t.bytes for t in p.transfers if t.kind == "all-gather") / 1e9 == pytest.approx(gathered, rel=0.15)
+  assert p.roofline is not None
+  assert p.roofline.step > max(p.roofline.bounds.values())
+
+
+def test_remat_takes_what_it_computes_again():
+  none, attention, full = (
+    planned("gemma4-tiny", "v6e-8", f"remat_policy={policy}") for policy in ("none", "save_attention", "full")
+  )
+  assert none.flops == none.model_flops == full.model_flops
+  assert none.flops < attention.flops < full.flops < 4 / 3 * none.flops
+  assert full.classes["activations"] < none.classes["activations"]
+
+
+def test_every_kind_of_machine():
+  cards = planned("gemma3-tiny", "h200-8")
+  assert cards.roofline is not None
+  assert cards.limit == find_gpus("h200-8").bytes  # pyright: ignore[reportOptionalMemberAccess]
+  host = planned("gemma3-tiny", "cpu-8")
+  assert (host.roofline, host.limit, host.fits) == (None, None, True)
+  assert host.classes["parameters"] == cards.classes["parameters"]
+
+
+def test_gradients_are_summed_between_slices():
+  slices = find_topology("v6e-4")
+  config = load_config("gemma3-tiny", ["dcn_data_parallelism=2"]).config
+  two = plan(config, dataclasses.replace(slices, slices=2))
+  between = [t for t in two.transfers if t.between_slices]
+  assert [t.kind for t in between] == ["all-reduce"]
+  assert two.roofline is not None
+  assert two.roofline.bounds["DCN"] > 0
+
+
+def test_a_search_finds_what_fits_best_first(monkeypatch):
+  monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
+  found = search(load_config("gemma3-tiny").config, find_topology("v6e-8"))
+  bounds = [p.roofline.step / p.model_flops for p in found if p.roofline]
+  assert len(found) == 12  # three policies, four numbers of rows
+  assert bounds == sorted(bounds)
+
+
+def test_the_verb(capsys, tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  file = tmp_path / "plan.json"
+  assert main(["plan", "gemma3-tiny", "topology=v6e-8", "--json", str(file)]) == 0
+  assert "verdict      fits" in capsys.readouterr().out
+  told = json.loads(file.read_text())
+  assert told["bytes"] == sum(told["classes"].values())
+  assert main(["plan", "gemma4-31b", "topology=v6e-4"]) == 4
+  assert "does not fit" in capsys.readouterr().out
+  for words, message in {
+    ("topology=v6e-9",): "did you mean v6e-",
+    (): "no topology",
+    ("topology=cpu-8", "num_slices=2"): "num_slices=2 is for TPUs",
+    ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8: mesh",
+  }.items():
+    assert main(["plan", "gemma3-tiny", *words]) == 2
+    assert message in capsys.readouterr().err
