@@ -4,6 +4,7 @@ Each gets the variables that a launcher on a pod would set. What they print is s
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO
 
@@ -55,8 +56,13 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
   Args:
     words: the command line after the program's name.
     count: of the processes.
-    devices: of each: that many of a CPU's virtual devices, or of the GPUs here; None: as JAX finds them on a CPU.
+    devices: of each: that many of a CPU's virtual devices, or of the GPUs here (of those in CUDA_VISIBLE_DEVICES, where that is
+      set); None: as JAX finds them on a CPU.
+
+  Raises:
+    UserError: CUDA_VISIBLE_DEVICES names too few.
   """
+  gpus = _gpus(count, devices)
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   ranks: list[subprocess.Popen[bytes]] = []
@@ -71,9 +77,10 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
   before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
   try:
     for index in range(count):
-      ranks.append(rank := _start(words, address, count, index, devices))
-      readers.append(threading.Thread(target=_show, args=(index, rank.stdout), daemon=True))
-      readers[-1].start()
+      ranks.append(_start(words, address, count, index, devices, gpus))
+    readers = [threading.Thread(target=_show, args=(i, rank.stdout), daemon=True) for i, rank in enumerate(ranks)]
+    for reader in readers:  # no thread before the last fork
+      reader.start()
     code, since = 0, None
     while any(rank.poll() is None for rank in ranks):
       bad = [rank.returncode for rank in ranks if rank.returncode not in (None, 0)]
@@ -93,18 +100,47 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
   return 128 - code if code < 0 else code  # as a shell has it
 
 
-def _start(words: Sequence[str], address: str, count: int, index: int, devices: int | None) -> subprocess.Popen[bytes]:
+def _gpus(count: int, devices: int | None) -> list[str]:
+  """The GPUs that the processes share, as CUDA names them; none where the environment hides all."""
+  if devices is None or (own := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+    return [str(i) for i in range(count * (devices or 0))]
+  given = [gpu.strip() for gpu in own.split(",") if gpu.strip() and gpu.strip() != "-1"]
+  if 0 < len(given) < count * devices:
+    raise UserError(
+      f"--processes {count} --devices-per-process {devices}: take {count * devices} GPUs, CUDA_VISIBLE_DEVICES={own} has "
+      f"{len(given)}\n  fix: name as many there, or none of it"
+    )
+  return given
+
+
+def _start(
+  words: Sequence[str], address: str, count: int, index: int, devices: int | None, gpus: list[str]
+) -> subprocess.Popen[bytes]:
   environment = dict(os.environ)
   environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
   environment["PYTHONUNBUFFERED"] = "1"
   if devices is not None:
     flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(index * devices, (index + 1) * devices)))
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * devices : (index + 1) * devices])
   return subprocess.Popen(
     [sys.executable, "-m", "maxtext_like", *words], env=environment, start_new_session=True,
-    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_die_with(os.getpid()),
   )  # fmt: skip
+
+
+def _die_with(launcher: int) -> Callable[[], None] | None:
+  """What a process does before its program: asks Linux for SIGTERM, which saves, when the launcher dies without a word."""
+  if sys.platform != "linux":
+    return None
+  prctl = ctypes.CDLL(None).prctl
+
+  def ask() -> None:
+    prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:  # it is dead already
+      os._exit(128 + signal.SIGTERM)
+
+  return ask
 
 
 def _show(index: int, stream: IO[bytes] | None) -> None:

@@ -1,8 +1,10 @@
 """Several processes on this machine: which words ask for them, and what comes of a command line in each."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -31,3 +33,57 @@ def test_the_first_bad_end_is_the_answer():
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=60)
   assert done.returncode == 2
   assert "[1] error: unknown verb" in done.stdout
+
+
+def stand_in(folder, line):
+  """A program that local_processes starts in place of Python."""
+  path = folder / "program"
+  path.write_text(f"#!/bin/sh\n{line}\n")
+  path.chmod(0o755)
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  ("given", "shares"), [(None, ["0,1", "2,3"]), ("4,5,GPU-a,GPU-b", ["4,5", "GPU-a,GPU-b"]), ("", ["", ""]), ("-1", ["", ""])]
+)
+def test_gpus_that_the_environment_names_are_shared_out(tmp_path, monkeypatch, capsys, given, shares):
+  monkeypatch.setattr(sys, "executable", stand_in(tmp_path, 'echo "=$CUDA_VISIBLE_DEVICES"'))
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  if given is not None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+  assert local_processes.run([], 2, 2) == 0
+  assert sorted(capsys.readouterr().out.splitlines()) == [f"[{i}] ={share}" for i, share in enumerate(shares)]
+
+
+def test_too_few_gpus_are_refused(monkeypatch):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+  with pytest.raises(UserError, match="take 4 GPUs, CUDA_VISIBLE_DEVICES=3,4,5 has 3"):
+    local_processes.run([], 2, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_a_launcher_that_is_killed_leaves_nobody(tmp_path):
+  python = stand_in(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
+  program = f"import sys; sys.executable = {python!r}\nfrom maxtext_like.cli import local_processes as l; l.run([], 2, None)"
+  launcher = subprocess.Popen([sys.executable, "-c", program])
+  await_that(lambda: len(pids(tmp_path)) == 2)
+  launcher.kill()
+  launcher.wait()
+  await_that(lambda: not any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids(tmp_path)))
+
+
+def pids(folder):
+  return (folder / "pids").read_text().split() if (folder / "pids").exists() else []
+
+
+def state(pid):
+  with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+    return stat.read().rpartition(")")[2].split()[0]
+  return "Z"
+
+
+def await_that(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
