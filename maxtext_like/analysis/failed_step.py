@@ -2,7 +2,8 @@
 
 ``failed_step/`` holds ``N/`` (the state after N finished steps, in the form of a checkpoint that says it is not one),
 ``batch.npz`` and ``failure.json``. A failing update is never applied, so the state after the step is the one before it but
-for the step counter and the loss scale, which are put back.
+for the step counter and the loss scale, which are put back. Of several processes each writes its part of the state, and
+all look through the step together; what is found is the same in all.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,10 +22,12 @@ from maxtext_like.analysis import step_xray
 from maxtext_like.checkpoint import compatibility, manifest, tree
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
-from maxtext_like.errors import ExitError, NonFiniteError, UserError
+from maxtext_like.errors import ExitError, NonFiniteError, RetryableError, UserError
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
+from maxtext_like.numerics.xray import on_host
 from maxtext_like.numerics.xray_report import Report
+from maxtext_like.sharding import processes
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch, State
 
@@ -64,17 +68,19 @@ class FailedStep:
     """
     if applied:
       return NonFiniteError(error.what, error.remedies, ["no replay: the state before the update is gone"])
-    if jax.process_count() > 1:  # each holds a part; what x-ray reads on the way would leave them waiting for each other
-      return NonFiniteError(error.what, error.remedies, ["no replay: only runs of one process keep their failed step"])
     self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
     place = self.directory / DIRECTORY
     notes = []
     try:
       keep(self.program, place, step, state, batch, str(error))
-      notes.append(f"kept in {place}: maxtext-like replay {self.directory} (maxtext_like.replay in Python)")
+      more = "; on as many hosts, or with --processes, where one has too little memory" if processes.count() > 1 else ""
+      notes.append(f"kept in {place}: maxtext-like replay {self.directory} (maxtext_like.replay in Python){more}")
+    except RetryableError as problem:  # another process did not get here, and will not come to what is next either
+      return NonFiniteError(error.what, error.remedies, [f"no replay: {_one_line(problem)}"])
     except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
-      shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
+      if processes.primary():
+        shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
       notes.append(f"not kept for replay: {_one_line(problem)}")
     try:
       report = step_xray.xray_step(self.program, state, batch)
@@ -88,7 +94,8 @@ class FailedStep:
     elif report.first_cause is not None:
       remedies = step_xray.remedies(self.program.config, report.first_cause) or remedies
     try:
-      write(report, place, f"step {step} of {self.directory.name}")
+      if processes.primary():
+        write(report, place, f"step {step} of {self.directory.name}")
     except OSError as problem:
       notes.append(f"no xray.html: {_one_line(problem)}")
     return NonFiniteError(f"{error.what}\n{found}", remedies, notes)
@@ -100,23 +107,41 @@ def _one_line(error: Exception) -> str:
 
 
 def keep(program: TrainProgram, directory: Path, step: int, state: State, batch: Batch, message: str) -> None:
-  """Writes state and batch of a failed step, in place of an earlier one.
+  """Writes state and batch of a failed step, in place of an earlier one. Every process of a run calls it.
 
   Raises:
-    OSError: no room.
+    OSError: no room, or whatever befell one of the processes.
+    RetryableError: another process did not come to the end of it.
   """
   import orbax.checkpoint as ocp
 
-  flat = tree.flatten(state)
+  flat, seconds = tree.flatten(state), program.config.watchdog.watchdog_peers_seconds
+  here, problem = directory / str(step - 1), ""
+  processes.on_primary(lambda: _make_room(directory, here, tree.total_bytes(flat)), seconds)
+  try:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      checkpointer.save((here / manifest.STATE_NAME).absolute(), args=ocp.args.PyTreeSave(flat))
+  except Exception as error:  # as orbax raises them
+    problem = _one_line(error)
+  if problems := [said for said in processes.everyone(problem, seconds) if said]:
+    raise OSError(problems[0])
+  rows = on_host(batch)
+  processes.on_primary(lambda: _complete(program, directory, here, flat, rows, message), seconds)
+
+
+def _make_room(directory: Path, here: Path, needed: int) -> None:
   shutil.rmtree(directory, ignore_errors=True)
-  directory.mkdir(parents=True)
-  needed, free = tree.total_bytes(flat), free_bytes(directory)
+  here.mkdir(parents=True)
+  free = free_bytes(directory)
   if free is not None and free < needed:
     raise OSError(f"{directory}: the state needs {megabytes(needed)}, {megabytes(free)} are free")
-  here = directory / str(step - 1)
-  here.mkdir()
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    checkpointer.save((here / manifest.STATE_NAME).absolute(), args=ocp.args.PyTreeSave(flat))
+
+
+def _complete(
+  program: TrainProgram, directory: Path, here: Path, flat: dict[str, Any], rows: dict[str, np.ndarray], message: str
+) -> None:
+  """What makes a failed step of a state that is written."""
+  step = int(here.name) + 1
   record = manifest.Manifest(
     step=step - 1,
     finite=False,  # nobody looked
@@ -127,7 +152,7 @@ def keep(program: TrainProgram, directory: Path, step: int, state: State, batch:
     versions=manifest.versions(),
   )
   manifest.write(here, record)
-  np.savez(directory / BATCH, **jax.device_get(batch))  # type: ignore[arg-type]
+  np.savez(directory / BATCH, **rows)  # type: ignore[arg-type]
   atomic.write_text(directory / FAILURE, json.dumps({"step": step, "error": message}, indent=1) + "\n")
 
 

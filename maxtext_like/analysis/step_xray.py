@@ -24,8 +24,9 @@ from maxtext_like.numerics import plan
 from maxtext_like.numerics.cause import Loop
 from maxtext_like.numerics.explain import Cause
 from maxtext_like.numerics.tensor_statistics import Stats
-from maxtext_like.numerics.xray import XRay, xray
+from maxtext_like.numerics.xray import XRay, on_host, xray
 from maxtext_like.numerics.xray_report import Report, Tensor
+from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram
@@ -93,17 +94,23 @@ def _tagged(kind: str, tree: Any) -> Any:
 
 
 def _require_fit(program: TrainProgram, compiled: Any) -> None:
+  """Of several processes the one with the least room decides: all have to run the program, or none."""
+  problems = processes.everyone(_does_not_fit(program, compiled), program.config.watchdog.watchdog_peers_seconds)
+  if problem := next(filter(None, problems), None):
+    raise DoesNotFitError(problem)
+
+
+def _does_not_fit(program: TrainProgram, compiled: Any) -> str:
   needed = compiled.memory_analysis()
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]
   limit = memory.device_limit(here[0], len(here))
   if needed is None or limit is None:
-    return
+    return ""
   # What a CPU has left is counted without the arguments, which are there already; a GPU's limit is that of the whole.
   more = needed.temp_size_in_bytes + (0 if here[0].platform == "cpu" else needed.argument_size_in_bytes)
-  if more > limit.bytes:
-    raise DoesNotFitError(
-      f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are there ({limit.source})"
-    )
+  if more <= limit.bytes:
+    return ""
+  return f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are there ({limit.source})"
 
 
 # Names.
@@ -303,7 +310,7 @@ def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
     if not of_parameter:
       names = [f"{keys[0]}.{n}" for n in names]
     if len(names) > 1 and x.shape[0] == len(names):
-      good = np.asarray(jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))))
+      good = on_host(jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))))
       names = [n for n, g in zip(names, good, strict=True) if not g]
     kind = "parameter" if of_parameter else "optimizer state"
     name = f"{kind} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"

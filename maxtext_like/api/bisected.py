@@ -122,10 +122,16 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   from maxtext_like.analysis.key_bisection import Bisection
   from maxtext_like.checkpoint.read_weights import read_weights
   from maxtext_like.checkpoint.weight_sources import located
+  from maxtext_like.sharding import launchers
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
   from maxtext_like.training.batches import first_batch
 
+  if (place := launchers.place()) is not None:
+    raise UserError(
+      f"bisect compares programs in one process, and {place.launcher} started several\n"
+      "  fix: run it on one host, outside of the launcher; num_decoder_layers=... makes a model that fits it"
+    )
   config = loaded.config
   # A stored dtype is no obstacle: everything is compared in float32.
   source = checkpoint or (config.checkpoint.init_from and located(config.checkpoint.init_from))

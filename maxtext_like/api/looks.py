@@ -53,16 +53,18 @@ class StepReport:
     return None if self.finite else cause_lines(self.config, self.report)
 
   def write(self, directory: str | Path | None = None) -> Path:
-    """Writes xray.json and xray.html; returns the latter's path.
+    """Writes xray.json and xray.html; returns the latter's path. Of several processes the first one alone does.
 
     Raises:
       UserError: the directory cannot be written.
     """
     from maxtext_like.analysis.failed_step import write
+    from maxtext_like.sharding import processes
 
     out = self.place if directory is None else Path(directory).expanduser()
     try:
-      write(self.report, out, self.title)
+      if processes.primary():
+        write(self.report, out, self.title)
     except OSError as error:
       raise UserError(f"{out}: cannot be written: {error.strerror or error}; choose another directory") from error
     return out / "xray.html"
@@ -134,28 +136,33 @@ def xray_step(
   from maxtext_like.training.batches import first_batch
   from maxtext_like.training.first_look import run_directory
   from maxtext_like.training.initial_state import whole_state
+  from maxtext_like.training.peers import join
   from maxtext_like.training.program import make_program
 
-  c = load_config(config, *words(overrides, keys, xray_step)).config
+  loaded = load_config(config, *words(overrides, keys, xray_step))
+  c = loaded.config
   place = None if checkpoint is None else place_of(checkpoint, "checkpoint")
   if place is not None:
     require_source(place, "checkpoint")
-  use_compilation_cache(c.logging.compilation_cache_dir)
-  program = make_program(c)
-  memory.require_fit(program)
-  directory = run_directory(c)
-  source = c.checkpoint
+  source, directory = c.checkpoint, run_directory(c)
   if place is not None:  # its tokenizer too, not that of a run that happens to have this name
     source = dataclasses.replace(source, init_from=str(place), resume=False)
-  batch = first_batch(program, source, directory.checkpoints)
-  state = whole_state(program, place)
-  report = look(program, state, batch, everything=everything)
   name, beside = directory.path.name, directory.path.parent
-  return StepReport(c, f"x-ray of {name}, step {int(state['step']) + 1}", report, beside / f"{name}-xray")
+  with join(loaded):
+    use_compilation_cache(c.logging.compilation_cache_dir)
+    program = make_program(c)
+    memory.require_fit(program)
+    batch = first_batch(program, source, directory.checkpoints)
+    state = whole_state(program, place)
+    report = look(program, state, batch, everything=everything)
+    title = f"x-ray of {name}, step {int(state['step']) + 1}"
+  return StepReport(c, title, report, beside / f"{name}-xray")
 
 
 def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, **keys: Any) -> StepReport:
   """The step that ended a run, looked through again, from the state and the batch that the run kept, on this machine's devices.
+
+  A step that takes more than one host's memory is looked at by as many processes as a launcher starts with the same call.
 
   Args:
     run: its directory.
@@ -172,6 +179,7 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.initial_state import read_state
+  from maxtext_like.training.peers import join
   from maxtext_like.training.program import make_program
 
   if isinstance(run, str):
@@ -181,12 +189,12 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
     raise UserError(
       f"{place}: is no run directory, it holds no config.yml\n  fix: name that of a run that a step ended, as runs/NAME"
     )
-  config = load_config(place / "config.yml", *given).config
-  kept = failed_step.find(place)
-  use_compilation_cache(config.logging.compilation_cache_dir)
-  mesh = make_mesh(config.mesh)
-  program = make_program(failed_step.fitted(config, kept, mesh), mesh=mesh)
-  report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
+  loaded, kept = load_config(place / "config.yml", *given), failed_step.find(place)
+  with join(loaded):
+    use_compilation_cache(loaded.config.logging.compilation_cache_dir)
+    mesh = make_mesh(loaded.config.mesh)
+    program = make_program(failed_step.fitted(loaded.config, kept, mesh), mesh=mesh)
+    report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
   changed = f" with {' '.join(given)}" if given else ""
   title = f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
   ended = f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}"

@@ -2,6 +2,7 @@
 
 import argparse
 
+from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import parse_words
 from maxtext_like.config.paths import local_path, require_local
 from maxtext_like.errors import UserError
@@ -15,6 +16,7 @@ EXAMPLES = """examples:
   maxtext-like replay runs/gemma4-tiny
   maxtext-like replay runs/gemma4-tiny dtype=float32
   maxtext-like replay runs/gemma4-tiny float32_gate_product=auto module_api=linen
+  maxtext-like replay runs/gemma4-tiny --processes 2    a step that takes several hosts: the same command on each, as with train
 
 exit codes: 0 finite; 2 wrong usage or input; 3 not finite; 4 does not fit the machine"""
 
@@ -34,12 +36,17 @@ def run(argv: list[str]) -> int:
     "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: RUN/failed_step/replay"
   )
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
+  argv, count, devices = local_processes.take_options(argv)
   options, words = parse_words(parser, argv, {})
   if not words or "=" in words[0] or words[0].startswith("-"):
     raise UserError("replay: no run named\n  fix: maxtext-like replay runs/NAME [key=value ...]")
+  if count is not None:
+    return local_processes.run(["replay", *argv], count, devices)
   from maxtext_like import replay
   from maxtext_like.cli.xray import show
+  from maxtext_like.sharding import processes
 
   look = replay(require_local(words[0]), *words[1:], everything=options.all)
-  print(look.ended)
+  if processes.primary():
+    print(look.ended)
   return show(look, options.out)

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from maxtext_like import load_config
+from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
@@ -46,9 +47,12 @@ def run(argv: list[str]) -> int:
     "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray"
   )
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
+  argv, count, devices = local_processes.take_options(argv)
   options, words = parse_words(parser, argv, {})
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(model, *overrides)
+  if count is not None:
+    return local_processes.run(["xray", *argv], count, devices)
   print_notes(loaded.notes)
   from maxtext_like import xray_step
 
@@ -62,8 +66,11 @@ def show(look: "StepReport", out: str | None) -> int:
     NonFiniteError: a number of the step's results is not finite; the message is the cause.
     UserError: the directory cannot be written.
   """
+  from maxtext_like.sharding import processes
+
   page = look.write(out)
-  print(f"{look}\n{page}")
+  if processes.primary():
+    print(f"{look}\n{page}")
   if look.cause is not None:
     raise NonFiniteError(look.cause)
   return 0

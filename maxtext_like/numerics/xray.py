@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from maxtext_like.numerics import cause, xray_report
 from maxtext_like.numerics import plan as planning
@@ -77,7 +78,7 @@ class XRay:
         run = run.lower(arrays).compile()
         self.before_run(run)
       outs, data = run(arrays)
-      data = jax.device_get(data)
+      data = on_host(data)
       findings = cause.search(plan, data, len(output_names))
       seen = seen or (plan, data)  # later programs measure the origin of the fault, and little else
       wanted = _wanted(measured, findings, first=not detail) - detail if measured is not None else frozenset()
@@ -129,6 +130,17 @@ class XRay:
     measured = MeasuredTensors(plan, detail, self.key) if self.key_tensors_only else None
     run = jax.jit(Interpreter(plan, self.while_history).program)
     return plan, run, out_tree, output_names, measured
+
+
+def on_host(tree: Any) -> Any:
+  """Arrays as numpy's. Of several processes each holds a part of them: all have to call this, and all get the whole."""
+
+  def read(x):
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+      return x
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.device_get(jax.tree.map(read, tree))
 
 
 def _wanted(measured: MeasuredTensors, findings: cause.Findings, *, first: bool) -> frozenset[int]:

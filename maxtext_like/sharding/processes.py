@@ -68,13 +68,16 @@ def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str
     environment: of this process.
 
   Raises:
-    UserError: they are not of one run, or their port is taken.
+    UserError: they are not of one run, their port is taken, or this process was one of several already.
     RetryableError: some did not come.
   """
   global _joined
   place = launchers.place(environment) or launchers.place_of_tpu_vm(environment)
   if place is None:
     return
+  if _joined is not None:
+    was = f"this Python was {name_of(index())} of a run already, and JAX joins once"
+    raise UserError(f"{was}\n  fix: a new Python, in all of them, for each run")
   import jax
 
   address, total, number = place.address, place.count, place.index

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -22,7 +22,7 @@ from maxtext_like.data.loader import DataSource
 from maxtext_like.data.sources import source_names
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
 from maxtext_like.masking import masked
-from maxtext_like.sharding import processes, roll_call
+from maxtext_like.sharding import processes
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
@@ -34,6 +34,7 @@ from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.introduction import introduction, shares
 from maxtext_like.training.loop import Explainer, Loop
+from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.progress import Progress, Shown, duration
@@ -47,7 +48,7 @@ from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
 from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.start import Start, prepare
-from maxtext_like.training.watchdog import Watchdog, end_now
+from maxtext_like.training.watchdog import Watchdog
 
 # What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
@@ -71,20 +72,11 @@ def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
   Raises:
     ExitError: everything else that can happen; its class has the exit code.
   """
-  limits = loaded.config.watchdog
-  same = provenance.same_everywhere() | roll_call.as_facts(masked(loaded.to_yaml()), "key")
-  processes.join(same, limits.watchdog_peers_seconds)
-  stop = StopRequest(Agreement(limits.watchdog_peers_seconds) if processes.count() > 1 else None)
+  heartbeat = join(loaded)
+  stop = StopRequest(Agreement(loaded.config.watchdog.watchdog_peers_seconds) if processes.count() > 1 else None)
   hears = threading.current_thread() is threading.main_thread()
-  with stop if hears else contextlib.nullcontext(), Heartbeat(limits.watchdog_heartbeat_seconds, _end_with_a_peer) as heartbeat:
+  with stop if hears else contextlib.nullcontext(), heartbeat:
     return _Run(loaded, explainer, stop, shown if processes.primary() else None, heartbeat).train()
-
-
-def _end_with_a_peer(what: str, code: int) -> NoReturn:
-  total = processes.count()
-  error = RetryableError(f"{what}; the run needs all of its {total} processes, so it ends here; start all of them again")
-  error.exit_code = code
-  end_now(error)
 
 
 @contextlib.contextmanager
@@ -136,7 +128,7 @@ class _Run:
       starting.enter_context(watchdog.watch("compile", "the start"))
       stack.enter_context(progress)
       # Made here, and gone again where nothing is left in it, as after a refusal.
-      directory.require_shared(self._first(lambda: stack.enter_context(directory).holder))
+      directory.require_shared(processes.from_primary(lambda: stack.enter_context(directory).holder, self._peers_seconds))
       if processes.primary():
         watchdog.directory = directory.path
       if c.checkpoint.enable_checkpointing:  # before all that can fail at each start
@@ -157,7 +149,8 @@ class _Run:
         progress.say(f"chat    template {chat['template']}, train_on={chat['train_on']}")
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
-        processes.barrier("start", watchdog.limit("compile"))  # one may have to compile what the others have in their cache
+        # One may have to compile what the others have in their cache.
+        self._stop.interruptible(lambda: processes.barrier("start", watchdog.limit("compile")))
         starting.close()
         unwritten = self._loop_to_its_end(loop, page, start)
       progress.say(f"time    {summary(self._goodput.to_json())}\n{page.outcome}")
@@ -165,9 +158,10 @@ class _Run:
         progress.say(f"{directory.shown}/{REPORT}")
       return page.outcome
 
-  def _first(self, make: Callable[[], T]) -> T:
-    """What process 0 makes, in all."""
-    return processes.from_primary(make, self._peers_seconds)
+  def _first(self, make: Callable[[], T], seconds: float | None = None) -> T:
+    """What process 0 makes, in all; the others leave the wait for it when they are to stop."""
+    ask = lambda: processes.from_primary(make, seconds or self._peers_seconds)
+    return ask() if processes.primary() else self._stop.interruptible(ask)
 
   def _open(self) -> _Opened:
     """Puts the program together, and opens the data, which make their first batch, before anything of the run is written."""
@@ -176,8 +170,8 @@ class _Run:
     need, limit = memory.require_fit(program)
     watchdog.state_bytes = total_bytes(flatten(program.abstract_stored))
     with watchdog.watch("read", "bringing a step back from the mirror"):  # before the data, for it brings a tokenizer along
-      open_it = lambda: open_mirror(c, self._directory, self._progress)
-      mirror = processes.on_primary(open_it, watchdog.limit("read"))
+      mirrors = []
+      self._first(lambda: mirrors.append(open_mirror(c, self._directory, self._progress)), watchdog.limit("read"))
     settings = chosen_tokenizer.resolve(c.data, c.checkpoint, self._directory.checkpoints)
     # A first look at every record may take longer than a start: it counts as long as it gets on.
     alive = lambda: watchdog.again(thread=self._thread)
@@ -190,17 +184,16 @@ class _Run:
     held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
     identities = {"train data": data.identity}
     identities |= {f"eval data{f' of {name}' * bool(name)}": source.identity for name, source in held_out.items()}
-    processes.require_same(identities, watchdog.limit("compile"))  # one may have to look at every record first
+    # One may have to look at every record first.
+    stop.interruptible(lambda: processes.require_same(identities, watchdog.limit("compile")))
     samples = None
     if c.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
       samples = Samples(program, data.tokenizer, self._progress.say)
-    processes.on_primary(
-      lambda: standing.look(self._directory.path, self._directory.checkpoints).require(c.checkpoint), self._peers_seconds
-    )
+    self._first(lambda: standing.look(self._directory.path, self._directory.checkpoints).require(c.checkpoint))
     manager = None
     if c.checkpoint.enable_checkpointing:
-      manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, mirror))
+      manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, next(iter(mirrors), None)))
     return _Opened(program, need, limit, settings, data, held_out, samples, manager)
 
   def _look_at_checkpoints(self, opened: _Opened) -> str | None:

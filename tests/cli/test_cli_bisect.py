@@ -45,6 +45,14 @@ def test_wrong_words(words, reason, bisect):
   assert reason in said
 
 
+def test_one_of_several_processes(bisect, monkeypatch):
+  for name, value in {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}.items():
+    monkeypatch.setenv(name, value)
+  code, _, said = bisect("gemma4-tiny")
+  assert code == 2
+  assert "JAX started several\n  fix: run it on one host" in said
+
+
 @pytest.mark.slow
 def test_a_step_that_is_fine(bisect):
   code, said, _ = bisect("gemma4-tiny", *SMALL, "dtype=bfloat16", "--tolerance", "0.5")

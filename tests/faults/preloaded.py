@@ -1,9 +1,9 @@
 """A process with everything imported, from which tests/faults forks its programs; spares each of them two seconds.
 
 A program is ``driver.py`` or ``train.py`` itself. Reads one JSON line per program from stdin (program, arguments,
-environment, log file) and answers with its process number; the
-exit code goes to ``LOG.code``. Nothing is computed here, so no device and no thread of JAX exists when it forks, and the
-child leaves through the ordinary end of the interpreter, which matters to programs that forget to close something.
+environment, log file) and answers with its process number; the exit code goes to ``LOG.code``. The variable FAULT holds Python
+that the program runs first, to break something. Nothing is computed here, so no device and no thread of JAX exists when it
+forks, and the child leaves through the ordinary end of the interpreter: what programs that forget to close something need.
 """
 
 import json
@@ -63,6 +63,7 @@ if __name__ == "__main__":
   os.dup2(log, 2)
   os.environ.update(found["environment"])
   sys.argv = [found["program"], *found["arguments"]]
+  exec(os.environ.pop("FAULT", ""))
   if found["program"] == "train.py":
     runpy.run_path(str(TRAIN), run_name="__main__")
   sys.exit(driver.guarded_main())

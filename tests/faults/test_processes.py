@@ -21,12 +21,15 @@ def free_port():
 class Ranks:
   """The processes of one run."""
 
-  def __init__(self, train, name, count=2, port=None, devices=4, each=None, **keys):
+  def __init__(self, train, name, count=2, port=None, devices=4, each=None, faults=None, told=None, **keys):
+    """``each`` has keys of single ones, ``told`` the number of all and their own, ``faults`` the Python that they run first."""
     port = port or free_port()
     self.logs, self.ranks = [], []
     for rank in range(count):
       names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-      variables = dict(zip(names, (f"127.0.0.1:{port}", str(count), str(rank)), strict=True))
+      total, number = (told or {}).get(rank, (count, rank))
+      variables = dict(zip(names, (f"127.0.0.1:{port}", str(total), str(number)), strict=True))
+      variables["FAULT"] = (faults or {}).get(rank, "")
       own = KEYS | QUICK | keys | (each or {}).get(rank, {})
       self.ranks.append(train.start(name, devices=devices // count, variables=variables, **own))
       self.logs.append(train.log)
@@ -84,13 +87,32 @@ def test_sigterm_on_one_stops_all_at_the_same_step(train):
   assert code == 0, text
 
 
+AT_STEP = """
+from maxtext_like.training.loop import Loop
+launch = Loop._launch
+def _launch(self, batch):
+  if self._finished == {step}:
+    {do}
+  return launch(self, batch)
+Loop._launch = _launch
+"""
+
+
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_end_all(train):
-  both = Ranks(train, "a", learning_rate=1e30, warmup_steps_fraction=0)
+  both = Ranks(train, "a", learning_rate=1e30, warmup_steps_fraction=0, replay_failed_step="false")
   assert both.codes() == [3, 3], both.texts()
+  errors = [text[text.index("error: step 2") :] for text in both.texts()]
+  assert errors[0] == errors[1]
+
+
+@pytest.mark.slow
+def test_an_exception_in_one_is_told_by_all(train):
+  both = Ranks(train, "a", steps=100_000, faults={1: AT_STEP.format(step=7, do='raise ValueError("as planned")')})
+  assert both.codes() == [1, 1], both.texts()
   first, other = both.texts()
-  assert "no replay: only runs of one process keep their failed step" in first
-  assert "error: " in other
+  assert f"error: process 1 (host {socket.gethostname()}) ended: as planned" in first
+  assert "ValueError: as planned" in other
 
 
 @pytest.mark.slow
@@ -124,18 +146,35 @@ def test_one_is_lost(train, number, victim):
   assert f"from step {kept} in" in text
 
 
+OTHER_CODE = """
+import maxtext_like.training.provenance as provenance
+same = provenance.same_everywhere
+provenance.same_everywhere = lambda: same() | {"code of maxtext_like": "another"}
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("each", "said"),
+  ("odd", "said"),
   [
-    ({1: {"learning_rate": 0.5}}, "key learning_rate differs: 0.5 in process 1 (host "),
-    ({1: {"output_dir": "/tmp/elsewhere-of-maxtext-like"}}, "key output_dir differs"),
+    ({"each": {1: {"learning_rate": 0.5}}}, "key learning_rate differs: 0.5 in process 1 (host "),
+    ({"each": {1: {"output_dir": "/tmp/elsewhere-of-maxtext-like"}}}, "key output_dir differs"),
+    ({"faults": {1: OTHER_CODE}}, "code of maxtext_like differs: another in process 1 (host "),
+    ({"told": {1: (3, 1)}}, ") was told of 3 processes, process 0 (host "),
   ],
+  ids=["key", "directory", "code", "count"],
 )
-def test_they_run_different_things(train, each, said):
-  both = Ranks(train, "a", each=each)
+def test_they_run_different_things(train, odd, said):
+  both = Ranks(train, "a", **odd)
   assert both.codes() == [2, 2], both.texts()
   assert all(said in text for text in both.texts())
+
+
+@pytest.mark.slow
+def test_two_have_the_same_number(train):
+  three = Ranks(train, "a", count=3, devices=3, told={2: (3, 1)})
+  assert three.codes() == [2, 2, 2], three.texts()
+  assert all("two processes have the number 1: process 1 (host " in text for text in three.texts())
 
 
 @pytest.mark.slow
@@ -144,6 +183,9 @@ def test_one_does_not_come_or_the_port_is_taken(train):
   process = train.start("a", variables=variables, **KEYS | QUICK | {"watchdog_peers_seconds": 3})
   assert process.wait() == 42
   assert "process 1 of 2 did not come to port" in train.log.read_text()
+  process = train.start("a", variables=variables | {"JAX_PROCESS_ID": "1"}, **KEYS | QUICK | {"watchdog_peers_seconds": 3})
+  assert process.wait() == 42
+  assert f"process 0 is not at {variables['JAX_COORDINATOR_ADDRESS']} after 3 s" in train.log.read_text()
   with socket.create_server(("", 0)) as other:
     port = other.getsockname()[1]
     process = train.start("a", variables=variables | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}, **KEYS)

@@ -137,3 +137,9 @@ def test_what_differs_between_hosts_is_refused(store):
   processes.require_same({"train data": {"files": "a1", "split": "train"}}, 1)
   with pytest.raises(UserError, match=r"the train data of process 1 \(host there\) are not those .*: files differs"):
     processes.require_same({"train data": {"files": "b2", "split": "train"}}, 1)
+
+
+def test_one_of_several_cannot_join_again(store):
+  variables = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+  with pytest.raises(UserError, match=r"this Python was process 1 \(host there\) of a run already, and JAX joins once"):
+    processes.join({}, 1, variables)
