@@ -4,7 +4,6 @@ Each gets the variables that a launcher on a pod would set. What they print is s
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -12,13 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
 from maxtext_like.errors import UserError
 
 _TICK_SECONDS = 0.05
+# What each process does first, since to be asked before its program begins it would have to be forked, which JAX warns of: it
+# asks Linux for SIGTERM, after which a run saves, should the launcher die without a word.
+_DIE_WITH = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+  ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+  if os.getppid() != LAUNCHER:  # it is dead already
+    sys.exit(128 + signal.SIGTERM)
+"""
+_PROGRAM = "import runpy; runpy.run_module('maxtext_like', run_name='__main__', alter_sys=True)"
 _PATIENCE_SECONDS = 120.0  # for the others to end by themselves when one has: they notice, and name it
 
 
@@ -124,23 +133,9 @@ def _start(
     environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * devices : (index + 1) * devices])
   return subprocess.Popen(
-    [sys.executable, "-m", "maxtext_like", *words], env=environment, start_new_session=True,
-    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_die_with(os.getpid()),
+    [sys.executable, "-c", f"LAUNCHER = {os.getpid()}\n{_DIE_WITH}{_PROGRAM}", *words], env=environment, start_new_session=True,
+    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
   )  # fmt: skip
-
-
-def _die_with(launcher: int) -> Callable[[], None] | None:
-  """What a process does before its program: asks Linux for SIGTERM, which saves, when the launcher dies without a word."""
-  if sys.platform != "linux":
-    return None
-  prctl = ctypes.CDLL(None).prctl
-
-  def ask() -> None:
-    prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:  # it is dead already
-      os._exit(128 + signal.SIGTERM)
-
-  return ask
 
 
 def _show(index: int, stream: IO[bytes] | None) -> None:

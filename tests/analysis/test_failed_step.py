@@ -30,10 +30,11 @@ OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "ste
 class Data:
   """A batch of its own for each step."""
 
-  epoch = None
-
   def __init__(self):
     self.count = 0
+
+  def progress(self):
+    return {}
 
   def __next__(self):
     self.count += 1
@@ -54,7 +55,10 @@ def toy_loop(config, place: Path) -> Any:
   optimizer = state_labels(decoder, state["opt_state"], trained)
   others = {"optimizer": optimizer, "state_parameters": row_labels(decoder, spec), "state_optimizer": optimizer}
   program: Any = SimpleNamespace(
-    config=config, place=lambda batch: batch, model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=())
+    config=config,
+    place=lambda batch: batch,
+    stored=lambda state: state,
+    model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=()),
   )
   quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
@@ -198,7 +202,7 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
 def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
-  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state))
+  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None)
   failed_step.keep(program, tmp_path / "failed_step", 1, state, toy_batch(), "why\nand what to do")
   kept = failed_step.find(tmp_path)
   assert (kept.step, kept.error) == (1, "why\nand what to do")
@@ -206,7 +210,7 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
   assert not json.loads((kept.state / "COMPLETE.json").read_text())["finite"]
   jax.tree.map(np.testing.assert_array_equal, read_state(kept.state, program), state)
   wide = {name: x for name, x in state.items() if name != "loss_scale"}
-  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide))
+  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), adapter=None)
   assert "loss_scale" not in read_state(kept.state, as_float32)
   failed_step.keep(as_float32, tmp_path / "failed_step", 1, wide, toy_batch(), "why")
   assert float(read_state(failed_step.find(tmp_path).state, program)["loss_scale"]["scale"]) == 2.0**24

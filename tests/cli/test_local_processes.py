@@ -63,8 +63,8 @@ def test_too_few_gpus_are_refused(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_a_launcher_that_is_killed_leaves_nobody(tmp_path):
-  python = stand_in(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
-  program = f"import sys; sys.executable = {python!r}\nfrom maxtext_like.cli import local_processes as l; l.run([], 2, None)"
+  stays = f"import time; open('{tmp_path}/pids', 'a').write(str(os.getpid()) + ' '); time.sleep(600)"
+  program = f"from maxtext_like.cli import local_processes as l; l._PROGRAM = {stays!r}; l.run([], 2, None)"
   launcher = subprocess.Popen([sys.executable, "-c", program])
   await_that(lambda: len(pids(tmp_path)) == 2)
   launcher.kill()

@@ -26,9 +26,9 @@ class Ranks:
     port = port or free_port()
     self.logs, self.ranks = [], []
     for rank in range(count):
-      names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+      names = ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]
       total, number = (told or {}).get(rank, (count, rank))
-      variables = dict(zip(names, (f"127.0.0.1:{port}", str(total), str(number)), strict=True))
+      variables: dict[str, str] = dict(zip(names, (f"127.0.0.1:{port}", str(total), str(number)), strict=True))
       variables["FAULT"] = (faults or {}).get(rank, "")
       own = KEYS | QUICK | keys | (each or {}).get(rank, {})
       self.ranks.append(train.start(name, devices=devices // count, variables=variables, **own))
