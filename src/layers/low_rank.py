@@ -119,12 +119,12 @@ class LowRank(Weight):
     group = "".join(e.weight[i] for i in self.layout.group)
     summed = "".join(e.weight[i] for i in self.layout.summed)
     kept = "".join(e.weight[i] for i in self.layout.kept)
-    inner = "".join(c for c in e.x if c not in summed) + "z"
+    inner = "".join(c for c in e.x if c not in summed) + "r"
     wide = {} if groups is not None else {"float32": True, "unbounded": unbounded}
     given = {"groups": groups, "float32": float32, "unbounded": unbounded}
     with jax.named_scope("lora"):
-      low = product(precision, f"{e.x},{group}{summed}z->{inner}", x, self.a, groups=groups, **wide) * self.scale
-      added = product(precision, f"{inner},{group}z{kept}->{e.result}", low, self.b, **given)
+      low = product(precision, f"{e.x},{group}{summed}r->{inner}", x, self.a, groups=groups, **wide) * self.scale
+      added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, self.b, **given)
     return product(precision, equation, x, self.base, **given) + added
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
@@ -146,5 +146,5 @@ def merged(base: jax.Array, a: jax.Array, b: jax.Array, layout: Layout, scale: f
   letters = LETTERS[: layout.rank]
   pick = lambda axes: "".join(letters[i] for i in axes)
   group = pick(layout.group)
-  spec = f"...{group}{pick(layout.summed)}z,...{group}z{pick(layout.kept)}->...{letters}"
+  spec = f"...{group}{pick(layout.summed)}r,...{group}r{pick(layout.kept)}->...{letters}"
   return base.astype(jnp.float32) + scale * jnp.einsum(spec, a, b, precision="highest")

@@ -63,7 +63,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   program: Any = SimpleNamespace(
     config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)]),
-    global_batch=1,
+    global_batch=1, stored=lambda state: state,
     lower_step=MagicMock(side_effect=RuntimeError("no memory for the careful form")),
   )  # fmt: skip
   guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
