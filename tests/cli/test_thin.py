@@ -15,6 +15,7 @@ CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "che
 # What a verb may import besides the API: how its words are read, and what its help lists.
 BESIDES = {
   *("errors", "left_behind", "config.paths", "config.hub", "config.files", "config.problems", "config.overrides"),
+  "sharding",  # of several processes one prints
   *("generation.prompts", "training.topologies", "training.sinks.output", "__version__"),
 }
 

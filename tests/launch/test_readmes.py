@@ -40,8 +40,10 @@ def test_a_command_of_the_pages_is_understood(start, words, monkeypatch):
     assert start.split()[1] in VERBS
   elif program not in ("python", "sbatch"):
     assert (ROOT / program).is_file()
-  if start == "maxtext-like compile":
-    own, words = split_own(words)
+  if start in ("maxtext-like compile", "maxtext-like plan"):
+    verb = start.split()[1]
+    words = [word for word in words if verb == "compile" or word != "--search"]
+    own, words = split_own(words, verb, ("topology", "num_slices")) if verb == "plan" else split_own(words)
     assert find_gpus(own["topology"]) or find_topology(own["topology"])
   assert load_config(words[0], words[1:]).config.training.steps >= 1
 

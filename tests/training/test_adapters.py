@@ -15,13 +15,14 @@ from maxtext_like.errors import UserError
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
-WORDS += ["dataset_documents_max=40", "eval_fraction=0", "dtype=float32"]
+WORDS += ["dataset=text", "eval_fraction=0", "dtype=float32"]
 LORA = ["lora_rank=3", "lora_alpha=6", "lora_modules=[all-linear]", "learning_rate=0.02", "checkpoint_interval=2"]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
   place = tmp_path_factory.mktemp("runs")
+  (place / "text.txt").write_text("The fox runs. The hen sits. " * 60)
   before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
   assert train(place, "base", "steps=1") == 0
   assert train(place, "adapter", f"init_from={place}/base", *LORA, "steps=4", "sample_every=4", "sample_tokens=4") == 0
@@ -32,6 +33,7 @@ def workplace(tmp_path_factory):
 
 def train(place: Path, name: str, *words: str) -> int:
   settings = [f"output_dir={place}", f"run_name={name}", f"compilation_cache_dir={place}/cache"]
+  settings.append(f"dataset_path={place}/text.txt")
   return main(["train", "gemma3-tiny", *WORDS, *settings, *words])
 
 
