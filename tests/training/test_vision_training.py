@@ -69,7 +69,7 @@ def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(case: str,
   batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
   params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)
   step = jax.jit(dataclasses.replace(program.step, careful=True), compiler_options=QUICK)
-  state, metrics = step(program._around(params), batch, UNKNOWN)
+  state, metrics = step(program._around(params, jax.numpy.uint32(0)), batch, UNKNOWN)
   with np.load(GOLDEN / case / "outputs.npz") as expected:
     np.testing.assert_allclose(metrics["loss"], expected["fp32.base.loss"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], expected["fp32.base.grad_global_norm"], rtol=1e-3)
