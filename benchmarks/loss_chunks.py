@@ -61,7 +61,7 @@ def main() -> None:
   args = parser.parse_args()
   program = make_program(load_config(args.model, args.words).config)
   decoder, chunks, t = program.model.decoder, language_modelling.build(program.model).chunks, program.config.training
-  rows, length = t.per_device_batch_size, t.max_target_length
+  rows, length = int(t.per_device_batch_size), t.max_target_length
   if length % chunks:
     parser.error(f"max_target_length={length} is not divided by {chunks} chunks; choose num_vocab_tiling")
   head = init(head_of(decoder.params()), jax.random.key(0))

@@ -92,7 +92,8 @@ def indexer(length: int) -> Iterator[Row]:
     def error(precision, q=q, k=k, x=x, w=w, best=best):
       layer = Indexer(cfg, precision)
       everything = jnp.ones((1, length, length), bool)
-      return missed(layer.select(layer.score({"weights": w}, x, q, k), everything)[1], best)
+      scores = layer.score(q, layer.head_weights({"weights": w}, x), k)
+      return missed(layer.select(scores, everything)[1], best)
 
     yield (
       f"indexer, {topk} of {length}: missed",

@@ -98,9 +98,13 @@ class Indexer:
     c, precision = self.cfg, self.precision
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
     q_BTXH = self._rotate(product(precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), rope_table(c.rope, positions))
-    exact = precision.exact if precision.indexer_float32_logits else precision
+    return q_BTXH, self.head_weights(p, x_BTD)
+
+  def head_weights(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+    """The weight of each head [B, T, X], float32 with ``indexer_float32_logits``."""
+    exact = self.precision.exact if self.precision.indexer_float32_logits else self.precision
     weights = product(exact, "BTD,DX->BTX", x_BTD, p["weights"])
-    return q_BTXH, weights * jnp.asarray(c.num_heads**-0.5, weights.dtype)
+    return weights * jnp.asarray(self.cfg.num_heads**-0.5, weights.dtype)
 
   @jax.named_scope("indexer")
   def score(self, q_BTXH: jax.Array, weights_BTX: jax.Array, k_BSH: jax.Array) -> jax.Array:

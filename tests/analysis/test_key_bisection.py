@@ -45,7 +45,7 @@ def config_of(model: str, *more: str) -> Config:
 
 def batch_of(config: Config) -> dict[str, np.ndarray]:
   """Random tokens, each row one document."""
-  rows, length = config.training.per_device_batch_size, config.training.max_target_length
+  rows, length = int(config.training.per_device_batch_size), config.training.max_target_length
   tokens = np.random.default_rng(0).integers(3, 61, (rows, length + 1)).astype(np.int32)
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
   return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segments": np.ones_like(positions)}

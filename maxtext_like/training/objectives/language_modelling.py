@@ -6,7 +6,7 @@ B batch, T position, D model, V vocabulary, n chunks, C positions of a chunk.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,9 @@ class LanguageModelling:
   z_loss: float = 0.0
   chunks: int = 1
 
-  evaluated: ClassVar[str] = "cross_entropy"
+  @property
+  def evaluated(self) -> str:
+    return "cross_entropy"
 
   def params(self) -> Any:
     return self.decoder.params()

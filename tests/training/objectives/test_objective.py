@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ class Preference:
   """-log sigmoid of how much more the model prefers the first of two rows than the reference does."""
 
   decoder: Any
-  evaluated: ClassVar[str] = "preference"
+
+  @property
+  def evaluated(self) -> str:
+    return "preference"
 
   def params(self):
     own = self.decoder.params()
