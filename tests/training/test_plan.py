@@ -65,6 +65,7 @@ def test_gradients_are_summed_between_slices():
   assert two.roofline.bounds["DCN"] > 0
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_fits_best_first(monkeypatch):
   monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
   found = search(load_config("gemma3-tiny").config, find_topology("v6e-8"))
