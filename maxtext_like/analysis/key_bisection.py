@@ -268,10 +268,10 @@ class Bisection:
       config = applied(self.config, remedies, self.distance(remedies).loss_scale)
       program = self.steps.program(config)
       step = self.steps.train_step(config)
-      params = jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params, program.spec)  # a copy: it is given away
-      runs.append(
-        [step, program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32)), [], UNKNOWN]
-      )
+      spec = program.model.spec  # what stands beside it, as an adapter, takes as long whatever its numbers are
+      params = {name: jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params[name], spec[name]) for name in spec}
+      state = program.lower_around().compile()(params, np.uint32(config.training.seed % 2**32))  # a copy is given away
+      runs.append([step, state, [], UNKNOWN])
     start = time.perf_counter()
     for turn in range(repeats + 1):
       if turn > TIMING_TURNS and time.perf_counter() - start > TIMING_SECONDS:

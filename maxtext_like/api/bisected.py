@@ -142,10 +142,10 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   program = steps.program(remedies.reference(config))
   memory.require_fit(program)
   batch = first_batch(program, config.checkpoint, Path(config.logging.output_dir))
-  if source:
-    params: Any = read_weights(source, program.model)
-  else:
-    params = program.model.lower_init().compile()(np.uint32(config.training.seed % 2**32))
+  seed = np.uint32(config.training.seed % 2**32)
+  params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
+  if program.adapter is not None:
+    params |= program.lower_beside().compile()(seed)
   return Bisection(config, params, batch, tolerance, steps, say)
 
 

@@ -150,6 +150,14 @@ class TrainProgram:
       places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
       return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
+  def lower_beside(self) -> Any:
+    """The program that draws, from a seed (uint32 scalar), what stands beside the model's own parameters, as an adapter."""
+    spec = {name: part for name, part in self.spec.items() if name not in self.model.spec}
+    places = jax.tree.map(lambda x: x.sharding, {name: self.abstract_state["params"][name] for name in spec})
+    with use_mesh(self.model.mesh):
+      draw = jax.jit(lambda seed: init(spec, jax.random.key(seed)), out_shardings=places)
+      return draw.lower(jax.ShapeDtypeStruct((), jnp.uint32))
+
   def lower_around(self) -> Any:
     """The program that makes the state at step 0 of the model's parameters, whose memory it takes, and a seed (uint32 scalar)
     for what is trained beside them."""

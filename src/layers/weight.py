@@ -122,10 +122,13 @@ def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Arra
   neighbours that it hands on are the other.
 
   For the gradient's sake, which is a matrix then too. Of a matrix a TPU leaves each device its part of the sum over devices;
-  of [D, N, H], whose layout has D in the middle, it sends all of them the whole.
+  of [D, N, H], whose layout has D in the middle, it sends all of them the whole. One device has nothing to send, and keeps the
+  product as it stands, whose last digits are others.
   """
+  mesh = jax.sharding.get_abstract_mesh()
   runs = ["".join(run) for _, run in itertools.groupby(e.weight, key=lambda axis: axis in e.summed)]
-  if len(runs) == len(e.weight) or not all(run in (e.x if run[0] in e.summed else e.result) for run in runs):
+  alike = all(run in (e.x if run[0] in e.summed else e.result) for run in runs)
+  if mesh.empty or mesh.size == 1 or len(runs) == len(e.weight) or not alike:
     return precision.einsum(f"{e.x},{e.weight}->{e.result}", x, weight, **how)
   sizes = dict(zip(e.x + e.weight, x.shape + weight.shape, strict=True))
   merged = sizes | {run[0]: math.prod(sizes[axis] for axis in run) for run in runs}

@@ -23,7 +23,6 @@ from maxtext_like.layers import (
   precision,
   vision_gemma3,
   vision_gemma4,
-  weight,
 )
 
 Key = tuple[str, str]
@@ -182,16 +181,7 @@ def recording(recorder: Recorder):
       recorder.product(spec, x, w, out)
       return out
 
-    by_matrix = weight._by_matrix
-
-    def whole(precision, e, x, w, **how):  # what ``einsum`` is given may be reshaped, and then has no name
-      out = by_matrix(precision, e, x, w, **how)
-      if w.ndim > 2:
-        recorder.product(f"{e.x},{e.weight}->{e.result}", x, w, out)
-      return out
-
     stack.enter_context(mock.patch.object(precision.Precision, "einsum", einsum))
-    stack.enter_context(mock.patch.object(weight, "_by_matrix", whole))
     stack.enter_context(mock.patch.object(jax.lax, "scan", _unrolled))
     stack.enter_context(_experts(recorder))
     for cls, vision in (

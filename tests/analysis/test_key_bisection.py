@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxtext_like
 from maxtext_like.analysis.distance import Steps
 from maxtext_like.analysis.key_bisection import Bisection, summary
 from maxtext_like.analysis.remedies import Remedy, applied, reference, yaml
@@ -275,6 +276,13 @@ def test_a_step_that_is_fine_is_left_alone():
   assert result.outcome == "fine"
   assert not result.remedies
   assert result.steps == 1
+
+
+def test_of_a_model_with_an_adapter():
+  """What is compared are the gradients and the update of the adapter alone; what mends them is found among the same keys."""
+  words = [*SMALL, "vocab_size=300", "inhomogeneous_layer_cycle_interval=1", "lora_rank=2"]
+  found = maxtext_like.bisect("gemma3-tiny", "dtype=float32", *words)
+  assert "nothing to mend" in str(found)
 
 
 def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():

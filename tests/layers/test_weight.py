@@ -186,3 +186,16 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
   assert len(seen) >= 4 * len(decoder.layers)
   for e, param in seen:
     assert tuple(e.weight.index(c) for c in e.summed) == param.contracts
+
+
+def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
+  """A checkpoint goes on to the bit on one device; on several no gradient of a product by [D, N, H] is sent whole to all."""
+  precision, x, w = Precision(dtype="float32"), jnp.zeros((2, 3, 8)), jnp.zeros((8, 2, 4))
+  run = lambda x, w: product(precision, "BTD,DNH->BTNH", x, w)
+  plain = lambda x, w: precision.einsum("BTD,DNH->BTNH", x, w)
+  assert str(jax.make_jaxpr(run)(x, w)) == str(jax.make_jaxpr(plain)(x, w))
+  for devices, axes in ((1, (3, 3)), (2, (3, 2))):
+    mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+      (dot,) = [e for e in jax.make_jaxpr(run)(x, w).jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert tuple(v.aval.ndim for v in dot.invars) == axes
