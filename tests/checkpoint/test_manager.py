@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -99,13 +100,14 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, caplog):
 
 
 def test_a_save_during_a_save_is_skipped_and_counted(tmp_path, caplog, monkeypatch):
-  original = manifest.hash_files
-  monkeypatch.setattr(manifest, "hash_files", lambda path: (time.sleep(0.5), original(path))[1])
+  original, looked = manifest.hash_files, threading.Event()
+  monkeypatch.setattr(manifest, "hash_files", lambda path: (looked.wait(60), original(path))[1])
   with CheckpointManager(tmp_path, patience_seconds=0.1) as manager:
     assert manager.save(1, {"x": jnp.arange(3.0)})
     assert manager.busy
     assert not manager.save(2, {"x": jnp.arange(3.0)})
     assert manager.statistics.skipped_busy == 1
+    looked.set()
     assert manager.save_and_wait(3, {"x": jnp.arange(3.0)})
     assert manager.complete_steps() == [1, 3]
   assert "checkpoint of step 2 skipped: step 1 is still being written (1 skipped so far)" in caplog.text

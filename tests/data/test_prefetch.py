@@ -85,5 +85,5 @@ def test_the_process_ends_with_the_thread_at_work_or_hanging(seconds):
     "import sys, time; from maxtext_like.data.prefetch import Prefetch\n"
     f"prefetch = Prefetch(lambda: (time.sleep({seconds}), 1), warn_seconds=9, limit_seconds=9); sys.exit(42)"
   )
-  done = subprocess.run([sys.executable, "-c", program], timeout=20, capture_output=True, text=True, cwd=ROOT)
+  done = subprocess.run([sys.executable, "-c", program], timeout=50, capture_output=True, text=True, cwd=ROOT)
   assert (done.returncode, done.stdout, done.stderr) == (42, "", "")

@@ -45,7 +45,7 @@ class Forked:
     """Returns the exit code, or None while it runs."""
     return int(self._code.read_text()) if self._code.exists() else None
 
-  def wait(self, timeout=120.0):
+  def wait(self, timeout=240.0):
     """Returns the exit code when it has one."""
     deadline = time.monotonic() + timeout
     while (code := self.poll()) is None:
@@ -99,12 +99,12 @@ class Runs:
     process = self.start(name, **keys)
     log = self.log
     try:
-      return process.wait(timeout=120), log.read_text()
+      return process.wait(timeout=240), log.read_text()
     finally:
       process.kill()
       process.wait()
 
-  def wait_for(self, pattern, process, timeout=60):
+  def wait_for(self, pattern, process, timeout=240):
     """Waits until the newest run's output matches."""
     deadline = time.monotonic() + timeout
     while not re.search(pattern, text := self.log.read_text()):

@@ -20,6 +20,7 @@ DEFAULTS = {
   "dtype": "float32",
   "keep": 3,
   "pause": 0.0,  # seconds a step takes
+  "linger": 0.0,  # seconds between the begin of a save and the next step
   "end": "close",  # close, or after the last save: return, exception, sys.exit, all without closing anything
   "nan_at": -1,
   "backoff": 0.05,
@@ -125,6 +126,7 @@ def loop(keys, stop, run, manager, like, shardings, start, train_step) -> None:
       manager.poll()
       if manager.due(step) and manager.save(step, state, {"next": step}, finite=finite):
         saved = step
+        time.sleep(keys["linger"])
       if stop.should_stop(step):
         manager.save_and_wait(step, state, {"next": step}, finite=finite)
         raise stop.error(step, str(run.checkpoints / str(step)))

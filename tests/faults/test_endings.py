@@ -96,6 +96,6 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_threads_of_failed_saves_keep_nobody(train, tmp_path):
   command = [sys.executable, "-c", IN_THE_WAY, "train", *train.command("a", steps=2)[2:]]
-  done = subprocess.run(command, env=train.environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+  done = subprocess.run(command, env=train.environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
   assert done.returncode == 42, done
   assert "failed (3 of 3)" in done.stderr

@@ -78,7 +78,7 @@ def hangs_and_ends(train, process, disk, message):
   train.wait_for(message, process)
   train.wait_for(r"threads:\n(.*\n)*.*Thread 0x.*most recent call first", process)
   disk.thaw()
-  assert process.wait(timeout=60) == 42, train.log.read_text()
+  assert process.wait(timeout=240) == 42, train.log.read_text()
   assert "Traceback" not in train.log.read_text()
 
 
@@ -165,6 +165,6 @@ def test_a_step_that_never_ends(train):
       process.kill()
       pytest.skip("needs the right to trace a process")
     train.wait_for(r"error: step \d+ takes longer than 4 s \(watchdog_step_seconds\)(.*\n)*.*Thread 0x", process)
-  assert process.wait(timeout=60) == 42
+  assert process.wait(timeout=240) == 42
   assert "MainThread" in train.log.read_text()
   assert train.complete("a")

@@ -9,13 +9,12 @@ from conftest import assert_bitwise_equal
 
 
 def kill_in_save(runs, name, delay, **keys):
-  """Kills a run ``delay`` seconds after its next checkpoint directory appears; returns that step."""
+  """Kills a run ``delay`` seconds after its next checkpoint directory appears; it trains no step meanwhile."""
   before = set(runs.checkpoints(name).iterdir()) if runs.checkpoints(name).exists() else set()
-  process = runs.start(name, **keys)
-  deadline = time.monotonic() + 60
+  process = runs.start(name, linger=100, **keys)
+  deadline = time.monotonic() + 240
   while process.poll() is None and time.monotonic() < deadline:
-    new = set(runs.checkpoints(name).glob("*.saving-*")) - before
-    if new and "start " in runs.log.read_text():
+    if set(runs.checkpoints(name).glob("*")) - before and "start " in runs.log.read_text():
       time.sleep(delay)
       break
     time.sleep(0.0005)
@@ -27,8 +26,7 @@ def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
   """The step that was being written is never taken for one; the run ends as if nothing had happened."""
   for delay in (0.0, 0.02, 0.05, 0.1):
     complete = runs.complete("a")
-    kill_in_save(runs, "a", delay, pause=0.02)
-    # A fast machine gets further before the kill, and the oldest of the three that are kept make room.
+    kill_in_save(runs, "a", delay)
     assert not complete or max(runs.complete("a")) >= max(complete)
   # The leftover of one more killed save, as orbax leaves it, whatever the delays above happened to hit.
   (runs.checkpoints("a") / "29.saving-0a1b2c3d" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
@@ -46,23 +44,20 @@ def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
 def test_f02_f04_signals(runs, unbroken):
   """SIGTERM: exit 42; Ctrl-C: 130; both after a checkpoint, from which the run goes on. Twice: at once, without."""
   for number, code in ((signal.SIGTERM, 42), (signal.SIGINT, 130)):
-    process = runs.start("a", pause=0.1)
+    process = runs.start("a", pause=0.5)
     runs.wait_for(r"step \d+\n", process)
-    time.sleep(0.15)
     process.send_signal(number)
-    assert process.wait(timeout=30) == code, runs.log.read_text()
+    assert process.wait() == code, runs.log.read_text()
     text = runs.log.read_text()
     step = int(text.rpartition("\nstep ")[2].split()[0])
     assert f"error: stopped by {number.name} after step {step}, saved in {runs.checkpoints('a')}/{step}; to go on" in text
     assert runs.complete("a")[-1] == step
-  process = runs.start("a", pause=5)
+  process = runs.start("a", pause=100)
   runs.wait_for(r"step \d+\n", process)
   process.send_signal(signal.SIGTERM)
   runs.wait_for("stopping after this step", process)
-  begin = time.monotonic()
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=30) == 128 + signal.SIGTERM
-  assert time.monotonic() - begin < 2
+  assert process.wait(timeout=90) == 128 + signal.SIGTERM
   assert runs.complete("a")[-1] == step
   code, text = runs.run("a")
   assert code == 0, text

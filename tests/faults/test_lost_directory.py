@@ -17,7 +17,7 @@ def test_removed_while_it_trains(train):
   run = train.output_dir / "a"
   while run.exists():  # a step that is being saved may fall into the removal
     subprocess.run(["rm", "-rf", run], check=False)
-  assert process.wait(timeout=60) == 42, train.log.read_text()
+  assert process.wait(timeout=240) == 42, train.log.read_text()
   said = (
     rf"run directory {re.escape(str(run))}: (it was removed or renamed|its run.lock was removed) while this run was going on"
   )
@@ -56,7 +56,7 @@ def test_lost_and_brought_back(train, tmp_path):
 def test_restarted_without_progress(train):
   """Killed before its first checkpoint, again and again: the start after the last that is allowed ends for a person."""
   for _ in range(2):
-    process = train.start("a", max_restarts_without_progress=1)
+    process = train.start("a", max_restarts_without_progress=1, steps=1_000_000, checkpoint_interval=1_000_000)
     train.wait_for(r"model  ", process)
     process.kill()
     process.wait()
@@ -89,7 +89,7 @@ def test_taken_over_from_another_host(train, tmp_path):
   lock = run / "run.lock"
   lock.write_text(json.dumps({"host": "here", "pid": holder.pid, "started": "now", "command": "the second one"}))
   first.send_signal(signal.SIGCONT)
-  assert first.wait(timeout=60) == 42, log.read_text()
+  assert first.wait(timeout=240) == 42, log.read_text()
   holder.kill()
   holder.wait()
   assert "process" in log.read_text().rpartition("error: ")[2]

@@ -66,15 +66,15 @@ def test_f69_a_full_disk_under_metrics_events_and_report(train):
 @pytest.mark.slow
 def test_f69_what_waited_is_written_when_the_disk_has_room_again(train):
   run = train.output_dir / "a"
-  process = train.spawn("a", prefix=mounted(run, "64k"), steps=4000, checkpoint_interval=1000)
-  train.wait_for("metrics.jsonl: No space left on device", process, timeout=240)
+  process = train.spawn("a", prefix=mounted(run, "64k"), steps=1_000_000, checkpoint_interval=1000)
+  train.wait_for("metrics.jsonl: No space left on device", process)
   subprocess.run(["nsenter", "-t", str(process.pid), "-m", "mount", "-o", "remount,size=64m", "none", str(run)], check=True)
   there = Path(f"/proc/{process.pid}/root{run}")
   wait_for(lambda: b'"step": 300,' in (there / "metrics.jsonl").read_bytes(), process, "rows of the time after")
   steps = [row["step"] for row in rows(there, whole=False)]
   assert steps == list(range(1, len(steps) + 1))  # none is missing, none is there twice
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=120) == 42, train.log.read_text()
+  assert process.wait(timeout=240) == 42, train.log.read_text()
   assert "not written" not in train.log.read_text()
 
 
@@ -82,11 +82,11 @@ def test_f69_what_waited_is_written_when_the_disk_has_room_again(train):
 def test_a_disk_that_does_not_answer_holds_up_nothing(train):
   """A FIFO that nobody reads stands for a network disk that is away: open() does not return."""
   run = train.output_dir / "a"
-  process = train.start("a", steps=2000, checkpoint_interval=100, log_interval=1)
+  process = train.start("a", steps=1_000_000, checkpoint_interval=100, log_interval=1)
   train.wait_for(r"step +5 of", process)
   os.mkfifo(train.output_dir / "fifo")
   os.rename(train.output_dir / "fifo", run / "metrics.jsonl")  # in one step: a row may be written at any moment
-  train.wait_for(r"step +400 of", process, timeout=240)  # with checkpoints, which wait for rows on a disk that answers
+  train.wait_for(r"step +400 of", process)  # with checkpoints, which wait for rows on a disk that answers
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=240) == 42, train.log.read_text()
   text = train.log.read_text()
@@ -103,7 +103,7 @@ def test_a_reader_that_left_and_then_a_stop(train):
   process.stdout.close()
   wait_for(lambda: train.complete("a")[-1:] >= [30], process, "step 30")
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=120) == 42, train.log.read_text()
+  assert process.wait(timeout=240) == 42, train.log.read_text()
   text = train.log.read_text()
   assert text.startswith("standard output: Broken pipe; training goes on without it\n")
   (stopped,) = re.findall(r"^stopped by SIGTERM after step (\d+), saved in", text, re.MULTILINE)
@@ -152,7 +152,7 @@ def test_a_terminal_that_goes_away_is_a_stop(train):
   train.wait_for(r"step +5 of", process)
   for _ in range(2):  # the shell tells of it, and the kernel does
     process.send_signal(signal.SIGHUP)
-  assert process.wait(timeout=120) == 42, train.log.read_text()
+  assert process.wait(timeout=240) == 42, train.log.read_text()
   text = train.log.read_text()
   (step,) = re.findall(r"^stopped by SIGHUP after step (\d+), saved in", text, re.MULTILINE)
   assert train.complete("a")[-1] == int(step)
@@ -162,7 +162,7 @@ def test_a_terminal_that_goes_away_is_a_stop(train):
 @pytest.mark.slow
 def test_nohup_is_left_as_it_is(train):
   process = train.spawn("a", prefix=["nohup"], steps=300)
-  train.wait_for(r"step +5 of", process, timeout=240)
+  train.wait_for(r"step +5 of", process)
   process.send_signal(signal.SIGHUP)
   assert process.wait(timeout=240) == 0, train.log.read_text()
   assert "SIGHUP" not in train.log.read_text()
@@ -175,8 +175,8 @@ def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
   train.wait_for("(?m)^run ", process)
   begin = time.monotonic()
   process.send_signal(number)
-  assert process.wait(timeout=120) == code, train.log.read_text()
-  assert time.monotonic() - begin < 15  # here 0.2; a compilation takes more than a minute
+  assert process.wait(timeout=240) == code, train.log.read_text()
+  assert time.monotonic() - begin < 45  # here 0.2; a compilation takes more than a minute
   text = train.log.read_text()
   assert text.endswith(f"stopped by {number.name} before it trained a step; nothing was changed\n"), text
   assert "error:" not in text

@@ -51,7 +51,7 @@ def test_lost_checkpoints_are_no_fresh_start(train, a, lose):
   lose(a)
   before = files(a)
   process = train.spawn("a", **SHORT)
-  assert process.wait(timeout=60) == 2, train.log.read_text()
+  assert process.wait(timeout=240) == 2, train.log.read_text()
   text = train.log.read_text()
   assert "the checkpoints of this run are missing, training would start again at step 0" in text
   assert "metrics.jsonl: knows of step 20" in text

@@ -38,7 +38,7 @@ def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroke
       assert second == 2, text
       assert f"in use by process {process.pid} on " in text
     process.send_signal(number)
-    assert process.wait(timeout=60) == code, first.read_text()
+    assert process.wait(timeout=240) == code, first.read_text()
     text = first.read_text()
     step = train.complete("a")[-1]
     assert f"\nstopped by {number.name} after step {step}, saved in {train.checkpoints('a')}/{step}" in text

@@ -34,9 +34,7 @@ def test_all_come(port):
 
 
 def test_one_does_not_come(port):
-  began = time.monotonic()
-  first, other = all_of(port, (0, 3, {}), (1, 3, {}), seconds=0.5)
-  assert time.monotonic() - began < 10
+  first, other = all_of(port, (0, 3, {}), (1, 3, {}), seconds=2.0)
   for error in (first, other):
     assert isinstance(error, RetryableError)
     assert f"process 2 of 3 did not come to port {port}" in str(error)
@@ -59,7 +57,7 @@ def test_nobody_is_there(port):
   ],
 )
 def test_they_are_not_of_one_run(port, cards, said):
-  answers = all_of(port, *cards, seconds=20)
+  answers = all_of(port, *cards, seconds=60)
   assert all(isinstance(error, UserError) and said in str(error) for error in answers), answers
 
 
@@ -82,7 +80,7 @@ def test_strangers_are_left_alone(port):
       b'{"index": "1", "count": 2, "facts": {}}\n',
       b'{"index": 1, "count": 2, "facts": {"a": 1}}\n',
     ):
-      deadline = time.monotonic() + 10
+      deadline = time.monotonic() + 60
       while time.monotonic() < deadline:
         try:
           with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:

@@ -14,10 +14,10 @@ OTHERS = "meeting-0", "meeting-1"
 
 
 class Store:
-  """Holds what was put; ``silent`` answers no more, as one in a frozen process."""
+  """Holds what was put; ``silent`` answers no more, as one in a frozen process. The other one's heart beats at every look."""
 
   def __init__(self):
-    self.values, self.silent = {}, threading.Event()
+    self.values, self.silent, self.looks, self.other_lives = {}, threading.Event(), 0, True
 
   def key_value_set(self, key, value, *, allow_overwrite):
     if self.silent.is_set():
@@ -25,6 +25,9 @@ class Store:
     self.values[key] = value
 
   def key_value_dir_get(self, prefix):
+    self.looks += 1
+    if self.other_lives and "beat" in prefix:
+      self.values["maxtext_like/beat/0"] = str(self.looks)
     return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
 
   def blocking_key_value_get(self, key, milliseconds):
@@ -43,61 +46,67 @@ def store(monkeypatch):
 
 
 @pytest.fixture
-def heartbeat(monkeypatch, store):
+def heartbeat(store):
   told = []
-  heartbeat = Heartbeat(0.4, lambda *what: told.append(what))
+  heartbeat = Heartbeat(1.0, lambda *what: told.append(what))
   thread = threading.Thread(target=heartbeat._run, daemon=True)
-  beat = threading.Event()
-
-  def other_lives():
-    for number in range(1000):
-      if beat.wait(0.02):
-        return
-      store.values["maxtext_like/beat/0"] = str(number)
-
-  threading.Thread(target=other_lives, daemon=True).start()
   thread.start()
-  yield heartbeat, told, beat
+  yield heartbeat, told
   heartbeat._stop.set()
-  beat.set()
   thread.join(5)
+
+
+def wait_for(what):
+  deadline = time.monotonic() + 60
+  while not what():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def wait_longer_than_the_limit(store):
+  """Six periods, each a fifth of the limit; two looks in each."""
+  before = store.looks
+  wait_for(lambda: store.looks >= before + 12)
 
 
 def ends(store, code):
   store.values["maxtext_like/ended/0"] = json.dumps([code, "its disk is full"])
 
 
-def test_one_of_which_nothing_is_heard_is_lost(heartbeat):
-  _, told, other = heartbeat
-  time.sleep(1)
+def test_one_of_which_nothing_is_heard_is_lost(heartbeat, store):
+  _, told = heartbeat
+  wait_longer_than_the_limit(store)
   assert not told
-  other.set()
-  time.sleep(1)
-  assert told == [("process 0 (host here) is lost: nothing was heard of it for 0 s", 42)]
+  store.other_lives = False
+  wait_for(lambda: told)
+  assert told == [("process 0 (host here) is lost: nothing was heard of it for 1 s", 42)]
 
 
 def test_a_frozen_store_is_noticed(heartbeat, store):
-  _, told, _ = heartbeat
+  _, told = heartbeat
   store.silent.set()
-  time.sleep(1.5)
-  assert told == [("process 0 (host here), which holds the others together, is lost: it did not answer for 0 s", 42)]
+  wait_for(lambda: told)
+  assert told == [("process 0 (host here), which holds the others together, is lost: it did not answer for 1 s", 42)]
 
 
 def test_one_that_ends_badly_ends_this_one_with_its_code(heartbeat, store):
-  _, told, _ = heartbeat
+  _, told = heartbeat
   ends(store, 2)
-  time.sleep(1.5)
+  wait_for(lambda: told)
   assert told == [("process 0 (host here) ended: its disk is full", 2)]
 
 
 @pytest.mark.parametrize(("code", "leaves"), [(0, False), (42, True)])
 def test_one_that_is_done_does_not_end_the_last_writes_of_this_one(heartbeat, store, code, leaves):
-  beats, told, other = heartbeat
+  beats, told = heartbeat
   if leaves:
     beats.leave()
+  store.other_lives = False
   ends(store, code)
-  other.set()
-  time.sleep(1.5)
+  if leaves:
+    assert beats._verdict.wait(60)
+  else:
+    wait_longer_than_the_limit(store)
   assert not told
 
 

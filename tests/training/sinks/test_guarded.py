@@ -9,7 +9,7 @@ from maxtext_like.training.sinks import guarded
 from maxtext_like.training.sinks.guarded import Guarded
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline, "it never happened"

@@ -2,7 +2,6 @@
 
 import io
 import os
-import time
 
 import pytest
 
@@ -59,10 +58,8 @@ def test_a_reader_that_sleeps_holds_up_nobody_and_gets_all_when_it_wakes(pipe, m
   monkeypatch.setattr(guarded, "WAITING", 10_000)
   out = Output(stream)
   lines = [f"{i:0100}\n" for i in range(2000)]  # 200 KB; the pipe takes 64
-  begin = time.monotonic()
-  for line in lines:
+  for line in lines:  # nobody reads until all were taken
     out.write(line)
-  assert time.monotonic() - begin < 5
   got = b""
   while len(got) < 2000 * 101:
     got += os.read(read, 65536)
