@@ -36,9 +36,9 @@ class Run(Saved):
   @property
   def metrics(self) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, one for each step: "step", "loss", "grad_norm", ..."""
-    from maxtext_like.training.sinks.metrics import METRICS, read
+    from maxtext_like.training.sinks.metrics import METRICS, by_step, read
 
-    return read(copy_file(f"{self.url}/{METRICS}") if self.url else self.directory / METRICS)
+    return by_step(read(copy_file(f"{self.url}/{METRICS}") if self.url else self.directory / METRICS))
 
   @property
   def checkpoint(self) -> "Path | Place | None":
@@ -46,6 +46,14 @@ class Run(Saved):
     from maxtext_like.checkpoint.weight_sources import find_step, located
 
     return find_step(located(self.place))
+
+  @property
+  def best(self) -> "Path | Place | None":
+    """The checkpoint with the lowest held-out loss, of a run with ``keep_best``; None: there is none."""
+    from maxtext_like.checkpoint.best import NAME
+    from maxtext_like.checkpoint.weight_sources import find_step, located
+
+    return find_step(located(self.place) / "checkpoints" / NAME)
 
   def load(self, *overrides: str, **keys: Any) -> "Pretrained":
     """What was trained; see ``maxtext_like.load``."""

@@ -18,6 +18,8 @@ _STATE_KEYS = frozenset(
   {"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"}
   | {f"adapter.{key}" for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules")}
 )
+# What says how long a run is.
+_LENGTH_KEYS = frozenset({"training.steps", "training.early_stopping_patience", "training.early_stopping_threshold"})
 # What ``vision:`` says about the data, not about the tower.
 _VISION_DATA = frozenset({"image_placeholder", "images_field", "max_images_per_row"})
 _SHOWN = 12
@@ -62,7 +64,7 @@ def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
     {name: values.get(name, {}) for name in ("model", "vision", "precision", "training", "adapter")}
     for values in (saved, current)
   ]
-  return all(key == "training.steps" for key, _, _ in differences(*parts))
+  return all(key in _LENGTH_KEYS for key, _, _ in differences(*parts))
 
 
 def _table(changes: Iterable[tuple[str, Any, Any]]) -> str:

@@ -35,6 +35,7 @@ from typing import Any
 
 from maxtext_like import atomic
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
 from maxtext_like.checkpoint.remote_steps import RemoteSteps
@@ -201,7 +202,15 @@ class CheckpointManager:
     """A save is still being written."""
     return self._pending is not None and self._pending.thread.is_alive()
 
-  def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, finite: Any = True) -> bool:
+  def save(
+    self,
+    step: int,
+    state: Any,
+    extra: dict[str, Any] | None = None,
+    *,
+    finite: Any = True,
+    best: tuple[int, float] | None = None,
+  ) -> bool:
     """Starts to save ``state`` after ``step`` finished steps; returns as soon as the arrays may be changed or donated.
 
     Args:
@@ -209,6 +218,7 @@ class CheckpointManager:
       state: nested dicts, optax states and None over arrays.
       extra: JSON values stored with the step (position in the data, versions of the tokenizer, ...).
       finite: bool or boolean scalar array from the compiled step: every array of the state is finite.
+      best: the step with the lowest held-out loss, which is named in ``best.json`` and never dropped, and that loss.
 
     Returns:
       Whether a save was started (or the step is already there). False when the state is not finite, when the save
@@ -247,7 +257,7 @@ class CheckpointManager:
       versions=manifest.versions(),
       run=self._run,
     )
-    pending = PendingSave(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())))
+    pending = PendingSave(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())), best=best)
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     self._saves += 1
@@ -327,7 +337,12 @@ class CheckpointManager:
       with self._watch("save", "the removal of old checkpoints"):
         if self._mirror is not None and isinstance(self._steps, StepDirectories):
           self._mirror.offer(self._steps.path(pending.step))
-        self._steps.drop_old(self._max_to_keep, self._mirror.needed if self._mirror is not None else ())
+        spare = set(self._mirror.needed) if self._mirror is not None else set()
+        if pending.best is not None:
+          spare.add(pending.best[0])
+          if named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
+            name_best(self.directory, *pending.best)
+        self._steps.drop_old(self._max_to_keep, spare)
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
 
@@ -423,7 +438,15 @@ class CheckpointManager:
     self._take_note()
     return self.statistics.failures == failures
 
-  def save_and_wait(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, finite: Any = True) -> bool:
+  def save_and_wait(
+    self,
+    step: int,
+    state: Any,
+    extra: dict[str, Any] | None = None,
+    *,
+    finite: Any = True,
+    best: tuple[int, float] | None = None,
+  ) -> bool:
     """The save at the end of a run: waits, tries again with back-off, and returns only with the step on the disk.
 
     Returns:
@@ -438,7 +461,7 @@ class CheckpointManager:
     while True:
       if not bool(finite):
         return self.save(step, state, extra, finite=False)
-      if self.save(step, state, extra) and self.wait():
+      if self.save(step, state, extra, best=best) and self.wait():
         return True
       if self._retry_at is not None:
         time.sleep(max(0.0, self._retry_at - time.monotonic()))

@@ -26,6 +26,7 @@ class PendingSave:
 
   step: int
   needed_bytes: int
+  best: tuple[int, float] | None = None  # step that is kept for its held-out loss, and that loss
   error: BaseException | None = None
   write_seconds: float = 0.0
   hash_seconds: float = 0.0

@@ -12,6 +12,8 @@ from typing import Any
 
 from maxtext_like import local_copies
 from maxtext_like.checkpoint import accompanying_files, manifest
+from maxtext_like.checkpoint.best import NAME as BEST
+from maxtext_like.checkpoint.best import named_best
 from maxtext_like.checkpoint.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.config import hub
@@ -50,6 +52,8 @@ def _is_object(place: Place) -> bool:
 def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
   """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none.
 
+  ``checkpoints/best`` of a run is the step that it names as its best.
+
   Raises:
     UserError: the run has a step under another's name.
     RetryableError: a store does not answer.
@@ -59,6 +63,8 @@ def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
     return found
   if (directory / manifest.FILE_NAME).is_file():
     return directory
+  if directory.name == BEST and (step := named_best(directory.parent)) is not None:
+    return directory.parent / str(step) if StepDirectories(directory.parent).has(step) else None
   for place in (directory / "checkpoints", directory):
     if not place.is_dir():
       continue
@@ -73,6 +79,9 @@ def _find_in_store(directory: Place) -> Place | None:
   if _is_object(directory / manifest.FILE_NAME):
     return directory
   try:
+    if directory.name == BEST and (step := named_best(directory.parent)) is not None:
+      best = RemoteSteps(directory.parent)
+      return best.path(step) if best.has(step) else None
     for place in (directory / "checkpoints", directory):
       steps = RemoteSteps(place)
       for number in reversed(steps.numbered()):

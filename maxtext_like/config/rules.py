@@ -63,6 +63,20 @@ def cross_problems(
       ("spike_factor", "enable_checkpointing"),
       "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
     )  # fmt: skip
+  for key, value in {
+    "early_stopping_patience": config.training.early_stopping_patience,
+    "keep_best": config.checkpoint.keep_best,
+  }.items():
+    if value and not config.data.eval_interval:
+      yield Problem(
+        f"{key} = {_shown(value)} without eval_interval: nothing evaluates", (key, "eval_interval"),
+        "set the steps between evaluations, as in eval_interval=100",
+      )  # fmt: skip
+  if config.checkpoint.keep_best and not config.checkpoint.enable_checkpointing:
+    yield Problem(
+      "keep_best = true with enable_checkpointing: false", ("keep_best", "enable_checkpointing"),
+      "there are no checkpoints: leave one of them out",
+    )  # fmt: skip
   profile, steps = config.logging.profile_steps, config.training.steps
   if profile is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
     yield Problem(f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), "name steps of the run")

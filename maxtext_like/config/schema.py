@@ -67,6 +67,8 @@ class TrainingConfig(Checked):
   spike_factor: float
   spike_window: int
   max_spike_rollbacks: int
+  early_stopping_patience: int
+  early_stopping_threshold: float
   loss_scale_init: float
 
   def problems(self) -> Iterator[Problem]:
@@ -89,6 +91,13 @@ class TrainingConfig(Checked):
     for name in ("adam_b1", "adam_b2", "sgd_momentum"):
       if not 0 <= getattr(self, name) < 1:
         yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
+    yield from at_least(self, 0, "early_stopping_patience", "early_stopping_threshold")
+    if self.early_stopping_threshold > 0 and not self.early_stopping_patience:
+      yield Problem(
+        f"early_stopping_threshold = {self.early_stopping_threshold} without early_stopping_patience: nothing stops early",
+        ("early_stopping_threshold", "early_stopping_patience"),
+        "set the evaluations to wait for a better one, as in early_stopping_patience=3",
+      )  # fmt: skip
     if self.lr_schedule_type == "wsd" and self.warmup_steps_fraction + self.wsd_decay_steps_fraction > 1:
       yield Problem(
         f"warmup_steps_fraction = {self.warmup_steps_fraction} and wsd_decay_steps_fraction = "
@@ -260,6 +269,7 @@ class CheckpointConfig(Checked):
   enable_checkpointing: bool
   checkpoint_interval: int
   max_to_keep: int
+  keep_best: bool
   async_checkpointing: bool
   resume: bool
   allow_dtype_change: bool

@@ -1,5 +1,6 @@
 """The held-out loss of a run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ class Evaluation:
     self._compiled: Any = None
 
   def __call__(self, params: Any) -> dict[str, float] | None:
-    """The losses of these parameters: "eval_loss" over all targets, "eval_loss/web" over those of a source.
+    """The losses of these parameters: "eval_loss" over all targets, "eval_loss/web" over those of a source; and
+    "eval_perplexity" likewise, the exponential of each.
 
     None when a stop was asked for before they were there.
     """
@@ -48,7 +50,8 @@ class Evaluation:
       return None
     means = {f"eval_loss/{name}": loss / max(count, 1) for name, (loss, count) in found.items() if name}
     loss, count = (sum(part) for part in zip(*found.values(), strict=True))
-    return {"eval_loss": loss / max(count, 1)} | means
+    losses = {"eval_loss": loss / max(count, 1)} | means
+    return losses | {name.replace("loss", "perplexity", 1): perplexity(loss) for name, loss in losses.items()}
 
   def _sums(self, params: Any, data: DataSource) -> tuple[float, int]:
     """Losses and targets of one source, added up. StopAsked where a stop was asked for."""
@@ -62,3 +65,8 @@ class Evaluation:
         jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
     losses, counts = zip(*jax.device_get(sums), strict=True)
     return float(np.sum(losses, dtype=np.float64)), int(np.sum(counts))
+
+
+def perplexity(loss: float) -> float:
+  """The exponential of a loss; infinite where float64 ends."""
+  return math.exp(loss) if loss < 700 else math.inf

@@ -17,6 +17,7 @@ from maxtext_like.data.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote, require_usable
 from maxtext_like.training import standing
+from maxtext_like.training.best import stopped_early
 from maxtext_like.training.remote_run_directory import RemoteRunDirectory
 from maxtext_like.training.run_directory import RunDirectory
 
@@ -50,8 +51,10 @@ def first_look(loaded: Loaded) -> str | None:
   if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
     current = compatibility.record(config)
     compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
-    if stands.newest >= config.training.steps and not mirrored and compatibility.surely_same_arrays(stored.config, current):
-      return finished_line(directory.shown, stands.newest, config.training.steps)
+    early = stopped_early(stored.extra, stands.newest, config.training)
+    over = early is not None or stands.newest >= config.training.steps
+    if over and not mirrored and compatibility.surely_same_arrays(stored.config, current):
+      return finished_line(directory.shown, stands.newest, early, config.training.steps)
   if not remote and (reason := _unusable(directory.path)) is not None:
     raise UserError(
       f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
@@ -59,8 +62,10 @@ def first_look(loaded: Loaded) -> str | None:
   return None
 
 
-def finished_line(run: str, step: int, steps: int) -> str:
-  """What a finished run says."""
+def finished_line(run: str, step: int, early: str | None, steps: int) -> str:
+  """What a finished run says; ``early``: why it ended before its last step, if it did."""
+  if early is not None and step < steps:
+    return f"{run}: {early}; raise early_stopping_patience to go on"
   return f"{run}: already at step {step} of {steps}; raise steps to go on"
 
 

@@ -21,6 +21,8 @@ from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.sharding import processes
 from maxtext_like.training import memory
+from maxtext_like.training.best import EXTRA as BEST
+from maxtext_like.training.best import Best
 from maxtext_like.training.changes import batch_of
 from maxtext_like.training.finiteness import FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
@@ -99,6 +101,9 @@ class Loop:
     finite: the newest metrics show a finite state.
     goodput: clock of this life.
     spikes: of the loss; off unless given.
+    best: watches the evaluations; None: nobody asks which was best.
+    finished: steps that are.
+    stopped_early: why the run ended before its last step; None: it did not.
     profile: traces some steps; None: none.
   """
 
@@ -122,6 +127,9 @@ class Loop:
   finite: bool = True
   goodput: Goodput = field(default_factory=Goodput)
   spikes: Spikes | None = None
+  best: Best | None = None
+  finished: int = field(default=0, init=False)
+  stopped_early: str | None = field(default=None, init=False)
   profile: Profile | None = None
   _known: Any = field(default=None, init=False)
   _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
@@ -129,7 +137,6 @@ class Loop:
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
-  _finished: int = field(default=0, init=False)
   _spiked: tuple[_Launched, Spike] | None = field(default=None, init=False)
   _unsaved_seconds: float = field(default=0.0, init=False)
 
@@ -142,7 +149,7 @@ class Loop:
       RetryableError: checkpoints keep failing.
       UserError, RetryableError: the data's own, as of a file that has gone; the finished steps are saved before.
     """
-    self._finished = start
+    self.finished = start
     self.stop.training = True
     try:
       if self.profile is not None:
@@ -163,8 +170,11 @@ class Loop:
     self._last_end = time.perf_counter()
     step = start
     self._stop_if_asked(step)
+    self._evaluate_late(step)
     with self.watchdog.watch("first_step", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
-      while step < t.steps:  # never one batch too many: what is drawn counts as trained on in the next checkpoint
+      while step < t.steps and not self._is_enough(
+        step
+      ):  # never one batch too many: what is drawn counts as trained on in the next checkpoint
         if self.profile is not None and self.profile.starts(step + 1):
           self._settle()
           self.profile.start()
@@ -178,7 +188,7 @@ class Loop:
           continue
         metrics = self._launch(batch)
         step += 1
-        self._finished = step
+        self.finished = step
         if self._settle():  # the step before was taken again, so this one did nothing
           metrics = self._launch(batch)
         if (back := self._go_back()) is not None:
@@ -196,7 +206,7 @@ class Loop:
         traced = self.profile is not None and self.profile.ends(step)
         # After the first step too: whoever started the run waits for this line.
         if evaluating or sampling or saving or last or traced or step in (start + 1, t.steps) or self.stop.should_stop(step):
-          self._settle(self.evaluate if evaluating else None)
+          self._settle(evaluating)
           if (back := self._go_back()) is not None:
             step = back
             continue
@@ -207,17 +217,56 @@ class Loop:
           self._write_samples(step)
         if self.manager is not None:
           self.manager.poll()
-          if saving and step < t.steps:
+          found = self._keeps_best and self.best is not None and self.best.step == step
+          if (saving or found) and step < t.steps:
             with self.goodput.phase("save"):
               self._flush()
               self._look_before_save(step)
-              self.manager.save(step, self.program.stored(self.state), self._extra(), finite=self.finite)
+              if found:
+                self.manager.wait()  # a step that is due may be passed over for one that is being written, the best not
+              state, extra = self.program.stored(self.state), self._extra()
+              self.manager.save(step, state, extra, finite=self.finite, best=self._best_to_keep())
               self._unsaved_seconds = 0.0
             self._last_end = time.perf_counter()
         if step < t.steps:
           self._stop_if_asked(step)
         self.watchdog.again("step", f"step {step + 1}")
     self._save_and_wait(step)
+
+  @property
+  def _keeps_best(self) -> bool:
+    return self.program.config.checkpoint.keep_best
+
+  def _best_to_keep(self) -> tuple[int, float] | None:
+    """The best step and its loss, where checkpoints are kept for that."""
+    if not self._keeps_best or self.best is None or self.best.step is None:
+      return None
+    return self.best.step, self.best.loss
+
+  def _is_enough(self, step: int) -> bool:
+    """Whether the run has waited long enough for a better evaluation."""
+    if self.best is None or not self.best.exhausted:
+      return False
+    self.stopped_early = self.best.why_stopped(step, self.program.config.training.steps)
+    return True
+
+  def _evaluate_late(self, step: int) -> None:
+    """The evaluation that a stop kept the life before this one from: without it patience would count otherwise."""
+    if self.best is None or self.evaluate is None or not step or step % self.program.config.data.eval_interval:
+      return
+    if self.best.evaluated != step and (held_out := self._evaluated(step)):
+      self.files.row({"step": step} | held_out)
+    self._last_end = time.perf_counter()
+
+  def _evaluated(self, step: int) -> dict[str, float]:
+    """The held-out losses after a step; none when a stop was asked for."""
+    if self.evaluate is None:
+      return {}
+    with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
+      held_out = self.evaluate(self.state["params"]) or {}
+    if held_out and self.best is not None:
+      self.best.look(step, held_out["eval_loss"])
+    return held_out
 
   def _launch(self, batch: Batch) -> Metrics:
     """Starts a step."""
@@ -257,6 +306,8 @@ class Loop:
     if self.spikes is not None:
       self.spikes.documents = self.data.counts()["documents"]
       extra[SPIKES] = self.spikes.get_state()
+    if self.best is not None:
+      extra[BEST] = self.best.get_state()
     if self.base is not None:
       extra[BASE] = self.base.to_json()
     return extra
@@ -303,8 +354,10 @@ class Loop:
     self.state, self._known, self._pending, self.finite = self.program.completed(restored.state, below), None, None, True
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
+    if self.best is not None:
+      self.best.set_state(restored.extra.get(BEST), to)
     self.files.rewind(to)
-    self._finished, self._unsaved_seconds, self._last_end = to, 0.0, time.perf_counter()
+    self.finished, self._unsaved_seconds, self._last_end = to, 0.0, time.perf_counter()
     return to
 
   def _keep_finished(self) -> None:
@@ -313,7 +366,7 @@ class Loop:
     Raises:
       NonFiniteError: the last of them shows that the state is not fit to be kept.
     """
-    step = self._finished
+    step = self.finished
     if processes.count() > 1:
       return  # the others may be elsewhere, and a save needs all
     if self.manager is None or step in (0, *self.manager.complete_steps()):
@@ -351,7 +404,8 @@ class Loop:
       if self.manager is None:
         return None
       self._look_before_save(step)
-      if not self.manager.save_and_wait(step, self.program.stored(self.state), self._extra(), finite=self.finite):
+      state, extra, best = self.program.stored(self.state), self._extra(), self._best_to_keep()
+      if not self.manager.save_and_wait(step, state, extra, finite=self.finite, best=best):
         return None
     return str(self.manager.directory / str(step))
 
@@ -390,8 +444,11 @@ class Loop:
       return  # the loop asks for itself
     self._last_end = time.perf_counter()
 
-  def _settle(self, evaluate: Callable[[Any], dict[str, float] | None] | None = None) -> bool:
+  def _settle(self, evaluating: bool = False) -> bool:
     """Waits for the step under way, and writes and shows what it gave.
+
+    Args:
+      evaluating: the held-out losses too.
 
     Returns:
       Whether it had to be taken again: a step that was started since did nothing.
@@ -405,7 +462,7 @@ class Loop:
       host = jax.device_get(self._again(launched))
       host.pop("usual")
       end = time.perf_counter()
-    if step == self._finished and self.stop.requested is not None:  # no step after it
+    if step == self.finished and self.stop.requested is not None:  # no step after it
       self.watchdog.leave()
     seconds, self._last_end = end - begin, end
     # While the device works on a step, the host may wait for the next batch for nothing.
@@ -432,11 +489,11 @@ class Loop:
       row["spike_rollbacks"] = self.spikes.rollbacks
       if not scalars["skipped"] and (spike := self.spikes.look(step, scalars["loss"])) is not None:
         self._spiked = launched, spike
-    if evaluate is not None and self.finite and self._spiked is None:
+    if evaluating and self._spiked is not None and self.best is not None:
+      self.best.evaluated = step  # it is passed over, for good
+    if evaluating and self.finite and self._spiked is None:
       try:
-        with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
-          held_out = evaluate(self.state["params"])
-        row |= held_out or {}
+        row |= self._evaluated(step)
       except ExitError as raised:
         failure = raised  # the step is finished all the same, and its row is due
       self._last_end = time.perf_counter()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from maxtext_like.checkpoint.best import NAME as BEST
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.checkpoint.weight_sources import located, require_source
@@ -27,6 +28,7 @@ from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.batches import open_data
+from maxtext_like.training.best import Best
 from maxtext_like.training.evaluation import Evaluation
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.first_look import finished_line, run_directory
@@ -39,12 +41,12 @@ from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.progress import Progress, Shown, duration
 from maxtext_like.training.restarts import Restarts
-from maxtext_like.training.run_checkpoints import finished_step, open_manager, open_mirror
+from maxtext_like.training.run_checkpoints import finished, open_manager, open_mirror
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
-from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, read
+from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read
 from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.start import Start, prepare
@@ -201,8 +203,8 @@ class _Run:
     manager, path = opened.manager, self._directory.path
     if manager is None:
       return None
-    if (done := finished_step(opened.program, manager)) is not None:
-      return finished_line(self._directory.shown, done, self._config.training.steps)
+    if (done := finished(opened.program, manager)) is not None:
+      return finished_line(self._directory.shown, *done, self._config.training.steps)
     if (newest := manager.latest_complete()) is not None:
       chosen_tokenizer.require_same(manager.directory / str(newest), opened.data)
     manager.preflight(opened.program.abstract_stored)
@@ -215,8 +217,10 @@ class _Run:
     """The loop with its state, what the report is made of, and the number of finished steps."""
     c, program, directory, say = self._config, opened.program, self._directory, self._progress.say
     spikes = Spikes(c.training) if c.training.spike_factor else None
+    watched = c.checkpoint.keep_best or c.training.early_stopping_patience
+    best = Best.of(c.training) if watched else None
     begun: Start = self._stop.interruptible(lambda: prepare(
-      program, opened.manager, opened.data, self._progress, self._goodput, spikes,
+      program, opened.manager, opened.data, self._progress, self._goodput, spikes, best,
       lambda what: self._watchdog.watch("read", what, thread=self._thread),
     ))  # fmt: skip
     files: RunFiles = NoFiles()
@@ -259,6 +263,7 @@ class _Run:
       watchdog=self._watchdog,
       goodput=self._goodput,
       spikes=spikes,
+      best=best,
       profile=Profile(profiled, directory.path, say, traces=processes.primary()) if profiled else None,
     )
     return loop, _Page(directory.path, guard, config_yaml, env), begun.step
@@ -270,7 +275,11 @@ class _Run:
     try:
       loop.run(start)
       self._heartbeat.leave()
-      outcome = f"finished: {steps} steps, {steps - start} of them now, in {duration(time.monotonic() - begin)}"
+      done = steps if loop.stopped_early is None else loop.finished
+      how = f"{steps} steps" if loop.stopped_early is None else f"{loop.stopped_early}; {done} steps"
+      outcome = f"finished: {how}, {done - start} of them now, in {duration(time.monotonic() - begin)}"
+      if (best := loop.best) is not None and best.step is not None and self._config.checkpoint.keep_best:
+        self._progress.say(f"best    eval loss {best.loss:.4f} after step {best.step}, in {self._directory.checkpoints / BEST}")
     except ExitError as error:
       if isinstance(error, StoppedRunError) or not isinstance(error, RetryableError):  # all end so, or have nothing to wait for
         self._heartbeat.leave()
@@ -319,7 +328,7 @@ class _Page:
     return report.render(
       name=self.directory.name,
       outcome=self.outcome,
-      rows=read(self.directory / METRICS),
+      rows=by_step(read(self.directory / METRICS)),
       samples=read(self.directory / SAMPLES),
       finiteness=self.guard.report,
       config_yaml=self.config_yaml,

@@ -10,6 +10,7 @@ from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.training import standing
+from maxtext_like.training.best import stopped_early
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
 from maxtext_like.training.run_directory import RunDirectory
@@ -60,18 +61,23 @@ def open_manager(
   )
 
 
-def finished_step(program: TrainProgram, manager: CheckpointManager) -> int | None:
-  """The newest complete step, when it is the last of the configuration or beyond; None when there is work to do.
+def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, str | None] | None:
+  """The newest complete step, when it is the last of the configuration or beyond, or the run has stopped early there, and why
+  it did; None when there is work to do.
 
   Raises:
     UserError: the directory belongs to another model.
   """
   newest, config = manager.latest_complete(), program.config
-  if newest is None or newest < config.training.steps:
+  if newest is None:
     return None
   path = manager.directory / str(newest)
+  stored = manifest.read(path)
+  early = stopped_early(stored.extra, newest, config.training)
+  if newest < config.training.steps and early is None:
+    return None
   restore.check(
-    path, manifest.read(path), flatten(program.abstract_stored),
+    path, stored, flatten(program.abstract_stored),
     config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
   )  # fmt: skip
-  return newest
+  return newest, early

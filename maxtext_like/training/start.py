@@ -16,6 +16,8 @@ from maxtext_like.checkpoint.restore import Restored
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.data.loader import DataSource
 from maxtext_like.masking import masked
+from maxtext_like.training.best import EXTRA as BEST
+from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights
@@ -52,9 +54,10 @@ def prepare(
   progress: Progress,
   goodput: Goodput,
   spikes: Spikes | None,
+  best: Best | None,
   reading: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> Start:
-  """Restores, reads or draws the state, and compiles meanwhile; data and spikes go on from where the state was saved.
+  """Restores, reads or draws the state, and compiles meanwhile; data, spikes and best go on from where the state was saved.
 
   What it reads is read inside ``reading(what)``.
   """
@@ -68,6 +71,8 @@ def prepare(
         data.set_state(restored.extra["data"], accept_changes=program.config.checkpoint.allow_data_change)
       if spikes is not None:
         spikes.set_state(restored.extra.get(SPIKES))
+      if best is not None:
+        best.set_state(restored.extra.get(BEST), restored.step)
     with goodput.phase("restore"), reading("the reading of weights"):
       below = None if restored is None or program.adapter is None else base_weights(program, restored)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.

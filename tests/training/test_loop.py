@@ -102,7 +102,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
   Loop(
     program, parts.get("device", Device()).step, look, state, data, given["evaluate"], given["sample"], given["manager"], files,
-    quiet, stop, guard, 1.0, None, profile=given.get("profile"),
+    quiet, stop, guard, 1.0, None, profile=given.get("profile"), best=given.get("best"),
   ).run(0)  # fmt: skip
   return files
 

@@ -17,7 +17,7 @@ from maxtext_like.training.sinks.metrics import Row
 
 DIRECTORY = "tensorboard"
 _PERF = ("step_seconds", "tokens_per_second", "data_seconds", "tflops_per_device", "mfu", "memory_gb", "memory_peak_gb")
-_TAGS = {"eval_loss": "eval/loss"} | {name: f"perf/{name}" for name in _PERF}
+_TAGS = {"eval_loss": "eval/loss", "eval_perplexity": "eval/perplexity"} | {name: f"perf/{name}" for name in _PERF}
 
 
 class Events:
@@ -65,14 +65,13 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
     tag = (
       name
       if name.startswith("numerics/")
-      else _TAGS.get(name, f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_loss/") else f"train/{name}")
+      else _TAGS.get(name, f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}")
     )
     layers = {f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
     yield from ((tag, number) for tag, number in layers.items() if number is not None)
-  # Beside other terms the loss is not the cross entropy.
-  for group, loss in (("train", row.get("cross_entropy", row.get("loss"))), ("eval", row.get("eval_loss"))):
-    if loss is not None and loss < 700:  # e^700 is near float64's limit
-      yield f"{group}/perplexity", math.exp(loss)
+  loss = row.get("cross_entropy", row.get("loss"))  # beside other terms the loss is not the cross entropy
+  if loss is not None and loss < 700:  # e^700 is near float64's limit
+    yield "train/perplexity", math.exp(loss)
 
 
 def _start(step: int) -> bytes:

@@ -40,6 +40,15 @@ def read(path: Path) -> list[Row]:
   return rows
 
 
+def by_step(rows: list[Row]) -> list[Row]:
+  """Lines of metrics.jsonl as one row for each step: what came later of a step, as an evaluation that a stop had kept the run
+  from, has a line of its own in the file."""
+  merged: dict[int, Row] = {}
+  for row in rows:
+    merged[row["step"]] = merged.get(row["step"], {}) | row
+  return list(merged.values())
+
+
 def keep_until(path: Path, step: int) -> list[Row]:
   """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
 

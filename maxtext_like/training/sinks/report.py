@@ -4,6 +4,7 @@ import json
 from html import escape
 from typing import Any
 
+from maxtext_like.training.evaluation import perplexity
 from maxtext_like.training.finiteness import CHECKS, Report
 from maxtext_like.training.goodput import PHASES, shares
 from maxtext_like.training.progress import duration
@@ -75,6 +76,7 @@ def render(
     f"<p class=facts>{escape(_facts(rows))}</p>",
     *(f"<p class=bad>{escape(line)}</p>" for line in unwritten or []),
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
+    _evaluation(rows),
     _time(goodput),
     _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",
@@ -104,6 +106,23 @@ def _facts(rows: list[Row]) -> str:
   totals = {word: sum(r.get(key) or 0 for r in rows) for key, word in words.items()}
   facts += [f"{total:,.0f} {word}" for word, total in totals.items() if total]
   return ", ".join(facts)
+
+
+def _evaluation(rows: list[Row]) -> str:
+  """The held-out losses of each source: the lowest and the last; nothing where nothing was evaluated."""
+  names = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_loss"))
+  lines = []
+  for name in names:
+    found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+    if not found:
+      continue
+    (lowest, at), (last, _) = min(found), found[-1]
+    source = name.partition("/")[2] or "all"
+    lines.append(f"<tr><td>{escape(source)}<td>{lowest:.4f}<td>{at}<td>{last:.4f}<td>{perplexity(last):.4g}<td>{len(found)}")
+  if not lines:
+    return ""
+  head = "<tr><th>source<th>lowest loss<th>after step<th>last loss<th>its perplexity<th>evaluations"
+  return f"<h2>Evaluation</h2><table>{head}{''.join(lines)}</table>"
 
 
 def _time(goodput: dict[str, Any] | None) -> str:

@@ -30,6 +30,8 @@ def test_a_row_is_one_event_with_a_tag_for_each_number_and_each_layer(tmp_path):
     "cross_entropy": 1.0,
     "eval_loss": 0.0,
     "eval_loss/web": 3.5,
+    "eval_perplexity": 1.0,
+    "eval_perplexity/web": None,
     "mfu": 0.5,
     "memory_gb": 3.0,
     "epoch": 0.25,
