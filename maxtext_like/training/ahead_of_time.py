@@ -159,6 +159,7 @@ _DUMP = "xla_dump_to"
 
 
 def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
+  from maxtext_like.layers.expert_parallel import SLACK
   from maxtext_like.training.flops import train_flops
   from maxtext_like.training.roofline import kernel_flops, roofline
 
@@ -166,7 +167,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   assert chip is not None
   length = program.config.training.max_target_length
   decoder = program.model.decoder
-  flops = compiled.flops(kernel_flops(decoder))
+  flops = compiled.flops(kernel_flops(decoder, SLACK if program.model.ways("expert") > 1 else 1.0))
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, length) / topology.chips
   moved, transfers = compiled.memory_bytes(), tuple(compiled.transfers(topology.chips_of_slice))
   bounds = roofline(

@@ -11,6 +11,7 @@ from typing import Any
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
+from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.training.chips import Chip, links_of
 from maxtext_like.training.compiled_program import Array, Operation, Transfer
 from maxtext_like.training.flops import visible_pairs
@@ -71,9 +72,14 @@ def roofline(
   )
 
 
-def kernel_flops(decoder: Decoder) -> Callable[[Operation, list[Array]], float]:
+def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation, list[Array]], float]:
   """FLOPs of a call of a kernel, which a compiler does not look into: attention's of the pairs that its layer's mask leaves,
-  a grouped product's of its rows."""
+  a grouped product's of all rows that it may come to work on.
+
+  Args:
+    decoder: the model.
+    padding: of experts' rows, how many times as many as an even load has are there.
+  """
   windows = {}
   for s in decoder.stacks:
     for j, layer in enumerate(s.layers):
@@ -90,9 +96,11 @@ def kernel_flops(decoder: Decoder) -> Callable[[Operation, list[Array]], float]:
         return 2.0 * kernel.products(name) * math.prod(heads) * size * visible_pairs(length, window)
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
     rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))
-    if target and "ragged" in op.name + op.text and rows and weights:
-      return 2.0 * rows[0].shape[0] * weights[0].size / weights[0].shape[0]
-    return 0.0
+    by = next((k for k in map(grouped.kernel, grouped.NAMES) if k.called(op.path, op.name)), None)
+    if not target or by is None or not rows or not weights:
+      return 0.0
+    real = int(rows[0].shape[0] / padding) if by.skips else rows[0].shape[0]
+    return 2.0 * by.rows(real, weights[0].shape[0]) * weights[0].size / weights[0].shape[0]
 
   return of
 

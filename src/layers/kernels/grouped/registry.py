@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["ragged_dot", "tiles"]
+Name = Literal["pallas_tpu", "ragged_dot", "tiles"]
 NAMES: tuple[Name, ...] = get_args(Name)
 """In the order in which "auto" prefers them, where they do no more than the useful work."""
 
-Choice = Literal["auto", "ragged_dot", "tiles"]
+Choice = Literal["auto", "pallas_tpu", "ragged_dot", "tiles"]
 """What a configuration may ask for."""
 
 
@@ -42,13 +42,21 @@ class GroupedKernel:
     refuses: why it cannot do a case; empty where it can.
     avoided: why "auto" takes another kernel for a case that this one can do; empty where it is the choice.
     run: (x [M, D], w [G, D, F], sizes int32 [G], ``jax.lax.Precision``) -> [M, F] in x's dtype, accumulated in float32;
-      differentiable in x and w. Rows of group 0 come first, then those of group 1; the sizes sum to M.
+      differentiable in x and w. Rows of group 0 come first, then those of group 1; rows behind them all are no one's.
+    float16: the ``matmul_precision`` under which float32 operands multiply as the float16 numbers that they hold.
+    called: whether the operation of a compiled program that has this path and name is one of its kernels.
+    rows: of M rows and G groups, the most that such an operation multiplies.
+    skips: it multiplies no one's rows with nothing.
   """
 
   name: Name
   refuses: Callable[[Case], list[str]]
   avoided: Callable[[Case], str]
   run: Callable[..., Any]
+  float16: Literal["default", "high"] = "default"
+  called: Callable[[str, str], bool] = lambda path, name: False
+  rows: Callable[[int, int], int] = lambda rows, groups: rows
+  skips: bool = False
 
 
 def kernel(name: Name) -> GroupedKernel:

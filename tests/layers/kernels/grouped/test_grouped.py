@@ -1,6 +1,10 @@
 """Every grouped kernel against a product written out row by row, in float64: values and both gradients."""
 
 import functools
+import importlib.util
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.layers.kernels.grouped import registry
+from maxtext_like.layers.kernels.grouped import pallas_tpu, registry
 from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, choose, kernel
 from maxtext_like.layers.kernels.grouped.tiles import tile_rows
 
@@ -24,11 +28,12 @@ D, F = 6, 10
 
 
 @functools.cache
-def compiled(name):
-  """(x, w, sizes, g) -> the product and the gradients of x and w for the cotangent g."""
+def compiled(name, precision="highest"):
+  """(x, w, sizes, g) -> the product and the gradients of x and w for the cotangent g; a TPU's kernel in the interpreter."""
+  product = functools.partial(pallas_tpu.product, interpret=True) if name == "pallas_tpu" else kernel(name).run
 
   def run(x, w, sizes, g):
-    out, back = jax.vjp(lambda x, w: kernel(name).run(x, w, sizes, "highest"), x, w)
+    out, back = jax.vjp(lambda x, w: product(x, w, sizes, precision), x, w)
     return out, *back(g)
 
   return jax.jit(run)
@@ -64,6 +69,52 @@ def test_values_and_gradients(name, sizes, dtype):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
+# Tiles of 128 rows: borders on them and inside them, several in one, groups of many tiles, and rows that are no one's.
+TILES = {
+  "borders everywhere": [100, 0, 1, 150, 27, 22],
+  "whole tiles": [128, 0, 128, 0, 0, 44],
+  "many in one": [3, 5, 0, 9, 11, 272],
+  "one takes all": [0, 0, 300, 0, 0, 0],
+  "no one's rows": [10, 0, 120, 0, 9, 0],
+  "all are no one's": [0, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
+def test_tiles_with_several_groups(sizes):
+  keys = jax.random.split(jax.random.key(1), 3)
+  x, w, g = (jax.random.normal(key, shape) for key, shape in zip(keys, ((300, D), (6, D, F), (300, F)), strict=True))
+  used = sum(sizes)
+  out, dx, dw = compiled("pallas_tpu")(x.at[used:].set(jnp.nan), w, jnp.asarray(sizes, jnp.int32), g)
+  assert not np.asarray(out)[used:].any()
+  assert not np.asarray(dx)[used:].any()
+  wanted = written_out(x[:used], w, sizes, g[:used]) if used else (np.zeros((0, F)), np.zeros((0, D)), np.zeros_like(w))
+  for got, want in zip((out[:used], dx[:used], dw), wanted, strict=True):
+    np.testing.assert_allclose(got, want, atol=4e-6 * max(1, np.abs(want).max(initial=0)))
+
+
+def test_three_products_of_halves_are_as_good_as_float16_needs():
+  """Precision.HIGH, which Mosaic has not. One product of the upper halves would err by 4e-3, float16 itself rounds by 5e-4."""
+  x, w, sizes, g = arrays(SIZES["uneven"], "float16")
+  wide = [a.astype(jnp.float32) for a in (x, w, g)]
+  got = compiled("pallas_tpu", "high")(wide[0], wide[1], sizes, wide[2])
+  for found, wanted in zip(got, written_out(x, w, SIZES["uneven"], g), strict=True):
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("rows", "groups", "most"), [(32768, 128, 1.07), (40960, 8, 1.02), (8192, 64, 1.13), (1024, 16, 1.24)])
+def test_borders_add_little_work(rows, groups, most):
+  """The kernels' own count, which the counter of a compiled program has, is no less than what visits multiply."""
+  tile, part = pallas_tpu.tile_and_part(rows, groups)
+  assert pallas_tpu.rows_worked_on(rows, groups) <= most * rows
+  sizes = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
+  group, at, begin, end = (np.asarray(v) for v in pallas_tpu._visits(jnp.asarray(sizes), rows, tile, empty=False))
+  parts = np.where(end > begin, -(-end // part) - begin // part, 0)
+  assert rows <= parts.sum() * part <= pallas_tpu.rows_worked_on(rows, groups)
+  assert (np.bincount(group, weights=end - begin, minlength=groups) == sizes).all()
+  assert (np.bincount(at, weights=end - begin) == tile).all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 37), min_size=4, max_size=4), st.integers(0, 99))
 def test_any_sizes(cuts, seed):
@@ -83,11 +134,12 @@ def test_tiles_add_little_work(rows, groups):
     assert groups * R <= rows / 5
 
 
-def test_nothing_of_one_group_reaches_another():
+@pytest.mark.parametrize("name", ["tiles", "pallas_tpu"])
+def test_nothing_of_one_group_reaches_another(name):
   """NaN in a group's rows or matrix stays in it, though tiles reach beyond their group."""
   x, w, sizes, g = arrays(SIZES["uneven"])
   begin, end = 12, 13  # the third group, of one row
-  out, dx, dw = compiled("tiles")(x.at[begin].set(jnp.nan), w, sizes, g)
+  out, dx, dw = compiled(name)(x.at[begin].set(jnp.nan), w, sizes, g)
   others = np.delete(np.arange(37), range(begin, end))
   assert np.isnan(out[begin]).all()
   assert np.isfinite(out[others]).all()
@@ -103,10 +155,61 @@ def test_the_choice():
   assert auto == {
     ("cpu", "bfloat16"): "tiles", ("cpu", "float16"): "tiles",
     ("gpu", "bfloat16"): "ragged_dot", ("gpu", "float16"): "ragged_dot",
-    ("tpu", "bfloat16"): "ragged_dot", ("tpu", "float16"): "tiles",
+    ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "tiles",
   }  # fmt: skip
   assert choose("tiles", Case(platform="gpu", dtype="bfloat16")).name == "tiles"
   with pytest.raises(ValueError, match="grouped_product=ragged_dot cannot be used here: there is no grouped float16 product"):
     choose("ragged_dot", Case(platform="tpu", dtype="float16"))
+  with pytest.raises(ValueError, match="grouped_product=pallas_tpu cannot be used here: it runs on TPUs, not on gpu"):
+    choose("pallas_tpu", Case(platform="gpu", dtype="bfloat16"))
   assert {name: kernel(name).name for name in NAMES} == {name: name for name in NAMES}
   assert registry.Choice.__args__ == ("auto", *NAMES)
+
+
+_FOR_A_TPU = """
+import sys
+from maxtext_like.training.ahead_of_time import prepare_environment
+prepare_environment()
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import PartitionSpec as P
+from maxtext_like.layers.kernels.grouped.registry import kernel
+product = kernel("pallas_tpu").run
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+mesh = jax.sharding.Mesh(np.array(devices), "x")
+for M, G, D, F, dtype, precision in eval(sys.argv[1]):
+  def run(x, w, sizes, g):
+    out, back = jax.vjp(lambda x, w: product(x, w, sizes[0], precision), x, w)
+    return out, *back(g)
+
+  specs = (P("x"), P(), P("x"), P("x"))  # of a weight that all share the gradient is a sum over devices
+  shapes = ((4 * M, D), dtype), ((G, D, F), dtype), ((4, G), jnp.int32), ((4 * M, F), dtype)
+  given = [jax.ShapeDtypeStruct(*s, sharding=jax.NamedSharding(mesh, spec)) for s, spec in zip(shapes, specs)]
+  mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(P("x"), P("x"), P())))
+  text = mapped.trace(*given).lower(lowering_platforms=("tpu",)).compile().as_text()
+  assert text.count('custom_call_target="tpu_custom_call"') == 3, text.count("tpu_custom_call")
+"""
+
+
+def compile_for_a_tpu(*cases):
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed")
+  done = subprocess.run([sys.executable, "-c", _FOR_A_TPU, repr(cases)], capture_output=True, text=True, env=os.environ)
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_compiles_for_a_tpu_inside_shard_map():
+  """To machine code, with sizes that no register divides."""
+  compile_for_a_tpu((200, 3, 48, 20, "bfloat16", "default"))
+
+
+@pytest.mark.slow
+def test_compiles_for_a_tpu_in_the_sizes_of_models():
+  """gemma4-26b without and DeepSeek V3 with an expert axis, an adapter's factor, and float32 as each precision has it."""
+  compile_for_a_tpu(
+    (32768, 128, 2816, 704, "bfloat16", "default"),
+    (40960, 8, 7168, 2048, "bfloat16", "default"),
+    (4096, 16, 2816, 8, "bfloat16", "default"),
+    (1000, 16, 640, 304, "float32", "high"),
+    (1000, 16, 640, 304, "float32", "highest"),
+  )
