@@ -195,7 +195,7 @@ def find(run: Path) -> Kept:
 
 
 def fitted(config: Config, kept: Kept, mesh: Mesh) -> Config:
-  """The configuration with as many rows for each device as the kept batch takes.
+  """The configuration with as many rows for each device as the kept batch takes, and the steps of a run by epochs.
 
   Args:
     config: of the run.
@@ -212,6 +212,9 @@ def fitted(config: Config, kept: Kept, mesh: Mesh) -> Config:
       f"replay: a batch of {rows} rows cannot be shared out over {ways} devices in {parts} parts\n"
       "  fix: use a number of devices that divides the rows, or gradient_accumulation_steps=1"
     )
+  if config.training.steps is None:
+    steps = manifest.read(kept.state).config["training"]["steps"]
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
   each = rows / (mesh.size * parts)
   each = int(each) if each.is_integer() else each
   if each == config.training.per_device_batch_size:

@@ -141,7 +141,7 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   steps = Steps()
   program = steps.program(remedies.reference(config))
   memory.require_fit(program)
-  batch = first_batch(program, config.checkpoint, Path(config.logging.output_dir))
+  program, batch = first_batch(program, config.checkpoint, Path(config.logging.output_dir))
   seed = np.uint32(config.training.seed % 2**32)
   params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
   if program.adapter is not None:

@@ -152,7 +152,7 @@ def xray_step(
     use_compilation_cache(c.logging.compilation_cache_dir)
     program = make_program(c)
     memory.require_fit(program)
-    batch = first_batch(program, source, directory.checkpoints)
+    program, batch = first_batch(program, source, directory.checkpoints)
     state = whole_state(program, place)
     report = look(program, state, batch, everything=everything)
     title = f"x-ray of {name}, step {int(state['step']) + 1}"

@@ -89,7 +89,7 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
   found = run_directory(loaded.config)
   directory, url = found.path, found.url
   if (finished := first_look(loaded)) is not None:
-    with Progress(loaded.config.training.steps, 1, progress) as shown:
+    with Progress(0, 1, progress) as shown:
       shown.say(finished)
     return Run(directory, finished, url)
   from maxtext_like.analysis.failed_step import FailedStep
@@ -120,7 +120,7 @@ def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **ke
   if not DATASETS[base.config.data.dataset].fields:  # nobody has chosen one that has conversations
     laid_under.append(f"dataset={_kind_of_files(given)}")
   loaded = load_config(base, *laid_under, *given)
-  with Progress(loaded.config.training.steps, 1, progress) as shown:
+  with Progress(0, 1, progress) as shown:
     for note in loaded.notes:
       shown.say(f"note    {note}")
   return train(loaded, progress=progress)

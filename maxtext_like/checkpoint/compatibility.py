@@ -19,7 +19,9 @@ _STATE_KEYS = frozenset(
   | {f"adapter.{key}" for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules")}
 )
 # What says how long a run is.
-_LENGTH_KEYS = frozenset({"training.steps", "training.early_stopping_patience", "training.early_stopping_threshold"})
+_LENGTH_KEYS = frozenset(
+  {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
+)
 # What ``vision:`` says about the data, not about the tower.
 _VISION_DATA = frozenset({"image_placeholder", "images_field", "max_images_per_row"})
 _SHOWN = 12

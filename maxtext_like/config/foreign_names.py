@@ -40,7 +40,6 @@ def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
   return {name: Foreign(says, write) for name in names}
 
 
-_EPOCHS = "a run is counted in steps, and goes through the documents as often as it takes"
 _AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a size each (docs/parallelism.md)"
 _HUB = "nothing is downloaded or uploaded by this program"
 _ADAPTERS = "of adapters this version has LoRA and rsLoRA, on weights that are not quantised"
@@ -54,7 +53,7 @@ NAMES: dict[str, Foreign] = {
   # Steps, batches, lengths.
   **_renamed("steps", "max_steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "total_steps"),
   **_renamed("steps", "max_iters", "iterations", "num_iterations"),
-  **_told(_EPOCHS, "steps=N", "epochs", "num_epoch", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"),
+  **_renamed("epochs", "num_epoch", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"),
   **_renamed("per_device_batch_size", "batch_size", "bs", "micro_batch_size", "train_batch_size", "train_micro_batch_size"),
   **_renamed("per_device_batch_size", "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size"),
   **_told(

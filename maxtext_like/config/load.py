@@ -142,6 +142,13 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
       notes.append(f"{merged[key].origin}: {key} is {found}, of the Hugging Face cache")
       values[key] = str(found)
   explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
+  if values["epochs"] is not None:
+    # What is nearer to the person counts: words before a file, and either before the default.
+    by_words = {key: merged[key] is not of_model[key] for key in ("steps", "epochs")}
+    if by_words["steps"] and not by_words["epochs"] and values["steps"] is not None:
+      values["epochs"], merged["epochs"] = None, Entry("epochs", merged["epochs"].node, "follows from steps")
+    elif by_words["epochs"] > by_words["steps"] or "steps" not in explicit:
+      values["steps"], merged["steps"] = None, Entry("steps", merged["steps"].node, "follows from epochs")
   if not values["enable_checkpointing"] and "resume" not in explicit:
     values["resume"] = False
     merged["resume"] = Entry("resume", merged["resume"].node, "follows from enable_checkpointing: false")

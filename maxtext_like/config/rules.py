@@ -63,6 +63,7 @@ def cross_problems(
       ("spike_factor", "enable_checkpointing"),
       "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
     )  # fmt: skip
+  yield from _epoch_problems(config)
   for key, value in {
     "early_stopping_patience": config.training.early_stopping_patience,
     "keep_best": config.checkpoint.keep_best,
@@ -78,7 +79,7 @@ def cross_problems(
       "there are no checkpoints: leave one of them out",
     )  # fmt: skip
   profile, steps = config.logging.profile_steps, config.training.steps
-  if profile is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
+  if profile is not None and steps is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
     yield Problem(f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), "name steps of the run")
   if config.logging.sample_every > 0 and not DATASETS[config.data.dataset].text:
     yield Problem(
@@ -87,6 +88,29 @@ def cross_problems(
     )  # fmt: skip
   yield from url_problems(config)
   yield from layer_problems(config)
+
+
+def _epoch_problems(config: Config) -> Iterator[Problem]:
+  """What has no end of its own, or leaves data out, cannot be counted in passes."""
+  t, data = config.training, config.data
+  if t.epochs is None:
+    return
+  epochs = f"epochs = {t.epochs}"
+  if t.steps is not None:
+    yield Problem(
+      f"{epochs} and steps = {t.steps}: a run has one length", ("epochs", "steps"), "leave one of them out, or set it to null"
+    )
+  if not DATASETS[data.dataset].text:
+    yield Problem(f"{epochs} with dataset: {data.dataset}, which has no end", ("epochs", "dataset"), "set steps")
+  if data.dataset_weights is not None:
+    yield Problem(
+      f"{epochs} with dataset_weights, with which each source begins anew when it is through", ("epochs", "dataset_weights"),
+      "set steps, or name all files in one list, as in dataset_path=[a.jsonl, b.jsonl], which takes each once an epoch",
+    )  # fmt: skip
+  if t.spike_factor:
+    yield Problem(
+      f"{epochs} with spike_factor = {t.spike_factor}, which leaves data out", ("epochs", "spike_factor"), "set steps"
+    )
 
 
 def _foreign(decoder_block: str) -> tuple[str, ...]:

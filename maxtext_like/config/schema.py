@@ -32,7 +32,8 @@ LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 class TrainingConfig(Checked):
   """``training:``, the step, the optimizer and its schedule. Lengths and batches are tokens and rows."""
 
-  steps: int
+  steps: int | None
+  epochs: int | None
   seed: int
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
@@ -73,7 +74,9 @@ class TrainingConfig(Checked):
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
-    yield from at_least(self, 1, "steps", "gradient_accumulation_steps", "loss_scale_init")
+    if self.steps is None and self.epochs is None:
+      yield Problem("neither steps nor epochs is set", ("steps", "epochs"), "set one of them, as in steps=100 or epochs=3")
+    yield from at_least(self, 1, "steps", "epochs", "gradient_accumulation_steps", "loss_scale_init")
     yield from at_least(self, 1, "lr_schedule_steps")
     yield from at_least(self, 2, "max_target_length")
     yield from at_least(self, 0, "seed", "num_vocab_tiling", "max_skipped_steps", "z_loss_multiplier")
@@ -112,6 +115,12 @@ class TrainingConfig(Checked):
           f"trainable_parameters_mask: {pattern!r} is not a regular expression: {error}",
           ("trainable_parameters_mask",),
         )
+
+  @property
+  def last_step(self) -> int:
+    """The number of the last step, which a run by epochs has to count first (``training.counted``)."""
+    assert self.steps is not None, "nobody has counted the steps of these epochs"
+    return self.steps
 
 
 Paths = str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None

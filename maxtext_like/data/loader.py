@@ -21,6 +21,7 @@ import numpy as np
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
+from maxtext_like.data.epochs import Outlines, count_rows
 from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.multimodal import Multimodal
@@ -69,6 +70,7 @@ def make_data(
   lookup: Lookup | None = None,
   chat_template: str | None = None,
   own_rows: Container[int] | None = None,
+  epochs: int | None = None,
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
@@ -83,8 +85,9 @@ def make_data(
   `own_rows`: rows of a batch that this process puts on its devices; None: all. Images of others are not unpacked here, unless
   on_bad_record=skip: all processes have to skip the same ones.
 
-  "train" does not end. "eval" is one pass over the held-out documents, in order; then come batches of padding only (no
-  target: they weigh nothing); DataSource.reset starts again.
+  "train" does not end, or with `epochs` has every document so many times, none in a row with another pass, and ends:
+  DataSource.rows says how many rows that is. "eval" is one pass over the held-out documents, in order. After either come
+  batches of padding only (no target: they weigh nothing); DataSource.reset starts again.
 
   `alive` is called now and then while every record is looked at, which may take long; `waiting` while a batch does not come:
   what it raises ends the wait, and DataSource stands where it stood.
@@ -121,8 +124,10 @@ def make_data(
   rules = make_rules(data, tokenizer, vision, length, chat_template, own_rows)
   multimodal, chat = rules.multimodal, rules.chat
   shuffle = data.shuffle and split == "train"
+  passes = 1 if split == "eval" else epochs
+  by_epoch = split == "train" and epochs is not None
   parts = {
-    name: _open_part(data, split, name, documents, rules, shuffle, alive)
+    name: _open_part(data, split, name, documents, rules, shuffle, passes, alive)
     for name, documents in open_documents(data, vision, split, source, tokenizer.special if parse else ()).items()
   }
   streams = {
@@ -135,22 +140,23 @@ def make_data(
     documents = Mixture({name: Source(s, parts[name].count, weights[name], most) for name, s in streams.items()})
   count = sum(part.count for part in parts.values())
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
-  packer = Packer(
-    documents,
-    length=length,
-    pad_id=pad_id,
-    packing=data.packing,
-    on_bad_record=data.on_bad_record,
-    bad_max=sum(part.bad_max for part in parts.values()),
-    epoch_length=count,
-    max_images=multimodal.vision.max_images_per_row if multimodal else 0,
-    whole=chat is not None,
-  )
+  packed: dict[str, Any] = {
+    "length": length,
+    "pad_id": pad_id,
+    "packing": data.packing,
+    "on_bad_record": data.on_bad_record,
+    "bad_max": sum(part.bad_max for part in parts.values()),
+    "epoch_length": count,
+    "max_images": multimodal.vision.max_images_per_row if multimodal else 0,
+    "whole": chat is not None,
+    "by_epoch": by_epoch,
+  }
+  packer = Packer(documents, **packed)
   packer.on_skip = _SkipLog()
   rows = packer
   if shuffle and data.packing:
     size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
-    rows = ShuffleBuffer(packer, size=size, seed=seed_for(data.data_shuffle_seed, "rows"))
+    rows = ShuffleBuffer(packer, size=size, seed=seed_for(data.data_shuffle_seed, "rows"), by_epoch=by_epoch)
   found = {name: {"files": part.documents.fingerprint(), "documents": part.used} for name, part in parts.items()}
   if weights is not None:
     identity |= {"sources": found, "weights": dict(weights)}
@@ -169,11 +175,21 @@ def make_data(
     identity |= {"chat": chat.identity(), "text_field": None}
   if multimodal:
     identity["vision"] = multimodal.identity()
+  in_all = None
+  if by_epoch:
+    identity["by_epoch"] = True
+    (part,) = parts.values()
+    unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # no pixels are wanted
+    outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, count, alive)
+    in_all = count_rows(
+      Packer(DocumentStream(part.order, outlines), **packed), identity | {"skip": data.on_bad_record}, epochs or 0
+    )
   opened = DataSource(
     rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
     stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents={name: part.count for name, part in parts.items()},
+    in_all=in_all,
   )  # fmt: skip
-  if split == "train" and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
+  if split == "train" and not by_epoch and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
     opened.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
     raise UserError(
@@ -196,7 +212,14 @@ class _Part:
 
 
 def _open_part(
-  data: DataConfig, split: Split, name: str, documents: Documents, rules: Rules, shuffle: bool, alive: Callable[[], None]
+  data: DataConfig,
+  split: Split,
+  name: str,
+  documents: Documents,
+  rules: Rules,
+  shuffle: bool,
+  passes: int | None,
+  alive: Callable[[], None],
 ) -> _Part:
   """Divides the documents of one source, and looks at every record. UserError: none are left, or bad ones."""
   available, fraction, key = len(documents), held_out_fraction(data), path_key(data, split)
@@ -212,7 +235,7 @@ def _open_part(
   if split == "train" or whole:  # both splits of one data set are looked at together
     _inspect(data, documents, used, rules, bad_max, dotted(key, name), alive)
   seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed
-  order = Order(indices, shuffle_seed=seed if shuffle else None, repeat=split == "train", groups=documents.groups)
+  order = Order(indices, shuffle_seed=seed if shuffle else None, passes=passes, groups=documents.groups)
   return _Part(documents, used, len(indices), order, bad_max)
 
 
@@ -293,12 +316,15 @@ class DataSource:
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
     documents: dict[str, int] | None = None,
+    in_all: int | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of each source."""
+    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of each source;
+    `in_all`: how many rows there are until the end, where that is known."""
     self.tokenizer = tokenizer
+    self.rows = in_all
     self.documents = documents or {}
     self.identity = identity
     self._multimodal = multimodal
@@ -412,7 +438,7 @@ class DataSource:
     self._prefetch = self._head = None
     try:
       self._rows.set_state(state["rows"])
-      self._ended = bool(state["ended"])
+      self._ended = bool(state["ended"]) and self.rows is None  # with more epochs it goes on
     except (KeyError, TypeError, IndexError, StopIteration) as error:
       raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
     self._state, self._counts = state, self._rows.counts()

@@ -176,7 +176,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
       reasons.append(str(bad))
 
   packer = Packer(
-    DocumentStream(Order(Share(min(available, most)), shuffle_seed=None, repeat=False, groups=None), tokenise),
+    DocumentStream(Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None), tokenise),
     length=length,
     pad_id=0,
     packing=data.packing,

@@ -57,9 +57,10 @@ def seed_for(*parts: int | str) -> int:
 class Order:
   """A sequence of document numbers: position -> document.
 
-  For training it does not end: epoch after epoch, each with its own permutation when `shuffle_seed` is given. For evaluation
-  it is the split, once, in order. When the documents come in `groups` that are cheap to read together (parquet row groups),
-  the groups are permuted and the documents inside each, so that reading jumps between groups as rarely as possible.
+  For training it is so many passes, or does not end: epoch after epoch, each with its own permutation when `shuffle_seed` is
+  given. For evaluation it is the split, once, in order. When the documents come in `groups` that are cheap to read together
+  (parquet row groups), the groups are permuted and the documents inside each, so that reading jumps between groups as rarely
+  as possible.
   """
 
   def __init__(
@@ -67,13 +68,16 @@ class Order:
     indices: Share,
     *,
     shuffle_seed: int | None,
-    repeat: bool,
+    passes: int | None,
     groups: Sequence[int] | None = None,
   ):
-    """`indices`: documents of the split. `groups`: first document of each group, ascending, beginning with 0."""
+    """`indices`: documents of the split. `passes`: over them; None: without an end.
+
+    `groups`: first document of each group, ascending, beginning with 0.
+    """
     self._indices = indices
     self._seed = shuffle_seed
-    self._length = sys.maxsize if repeat else len(indices)
+    self._length = sys.maxsize if passes is None else passes * len(indices)
     edges = [0] if groups is None else [indices.before(group) for group in groups]
     self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
     self._edges = np.unique(self._edges)

@@ -95,6 +95,8 @@ class Packer:
   into the rest of a row begins the next. Of one that is longer than a row the rest is dropped; where nothing that is learned
   is left of it, it is left out. Both are counted.
 
+  `by_epoch`: no row has documents of two passes.
+
   State is the source's state before the document being cut, and how many of its tokens are used: resuming reads
   that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the rows.
   """
@@ -111,6 +113,7 @@ class Packer:
     epoch_length: int,
     max_images: int = 0,
     whole: bool = False,
+    by_epoch: bool = False,
   ):
     """`documents`: an iterator of Document with `get_state`, `set_state` and `counts`.
 
@@ -122,7 +125,7 @@ class Packer:
     self._skip_bad = on_bad_record == "skip"
     self._epoch_length, self._bad_max = epoch_length, bad_max
     self._max_images = max_images
-    self._whole = whole
+    self._whole, self._by_epoch = whole, by_epoch
     self._learned: np.ndarray | None = None
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
@@ -133,6 +136,7 @@ class Packer:
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
     self._fruitless = 0  # documents since the last one with tokens
+    self.epoch = 0  # of the newest row
     self.first_epoch: dict[str, int] | None = None  # the counts when the first epoch had been used up
     self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
 
@@ -142,6 +146,8 @@ class Packer:
     while at < self._length:
       if self._used == len(self._ids) and not self._pull(begun=at > 0):
         break
+      if not at:
+        self.epoch = (self._tally["documents"] - 1) // self._epoch_length
       end = self._end(self._length - at, self._max_images - len(row.images))
       if at and (end == self._used or (self._whole and end < len(self._ids))):
         break  # the next image, or the whole document, goes into the next row
@@ -177,6 +183,8 @@ class Packer:
   def _pull(self, *, begun: bool) -> bool:
     """Takes the next document with tokens; False at the end of the source. `begun`: something is in the row already."""
     while True:
+      if self._by_epoch and begun and self._tally["documents"] // self._epoch_length > self.epoch:
+        return False
       before = self._documents.get_state()
       try:
         document = next(self._documents)
@@ -250,14 +258,14 @@ class Packer:
 
 
 class ShuffleBuffer:
-  """Rows in random order inside consecutive buffers of `size` rows.
+  """Rows in random order inside consecutive buffers of `size` rows; with `by_epoch` one ends where an epoch does.
 
   The rows of one long document follow each other; this spreads them over many batches. State is the inner state at
   the start of the buffer and the place in it: resuming fills one buffer again.
   """
 
-  def __init__(self, rows: Rows, *, size: int, seed: int):
-    self._rows, self._size, self._seed = rows, size, seed
+  def __init__(self, rows: Packer, *, size: int, seed: int, by_epoch: bool = False):
+    self._rows, self._size, self._seed, self._by_epoch = rows, size, seed, by_epoch
     self._number, self._next = 0, 0
     self._start = rows.get_state()
     self._buffer: list[Row] = []
@@ -268,14 +276,28 @@ class ShuffleBuffer:
       self._fill()
     row = self._buffer[self._next]
     self._next += 1
-    if self._next == self._size:
+    if self._next == len(self._buffer):
       self._buffer, self._next, self._number = [], 0, self._number + 1
       self._start = self._rows.get_state()
     return row
 
   def _fill(self) -> None:
-    rows = [next(self._rows) for _ in range(self._size)]
-    order = np.random.default_rng((self._seed, self._number)).permutation(self._size)
+    rows: list[Row] = []
+    epoch = 0
+    while len(rows) < self._size:
+      before = self._rows.get_state() if self._by_epoch else {}
+      try:
+        row = next(self._rows)
+      except StopIteration:
+        if not rows:
+          raise
+        break
+      if self._by_epoch and rows and self._rows.epoch > epoch:  # it begins the next buffer
+        self._rows.set_state(before)
+        break
+      epoch = self._rows.epoch
+      rows.append(row)
+    order = np.random.default_rng((self._seed, self._number)).permutation(len(rows))
     self._buffer = [rows[index] for index in order]
 
   def counts(self) -> dict[str, int]:

@@ -46,13 +46,21 @@ def open_data(
     stall_limit_seconds=config.watchdog.watchdog_data_seconds or float("inf"),
     lookup=program.model.decoder.cfg.lookup,
     chat_template=FAMILIES[config.model.decoder_block].chat_template(config.model),
+    epochs=config.training.epochs if split == "train" else None,
     alive=alive,
     waiting=waiting,
   )
 
 
-def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path | Place) -> Batch:
-  """The first batch of the training data, as global arrays.
+def counted(program: TrainProgram, data: DataSource) -> TrainProgram:
+  """The program with the number of its steps: of a run by epochs as many as its data's rows take, the last one filled up."""
+  if data.rows is None:
+    return program
+  return program.with_steps(-(-data.rows // program.global_batch))
+
+
+def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path | Place) -> tuple[TrainProgram, Batch]:
+  """The program with the number of its steps, and the first batch of the training data, as global arrays.
 
   Args:
     program: of the step that takes it.
@@ -64,4 +72,4 @@ def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path
   """
   settings = chosen_tokenizer.resolve(program.config.data, checkpoint, steps)
   with contextlib.closing(open_data(program, "train", settings)) as data:
-    return program.place(next(data))
+    return counted(program, data), program.place(next(data))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext_like.checkpoint.manifest import Manifest
 from maxtext_like.config.schema import TrainingConfig
 
 EXTRA = "best"  # name in a checkpoint's extra values
@@ -64,14 +65,13 @@ class Best:
     self.loss = float("inf") if self.step is None else state["eval_loss"]
 
 
-def stopped_early(extra: dict[str, Any], step: int, training: TrainingConfig) -> str | None:
-  """Why a run whose newest checkpoint is of this step has ended early; None: it has not, or is to wait longer now.
+def stopped_early(newest: Manifest, training: TrainingConfig) -> str | None:
+  """Why a run with this newest checkpoint has ended early; None: it has not, or is to wait longer now.
 
   Args:
-    extra: what the checkpoint keeps beside its arrays.
-    step: of it.
+    newest: the checkpoint's manifest.
     training: the ``training:`` section of whoever asks.
   """
   best = Best.of(training)
-  best.set_state(extra.get(EXTRA), step)
-  return best.why_stopped(step, training.steps) if best.exhausted else None
+  best.set_state(newest.extra.get(EXTRA), newest.step)
+  return best.why_stopped(newest.step, training.steps or newest.config["training"]["steps"]) if best.exhausted else None

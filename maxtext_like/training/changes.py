@@ -70,7 +70,7 @@ def _of_the_schedule(restored: Restored, now: TrainingConfig) -> Iterator[str]:
   was, rate = (float(make_schedule(training)(restored.step)) for training in (then, now))
   if was == rate:
     return
-  lengths = [training.lr_schedule_steps or training.steps for training in (then, now)]
+  lengths = [training.lr_schedule_steps or training.last_step for training in (then, now)]
   keep = f"; lr_schedule_steps={lengths[0]} keeps the schedule's length" if lengths[0] != lengths[1] else ""
   yield (
     f"note    the learning rate of step {restored.step + 1} is {rate:.3g}, by the checkpoint's configuration it would be "

@@ -10,7 +10,7 @@ from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Problem, error_of
-from maxtext_like.config.schema import Config, DataConfig
+from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
@@ -51,10 +51,10 @@ def first_look(loaded: Loaded) -> str | None:
   if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
     current = compatibility.record(config)
     compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
-    early = stopped_early(stored.extra, stands.newest, config.training)
-    over = early is not None or stands.newest >= config.training.steps
+    early, steps = stopped_early(stored, config.training), config.training.steps  # those of epochs are not counted yet
+    over = early is not None or (steps is not None and stands.newest >= steps)
     if over and not mirrored and compatibility.surely_same_arrays(stored.config, current):
-      return finished_line(directory.shown, stands.newest, early, config.training.steps)
+      return finished_line(directory.shown, stands.newest, early, config.training)
   if not remote and (reason := _unusable(directory.path)) is not None:
     raise UserError(
       f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
@@ -62,11 +62,12 @@ def first_look(loaded: Loaded) -> str | None:
   return None
 
 
-def finished_line(run: str, step: int, early: str | None, steps: int) -> str:
+def finished_line(run: str, step: int, early: str | None, training: TrainingConfig) -> str:
   """What a finished run says; ``early``: why it ended before its last step, if it did."""
-  if early is not None and step < steps:
+  if early is not None and (training.steps is None or step < training.steps):
     return f"{run}: {early}; raise early_stopping_patience to go on"
-  return f"{run}: already at step {step} of {steps}; raise steps to go on"
+  length = "steps" if training.epochs is None else "epochs"
+  return f"{run}: already at step {step} of {training.last_step}; raise {length} to go on"
 
 
 def _lost_paths(loaded: Loaded) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import DataConfig
+from maxtext_like.data.loader import DataSource
 from maxtext_like.layers.param import count
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.sharding.mesh import in_words
@@ -39,7 +40,7 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     f"batch   {program.global_batch} x {t.max_target_length} tokens of {program.config.data.dataset}, {t.opt_type}{other}",
     f"run     {run}",
   ]
-  if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.steps:
+  if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.last_step:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
   if (copied := program.model.copied_heads) is not None:
@@ -51,6 +52,12 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if (grouped := program.model.grouped_product) is not None:
     lines.append(f"kernel  {grouped}")
   return "\n".join(lines)
+
+
+def passes(program: TrainProgram, data: DataSource) -> str:
+  """How the steps of a run by epochs come about."""
+  t, documents = program.config.training, sum(data.documents.values())
+  return f"epochs  {t.epochs} of {documents:,} documents: {data.rows:,} rows, {t.last_step:,} steps of {program.global_batch:,}"
 
 
 def described(adapter: Adapter) -> str:

@@ -172,7 +172,7 @@ class Loop:
     self._stop_if_asked(step)
     self._evaluate_late(step)
     with self.watchdog.watch("first_step", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
-      while step < t.steps and not self._is_enough(
+      while step < t.last_step and not self._is_enough(
         step
       ):  # never one batch too many: what is drawn counts as trained on in the next checkpoint
         if self.profile is not None and self.profile.starts(step + 1):
@@ -205,7 +205,9 @@ class Loop:
         last = self.failed is not None and self.guard.may_end_the_run
         traced = self.profile is not None and self.profile.ends(step)
         # After the first step too: whoever started the run waits for this line.
-        if evaluating or sampling or saving or last or traced or step in (start + 1, t.steps) or self.stop.should_stop(step):
+        if (
+          evaluating or sampling or saving or last or traced or step in (start + 1, t.last_step) or self.stop.should_stop(step)
+        ):
           self._settle(evaluating)
           if (back := self._go_back()) is not None:
             step = back
@@ -218,7 +220,7 @@ class Loop:
         if self.manager is not None:
           self.manager.poll()
           found = self._keeps_best and self.best is not None and self.best.step == step
-          if (saving or found) and step < t.steps:
+          if (saving or found) and step < t.last_step:
             with self.goodput.phase("save"):
               self._flush()
               self._look_before_save(step)
@@ -228,7 +230,7 @@ class Loop:
               self.manager.save(step, state, extra, finite=self.finite, best=self._best_to_keep())
               self._unsaved_seconds = 0.0
             self._last_end = time.perf_counter()
-        if step < t.steps:
+        if step < t.last_step:
           self._stop_if_asked(step)
         self.watchdog.again("step", f"step {step + 1}")
     self._save_and_wait(step)
@@ -247,7 +249,7 @@ class Loop:
     """Whether the run has waited long enough for a better evaluation."""
     if self.best is None or not self.best.exhausted:
       return False
-    self.stopped_early = self.best.why_stopped(step, self.program.config.training.steps)
+    self.stopped_early = self.best.why_stopped(step, self.program.config.training.last_step)
     return True
 
   def _evaluate_late(self, step: int) -> None:

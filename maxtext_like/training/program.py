@@ -59,6 +59,12 @@ class TrainProgram:
     """The declared parameters of the objective: the model's, and what it is compared with."""
     return self.objective.params()
 
+  def with_steps(self, steps: int) -> "TrainProgram":
+    """The same for a run of so many steps."""
+    config = dataclasses.replace(self.config, training=dataclasses.replace(self.config.training, steps=steps))
+    model = dataclasses.replace(self.model, config=config)
+    return dataclasses.replace(self, model=model, step=dataclasses.replace(self.step, schedule=make_schedule(config.training)))
+
   @property
   def microbatch(self) -> int:
     """Rows that all devices work on at a time."""

@@ -46,12 +46,15 @@ class Progress:
     last_step: steps at the end of the run.
     interval: steps between two plain lines in a pipe; above a bar there is one a minute, and one at every evaluation.
     shown: where the lines go; None shows nothing, and log records stay where the caller's logging has them.
+
+  Attributes:
+    last_step: as given, or as whoever has counted it sets it before the first step.
   """
 
   def __init__(self, last_step: int, interval: int, shown: Shown = None):
     self._stream = None if shown is None or callable(shown) else shown
     self._line = shown if callable(shown) else None
-    self._last_step, self._interval = last_step, interval
+    self.last_step, self._interval = last_step, interval
     self._live: Any = None
     self._task: Any = None
     self._times: list[float] = []
@@ -104,14 +107,14 @@ class Progress:
     eta = self._eta(row)
     step = int(row["step"])
     if self._live is None:
-      if step % self._interval == 0 or step == self._last_step:
-        self.say(step_line(row, self._last_step, eta))
+      if step % self._interval == 0 or step == self.last_step:
+        self.say(step_line(row, self.last_step, eta))
       return
     # The bar shows the present only; these lines stay, and scroll back to how it went.
     due = self._lines_at is None or time.monotonic() - self._lines_at >= _LINE_SECONDS
-    if due or "eval_loss" in row or step == self._last_step:
+    if due or "eval_loss" in row or step == self.last_step:
       self._lines_at = time.monotonic()
-      self.say(step_line(row, self._last_step, eta))
+      self.say(step_line(row, self.last_step, eta))
     numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in row:
       numbers += f"  mfu {row['mfu']:.1%}"
@@ -119,13 +122,13 @@ class Progress:
       numbers += f"  {duration(eta)} left"
     if self._task is None:
       self._live.start()
-      self._task = self._live.add_task("", total=self._last_step, numbers="")
-    self._live.update(self._task, completed=step, description=f"step {step}/{self._last_step}", numbers=numbers)
+      self._task = self._live.add_task("", total=self.last_step, numbers="")
+    self._live.update(self._task, completed=step, description=f"step {step}/{self.last_step}", numbers=numbers)
 
   def _eta(self, row: dict[str, float]) -> float | None:
     """Seconds to the end by the pace of the last steps; None before there is a pace."""
     self._times = [*self._times[-19:], time.monotonic()]
-    left = self._last_step - row["step"]
+    left = self.last_step - row["step"]
     if len(self._times) < 3 or not left:
       return None
     return left * (self._times[-1] - self._times[0]) / (len(self._times) - 1)

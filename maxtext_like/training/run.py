@@ -27,14 +27,14 @@ from maxtext_like.sharding import processes
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
-from maxtext_like.training.batches import open_data
+from maxtext_like.training.batches import counted, open_data
 from maxtext_like.training.best import Best
 from maxtext_like.training.evaluation import Evaluation
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
-from maxtext_like.training.introduction import introduction, shares
+from maxtext_like.training.introduction import introduction, passes, shares
 from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
@@ -113,7 +113,7 @@ class _Run:
     self._goodput = Goodput()
     self._directory: RunDirectory = run_directory(self._config)
     self._watchdog = Watchdog(self._config.watchdog.limits())
-    self._progress = Progress(self._config.training.steps, self._config.logging.log_interval, shown)
+    self._progress = Progress(self._config.training.steps or 0, self._config.logging.log_interval, shown)
     self._stack = contextlib.ExitStack()
     self._thread = threading.get_ident()
 
@@ -144,6 +144,8 @@ class _Run:
         return finished
       stack.callback(watchdog.leave)
       progress.say(introduction(opened.program, directory.shown, opened.need, opened.limit))
+      if opened.data.rows is not None:
+        progress.say(passes(opened.program, opened.data))
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
@@ -183,6 +185,9 @@ class _Run:
       return stack.enter_context(contextlib.closing(opened))
 
     data = open_split("train")
+    program = counted(program, data)
+    self._config = c = program.config
+    self._progress.last_step = c.training.last_step
     held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
     identities = {"train data": data.identity}
     identities |= {f"eval data{f' of {name}' * bool(name)}": source.identity for name, source in held_out.items()}
@@ -204,7 +209,7 @@ class _Run:
     if manager is None:
       return None
     if (done := finished(opened.program, manager)) is not None:
-      return finished_line(self._directory.shown, *done, self._config.training.steps)
+      return finished_line(self._directory.shown, *done, self._config.training)
     if (newest := manager.latest_complete()) is not None:
       chosen_tokenizer.require_same(manager.directory / str(newest), opened.data)
     manager.preflight(opened.program.abstract_stored)
@@ -240,7 +245,7 @@ class _Run:
     if opened.held_out:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
     profiled = c.logging.profile_steps
-    guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.steps)
+    guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step)
     loop = Loop(
       program=program,
       train_step=begun.train_step,
@@ -270,7 +275,7 @@ class _Run:
 
   def _loop_to_its_end(self, loop: Loop, page: "_Page", start: int) -> list[str]:
     """Trains, and writes the report whatever becomes of it. Returns a line for each file that could not be written."""
-    begin, steps = time.monotonic(), self._config.training.steps
+    begin, steps = time.monotonic(), self._config.training.last_step
     outcome = "interrupted by an error of the program"
     try:
       loop.run(start)

@@ -73,8 +73,8 @@ def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, st
     return None
   path = manager.directory / str(newest)
   stored = manifest.read(path)
-  early = stopped_early(stored.extra, newest, config.training)
-  if newest < config.training.steps and early is None:
+  early = stopped_early(stored, config.training)
+  if newest < config.training.last_step and early is None:
     return None
   restore.check(
     path, stored, flatten(program.abstract_stored),

@@ -15,7 +15,8 @@ def make_schedule(training: TrainingConfig) -> Schedule:
 
   Over N = lr_schedule_steps (steps, when it is null) with W = round(N * warmup_steps_fraction): in the warm-up step s
   (from 0) has peak * (s + 1) / W, so that no update is spent on a rate of 0. After it u = (s - W) / (N - W), from 0 at the
-  end of the warm-up towards 1, where it stays from step N on:
+  end of the warm-up towards 1, where it stays from step N on (while the steps of epochs are not counted N is 1: no step is
+  taken with that):
 
     cosine:   final + (peak - final) * (1 + cos(pi u)) / 2            (Loshchilov and Hutter 2017)
     linear:   peak + (final - peak) * u
@@ -25,7 +26,7 @@ def make_schedule(training: TrainingConfig) -> Schedule:
   Returns:
     A function of an int32 scalar (or int) that gives a float32 scalar.
   """
-  steps, peak = training.lr_schedule_steps or training.steps, training.learning_rate
+  steps, peak = training.lr_schedule_steps or training.steps or 1, training.learning_rate
   final = peak * training.learning_rate_final_fraction
   warmup = round(steps * training.warmup_steps_fraction)
   kind = training.lr_schedule_type

@@ -19,7 +19,7 @@ def test_every_key_is_told_with_type_default_and_meaning():
 @pytest.mark.parametrize(
   ("name", "kind", "default"),
   [
-    ("steps", "int", "100"),
+    ("steps", "int or null", "100"),
     ("learning_rate", "float", "0.0003"),
     ("emb_dim", "int", "set by the model"),
     ("run_name", "str or null", "null"),

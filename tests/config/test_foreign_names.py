@@ -16,8 +16,8 @@ ANSWERS = {
   "lr": "learning_rate=7",
   "bf16": "dtype=bfloat16",
   "fp16": "dtype=float16",
-  "num_epochs": "steps=N",
-  "num_train_epochs": "steps=N",
+  "num_epochs": "epochs=7",
+  "num_train_epochs": "epochs=7",
   "batch_size": "per_device_batch_size=7",
   "per_device_train_batch_size": "per_device_batch_size=7",
   "max_seq_len": "max_target_length=7",
@@ -52,7 +52,7 @@ ANSWERS = {
   "grain_train_files": "dataset=jsonl",
   "sa_block_q": "no result depends on it",
   "enable_goodput_recording": "metrics.jsonl",
-  "NUM-TRAIN-EPOCHS": "steps=N",
+  "NUM-TRAIN-EPOCHS": "epochs=7",
 }
 
 

@@ -64,7 +64,8 @@ def test_model_name_is_the_files_unless_set(model):
     (TINY.replace("steps: 100", "steps: 5.0"), r"m.yml:55: steps: '5.0' is not an int: write 5"),
     (TINY.replace("steps: 100", "steps: {a: 1}"), r"m.yml:55: steps: a mapping where int is needed"),
     (TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"), r"m.yml:55: steps: a mapping where int is needed"),
-    (TINY.replace("steps: 100", "steps:"), r"m.yml:55: steps: null where int is needed"),
+    (TINY.replace("steps: 100", "steps:"), r"neither steps nor epochs is set\n  where: m.yml:55 \(steps\)"),
+    (TINY.replace("length: 128", "length:"), r"m.yml:56: max_target_length: null where int is needed"),
     (TINY.replace("dtype: float32", "dtype: float64", 1), r"m.yml:49: dtype: 'float64' is not one of float32, bfloat16"),
     ("", r"the model file does not set decoder_block \(gemma3 \| gemma4 \| deepseek \| qwen3\), vocab_size \(int\)"),
     ("model:\n", "the model file does not set decoder_block"),
@@ -162,3 +163,33 @@ def test_sections_are_of_their_types():
   assert all(isinstance(getattr(config, section), cls) for section, cls in SECTIONS.items())
   with pytest.raises(dataclasses.FrozenInstanceError):
     config.training = None  # pyright: ignore
+
+
+def test_a_run_has_one_length_and_the_nearer_word_counts(tmp_path):
+  length = lambda loaded: (loaded.config.training.steps, loaded.config.training.epochs)
+  by_epochs = load_config("gemma3-tiny", ["epochs=3"])
+  assert length(by_epochs) == (None, 3)
+  assert by_epochs.origins["training.steps"] == "follows from epochs"
+  path = tmp_path / "config.yml"
+  path.write_text(by_epochs.to_yaml())
+  assert length(load_config(path)) == (None, 3)
+  assert length(load_config(path, ["steps=7"])) == (7, None)
+  path.write_text(load_config("gemma3-tiny").to_yaml())
+  assert length(load_config(path, ["epochs=2"])) == (None, 2)
+  with pytest.raises(UserError, match="epochs = 3 and steps = 7: a run has one length"):
+    load_config("gemma3-tiny", ["epochs=3", "steps=7"])
+  with pytest.raises(UserError, match="neither steps nor epochs is set"):
+    load_config("gemma3-tiny", ["steps=null"])
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["dataset=synthetic"], "which has no end"),
+    (["spike_factor=2"], "which leaves data out"),
+    (["dataset=text", "dataset_path={a: x, b: y}", "dataset_weights={a: 1, b: 1}"], "each source begins anew"),
+  ],
+)
+def test_epochs_of_what_cannot_be_counted_in_passes_are_refused(words, message):
+  with pytest.raises(UserError, match=message):
+    load_config("gemma3-tiny", ["epochs=3", *words])

@@ -36,6 +36,7 @@ ARGUMENTS = {
   "lookup": None,
   "chat_template": None,
   "own_rows": None,
+  "epochs": None,
   "stall_limit_seconds": 600.0,
   "alive": lambda: None,
   "waiting": lambda: None,

@@ -33,7 +33,7 @@ def test_an_impossible_fraction():
 def test_every_epoch_visits_every_document_once(documents, seed, grouped):
   indices = Share(3 * documents, 2 / 3)  # 0, 3, 6, ...
   groups = list(range(0, 3 * documents, 7)) if grouped else None
-  order = Order(indices, shuffle_seed=seed, repeat=True, groups=groups)
+  order = Order(indices, shuffle_seed=seed, passes=None, groups=groups)
   stream = [order[i] for i in range(3 * documents)]
   for epoch in range(3):
     assert sorted(stream[epoch * documents : (epoch + 1) * documents]) == list(indices)
@@ -44,7 +44,7 @@ def test_every_epoch_visits_every_document_once(documents, seed, grouped):
 
 def test_large_sets_are_permuted_without_a_table(monkeypatch):
   monkeypatch.setattr("maxtext_like.data.order.TABLE_UP_TO", 0)
-  order = Order(Share(1500), shuffle_seed=3, repeat=True)
+  order = Order(Share(1500), shuffle_seed=3, passes=None)
   first, second = ([order[epoch * 1500 + i] for i in range(1500)] for epoch in (0, 1))
   assert sorted(first) == sorted(second) == list(range(1500))
   assert first != second
@@ -52,7 +52,7 @@ def test_large_sets_are_permuted_without_a_table(monkeypatch):
 
 def test_epochs_and_seeds_have_their_own_order():
   def order(seed):
-    return Order(Share(40), shuffle_seed=seed, repeat=True)
+    return Order(Share(40), shuffle_seed=seed, passes=None)
 
   epochs = {tuple(order(seed)[epoch * 40 + i] for i in range(40)) for seed in (0, 1) for epoch in (0, 1)}
   assert len(epochs) == 4
@@ -61,6 +61,6 @@ def test_epochs_and_seeds_have_their_own_order():
 
 
 def test_without_shuffling_and_for_one_pass():
-  order = Order(Share(10, 0.3, "eval"), shuffle_seed=None, repeat=False)
+  order = Order(Share(10, 0.3, "eval"), shuffle_seed=None, passes=1)
   assert len(order) == 3
   assert [order[i] for i in range(3)] == [3, 6, 9]

@@ -50,13 +50,13 @@ def test_what_is_better_and_for_how_long_nothing_was():
 
 def test_a_longer_patience_goes_on_and_a_checkpoint_that_kept_nothing_counts_from_there():
   training = load_config("gemma4-tiny", ["eval_interval=2", "early_stopping_patience=2"]).config.training
-  extra = {"best": {"step": None, "eval_loss": None, "waited": 2, "evaluated": 4}}
-  assert stopped_early(extra, 4, training) == (
+  kept = {"step": None, "eval_loss": None, "waited": 2, "evaluated": 4}
+  newest = lambda **extra: manifest.Manifest(step=4, finite=True, config={}, extra=extra, leaves={}, files={}, versions={})
+  assert stopped_early(newest(best=kept), training) == (
     "stopped early at step 4 of 100: eval_loss has not fallen in 2 evaluations, none was finite"
   )
-  extra["best"]["waited"] = 1
-  assert stopped_early(extra, 4, training) is None
-  assert stopped_early({}, 4, training) is None
+  assert stopped_early(newest(best=kept | {"waited": 1}), training) is None
+  assert stopped_early(newest(), training) is None
   best = Best.of(training)
   best.set_state(None, 7)
   assert best.evaluated == 7

@@ -292,3 +292,25 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   events[:] = ["end", "end"]
   assert train(workplace, "signalled", "steps=4") == 0
   assert ("the restore", "read", threading.get_ident()) in events
+
+
+def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplace, unbroken, tmp_path, capsys):
+  texts = [f"{i} " + "fox " * (i % 5 + 1) for i in range(12)]
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  words = ["dataset=jsonl", f"dataset_path={tmp_path}/a.jsonl", "packing=false", "eval_fraction=0", "dataset_documents_max=11"]
+  assert train(workplace, "epochs", *words, "epochs=1") == 0
+  shown = capsys.readouterr().out
+  assert "epochs  1 of 11 documents: 11 rows, 3 steps of 4" in shown
+  assert "finished: 3 steps, 3 of them now" in shown
+  assert "steps: null  # follows from epochs" in (workplace / "epochs/config.yml").read_text()
+  assert train(workplace, "epochs", *words, "epochs=1") == 0
+  assert "already at step 3 of 3; raise epochs to go on" in capsys.readouterr().out
+  assert main(["train", str(workplace / "epochs/config.yml"), "epochs=2"]) == 0  # the last batch of one was filled up
+  shown = capsys.readouterr().out
+  assert "changed epochs: was 1, is 2" in shown
+  assert "epochs  2 of 11 documents: 22 rows, 6 steps of 4" in shown
+  rows = metrics(workplace, "epochs")
+  assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+  assert [row["epoch"] for row in rows][-1] == 2
+  once = sum(min(len(text) + 2, 16) - 1 for text in texts[:11])
+  assert [sum(row["tokens"] for row in part) for part in (rows[:3], rows[3:])] == [once, once]

@@ -1,0 +1,106 @@
+"""How many rows so many passes over the documents fill, found before the first step: a run by epochs has to know its end.
+
+Which documents share a row follows from their lengths and their order. So every document is tokenised once, what decides about
+rows is remembered of it, and the packer goes through all passes over that. The number is kept by the identity of the data in
+~/.cache/maxtext-like/data, where a run that goes on finds it.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_like import atomic
+from maxtext_like.data.images import UnreadImage
+from maxtext_like.data.input_files import cache_folder
+from maxtext_like.data.pack import Document, ImageSpan, Packer
+
+logger = logging.getLogger(__name__)
+FORMAT = 1  # of a kept number; changes when the same data fill other rows
+_NO_IMAGE = UnreadImage(Path(), 0)
+TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
+
+
+class Outlines:
+  """Tokenises as another does, each document once, and gives an outline of it: its length, its images, and whether anything
+  in the first ``length`` tokens is learned, over ids that mean nothing.
+
+  Args:
+    tokenise: a document of its number.
+    length: tokens of a row.
+    count: documents of a pass.
+    alive: called about every second.
+  """
+
+  def __init__(self, tokenise: Callable[[int], Document], length: int, count: int, alive: Callable[[], None]):
+    self._tokenise, self._length, self._count, self._alive = tokenise, length, count, alive
+    self._plain: dict[int, int] = {}  # tokens of a document without images; below 0: nothing in it is learned
+    self._others: dict[int, Document] = {}
+    self._told = self._lived = time.monotonic()
+
+  def __call__(self, number: int) -> Document:
+    """The outline of a document. Raises as ``tokenise``."""
+    if (size := self._plain.get(number)) is not None:
+      return _outline(number, abs(size), size > 0)
+    if (known := self._others.get(number)) is not None:
+      return known
+    document = self._tokenise(number)
+    self._tell()
+    if document.ids is None:
+      self._others[number] = document
+      return document
+    learned = document.learned is None or bool(document.learned[1 : self._length].any())
+    size = len(document.ids)
+    if not document.images:
+      self._plain[number] = size if learned else -size
+      return _outline(number, size, learned)
+    found = _outline(number, size, learned, tuple(ImageSpan(s.start, s.end, _NO_IMAGE) for s in document.images))
+    self._others[number] = found
+    return found
+
+  def _tell(self) -> None:
+    now = time.monotonic()
+    if now - self._lived >= ALIVE_SECONDS:
+      self._lived = now
+      self._alive()
+    if now - self._told > TELL_SECONDS:
+      self._told = now
+      done, count = len(self._plain) + len(self._others), self._count
+      logger.warning("counting rows, once for these data: %s of %s documents so far", f"{done:,}", f"{count:,}")
+
+
+def _outline(number: int, size: int, learned: bool, images: tuple[ImageSpan, ...] = ()) -> Document:
+  ids, flags = np.broadcast_to(np.int32(0), (size,)), np.broadcast_to(np.bool_(learned), (size,))
+  return Document(number, ids, images=images, learned=flags)
+
+
+def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
+  """The rows of a packer that ends, or what they were when the same data were counted before.
+
+  Args:
+    packer: over outlines, of ``epochs`` passes.
+    identity: JSON of all that the rows follow from.
+    epochs: passes.
+  """
+  import xxhash
+
+  text = json.dumps([FORMAT, epochs, identity], sort_keys=True)
+  entry = cache_folder() / f"rows-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogateescape'))}.json"
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is no whole entry is counted again
+    return int(json.loads(entry.read_bytes())["rows"])
+  rows = 0
+  with contextlib.suppress(StopIteration):
+    while True:
+      next(packer)
+      rows += 1
+  try:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(entry, json.dumps({"rows": rows}) + "\n")
+  except OSError as error:
+    logger.warning("%s: cannot be written (%s), so rows are counted again at every start", entry.parent, error.strerror)
+  return rows
