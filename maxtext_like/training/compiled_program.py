@@ -130,14 +130,16 @@ class CompiledProgram:
           pending += [(called, times) for called in _called(op.text)]
 
   def turns(self, loop: Operation) -> int:
-    """How often the body of a while loop runs, from the constant that its condition compares the counter with; 0 for the
-    rounds that only an uneven load of experts needs.
+    """How often the body of a while loop runs: what the compiler wrote down, or else the constant that its condition compares
+    the counter with; 0 for the rounds that only an uneven load of experts needs.
 
     Raises:
       UserError: the condition is no such comparison, which JAX's loops over layers always are.
     """
     if MORE in loop.path:
       return 0
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):  # a body may have two rounds of the loop
+      return int(known[1])
     for op in self.computations[_one(r"condition=%([\w.\-]+)", loop.text)]:
       inside = self.computations[_called(op.text)[0]] if op.kind == "fusion" else [op]
       for compare in inside:
@@ -313,23 +315,40 @@ def _window(text: str) -> dict[str, dict[int, int] | collections.defaultdict[int
   }
 
 
+_IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
+
+
+def _iota(text: str) -> np.ndarray:
+  """ "[2,4]T(1,0)": numbers from 0 in two rows of four, read by columns."""
+  shape, *order = ([int(n) for n in numbers.split(",")] for numbers in re.findall(r"[\d,]+", text))
+  numbers = np.arange(math.prod(shape)).reshape(shape)
+  return (numbers.transpose(order[0]) if order else numbers).reshape(-1)
+
+
 def _groups(text: str) -> np.ndarray | None:
   """Devices of each group of a collective, [groups, size]; None: it has none written down."""
   if found := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
     return np.array([[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])])
-  if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-    shape = [int(d) for d in found[3].split(",")]
-    devices = np.arange(math.prod(shape)).reshape(shape)
-    if found[4]:
-      devices = devices.transpose([int(d) for d in found[4].split(",")])
-    return devices.reshape(int(found[1]), int(found[2]))
-  if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? ?\{([^}]*)\}", text):
+  if found := re.search(rf"replica_groups=\[(\d+),(\d+)\]<=({_IOTA})", text):
+    return _iota(found[3]).reshape(int(found[1]), int(found[2]))
+  if found := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(({_IOTA}|[\d, ]+)\))? ?\{{([^}}]*)\}}", text):
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    axes = re.findall(r"'(\w+)'", found[3])
-    names = list(sizes)
-    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    order = [names.index(a) for a in names if a not in axes] + [names.index(a) for a in axes]
-    return devices.transpose(order).reshape(-1, math.prod(sizes[a] for a in axes))
+    count = math.prod(sizes.values())
+    listed = found[2] or f"[{count}]"
+    devices = _iota(listed) if listed.startswith("[") else np.array([int(d) for d in listed.split(",")])
+    # The groups run along some axes, or parts of axes: 'x':(2)4 are the 4 in the middle of 16 = 2 * 4 * 2.
+    parts = [(name, int(before or 1), int(size or sizes[name]))
+             for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[3])]  # fmt: skip
+    shape: list[int] = []
+    for name, size in sizes.items():
+      done = 1
+      for _, before, taken in sorted(part for part in parts if part[0] == name):
+        shape += [before // done, taken]
+        done = before * taken
+      shape += [size // done, 1]
+    inside = list(range(1, len(shape), 2))
+    order = [*range(0, len(shape), 2), *inside]
+    return devices.reshape(shape).transpose(order).reshape(-1, math.prod(shape[axis] for axis in inside))
   if found := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", text):
     return np.array([[int(d) for d in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", found[1])])
   return None

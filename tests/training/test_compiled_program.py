@@ -142,8 +142,27 @@ def test_a_loop_that_does_not_say_how_often_it_turns():
     program.memory_bytes()
 
 
-@pytest.mark.parametrize(("axis", "between"), [("b", False), ("a", True)])
-def test_groups_of_a_mesh_that_is_written_by_its_axes(axis, between):
-  text = PROGRAM.replace("mesh['a'=2,'b'=1] {'a'}", f"mesh['a'=2,'b'=2] {{'{axis}'}}")
+def test_how_often_a_loop_turns_that_says_so():
+  text = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
+  times = {op.name: times for op, times in read_program(text).running()}
+  assert times["convolution.1"] == 7
+
+
+@pytest.mark.parametrize(
+  ("mesh", "size", "between"),
+  [
+    ("mesh['a'=2,'b'=2] {'b'}", 2, False),
+    ("mesh['a'=2,'b'=2] {'a'}", 2, True),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", 2, True),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", 2, False),
+    ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}", 2, False),
+    ("mesh['a'=4] {'a':(2)2}", 2, False),
+    ("mesh['a'=4] {'a':(1)2}", 2, True),
+    ("mesh['a'=2,'b'=2] {'a','b'}", 4, True),
+  ],
+)
+def test_groups_of_a_mesh_that_is_written_by_its_axes(mesh, size, between):
+  text = PROGRAM.replace("mesh['a'=2,'b'=1] {'a'}", mesh)
   gathers = [t for t in read_program(text).transfers(chips_per_slice=2) if t.kind == "all-gather" and not t.asynchronous]
   assert [t.between_slices for t in gathers] == [between]
+  assert gathers[0].bytes == gathers[0].times * (8 * 6 * 2) * (size - 1) / size
