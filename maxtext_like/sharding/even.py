@@ -1,6 +1,6 @@
 """What cannot be split evenly over a mesh: refused with sizes and a remedy, instead of lying whole on every device unsaid.
 
-Parameters that data and fsdp cannot split are no fault: they lie whole, and the estimate of the memory counts them so.
+Parameters that are split to save memory alone are no fault: they lie whole, and the estimate of the memory counts them so.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax
 
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import Mesh
-from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.rules import GATHERED, Rules
 
 Axes = tuple[str, ...]
 
@@ -55,7 +55,7 @@ def _uneven(spec: Any, rules: Rules, mesh: Mesh) -> Iterator[tuple[str, str, int
   """(name, logical axis, size, mesh axes) of every dimension that cannot be split, and that is no matter of memory alone."""
   for path, p in jax.tree_util.tree_leaves_with_path(spec):
     for dimension, axes in rules.uneven(p.shape, p.axes, mesh):
-      if not {"data", "fsdp"}.issuperset(axes):
+      if p.axes[dimension] not in GATHERED and not {"data", "fsdp"}.issuperset(axes):
         yield jax.tree_util.keystr(path, simple=True, separator="/"), p.axes[dimension], p.shape[dimension], axes
 
 

@@ -20,6 +20,9 @@ MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 MeshAxes = str | tuple[str, ...] | None
 
+GATHERED = ("embed", "q_lora", "kv_lora", "per_layer")
+"""Logical axes of parameters that are split to save memory alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -27,15 +30,17 @@ class Rules:
 
   Attributes:
     batch, sequence: of activations.
+    embed, q_lora, kv_lora, per_layer: of parameters, which are gathered over these before they multiply. Experts have taken
+      "expert" for themselves by then, all else lies split over it too.
     The others: of parameters, under the names that ``Param.axes`` gives them; activations have some of them too.
   """
 
   batch: MeshAxes = ("data", "fsdp", "expert")
   sequence: MeshAxes = "context"
-  embed: MeshAxes = "fsdp"
-  q_lora: MeshAxes = "fsdp"
-  kv_lora: MeshAxes = "fsdp"
-  per_layer: MeshAxes = "fsdp"
+  embed: MeshAxes = ("fsdp", "expert")
+  q_lora: MeshAxes = ("fsdp", "expert")
+  kv_lora: MeshAxes = ("fsdp", "expert")
+  per_layer: MeshAxes = ("fsdp", "expert")
   vocab: MeshAxes = "tensor"
   heads: MeshAxes = "tensor"
   kv_heads: MeshAxes = "tensor"
@@ -68,7 +73,7 @@ class Rules:
     """The mesh axes of each dimension of an array.
 
     A mesh axis splits one dimension at most (the first that asks for it) and only where it divides the size: a dimension
-    that cannot be split evenly is replicated.
+    that cannot be split evenly is replicated, one that is gathered anyway over the first of its axes that divide it.
     """
     from jax.sharding import PartitionSpec
 
@@ -90,7 +95,10 @@ class Rules:
     taken: set[str] = set()
     for size, axis in zip(shape, axes, strict=True):
       names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
-      even = size % math.prod(mesh.shape[a] for a in names) == 0
+      divides = lambda names, size=size: size % math.prod(mesh.shape[a] for a in names) == 0
+      while axis in GATHERED and len(names) > 1 and not divides(names):
+        names = names[:-1]
+      even = divides(names)
       taken.update(names if even else ())
       yield names, even
 

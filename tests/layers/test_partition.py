@@ -26,6 +26,15 @@ def test_each_mesh_axis_splits_one_dimension_and_only_where_it_divides():
   assert RULES.spec((16,), ("batch",), single) == PartitionSpec("fsdp")  # an axis of one device splits nothing
 
 
+def test_all_but_experts_lies_split_over_the_expert_axis_too():
+  mesh = AbstractMesh((2, 4), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
+  spec = lambda shape, axes: RULES.spec(shape, axes, mesh)
+  assert spec((8, 3), ("embed", "heads")) == PartitionSpec(("fsdp", "expert"))
+  assert spec((8, 16, 3), ("expert", "embed", "mlp")) == PartitionSpec("expert", "fsdp")
+  assert spec((6, 3), ("embed", "heads")) == PartitionSpec("fsdp")  # 6 does not divide by 8: what does is kept
+  assert spec((6, 16), ("batch", "embed")) == PartitionSpec(None, ("fsdp", "expert"))  # rows are split as a whole or not
+
+
 def test_an_axis_without_a_rule_is_an_error():
   with pytest.raises(ValueError, match="no sharding rule for the logical axis 'embd'; there are batch, sequence, embed"):
     RULES.spec((8,), ("embd",), MESH)

@@ -85,7 +85,9 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
 
 
 def _backward(static: _Static, saved, g: jax.Array):
-  q, k, v, where, out, tops, totals = saved
+  # The scores of one tile at a time are made again. Under remat the forward pass stands beside this, and without the barrier
+  # the compiler finds the scores there, of all tiles at once.
+  (q, k, v, where, out, tops, totals), g = jax.lax.optimization_barrier((saved, g))
   precision, scale = static[:2]
   # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
   operand = jnp.float32 if precision.dtype == "float16" else q.dtype
