@@ -46,7 +46,7 @@ _ADAPTERS = "of adapters this version has LoRA and rsLoRA, on weights that are n
 _LORA = "lora_rank=16 lora_modules=[all-linear]"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
 _CALL = "or in Python maxtext_like."
-_METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html"
+_METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html, and where a key asks for it to W&B or MLflow"
 
 NAMES: dict[str, Foreign] = {
   **_renamed("objective", "training_objective", "loss_type", "loss_fn"),
@@ -227,7 +227,9 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   ),
   ("*dropout* neftune*", Foreign("no model of this project has dropout or noise")),
   ("hf_* hub_* push_to_hub", Foreign(_HUB, "dataset=parquet dataset_path=FILES, tokenizer=FILE, init_from=DIRECTORY")),
-  ("wandb* enable_wandb mlflow* comet* swanlab* neptune* metrics_file", Foreign(_METRICS, "enable_tensorboard=true")),
+  ("wandb* *_wandb", Foreign("Weights & Biases is asked for by its project", "wandb_project=NAME")),
+  ("mlflow* *_mlflow", Foreign("MLflow is asked for by its experiment", "mlflow_experiment=NAME")),
+  ("comet* swanlab* neptune* metrics_file", Foreign(_METRICS, "enable_tensorboard=true")),
   (
     "early_stopping* load_best_model* metric_for_best* greater_is_better target_eval_loss",
     Foreign("a run ends after its steps, and keeps the newest checkpoints, not the best"),

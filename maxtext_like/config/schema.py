@@ -450,6 +450,8 @@ class LoggingConfig(Checked):
   output_dir: str
   run_name: str | None
   enable_tensorboard: bool
+  wandb_project: str | None
+  mlflow_experiment: str | None
   numerics_every: int
   sample_every: int
   sample_prompts: tuple[str, ...]
@@ -487,6 +489,9 @@ class LoggingConfig(Checked):
       yield Problem(
         f"run_name has {length} bytes, the name of a directory at most {LONGEST_NAME}", ("run_name",), "choose a shorter one"
       )
+    for name in ("wandb_project", "mlflow_experiment"):
+      if getattr(self, name) == "":
+        yield Problem(f"{name} is empty", (name,), "name it, or null for none")
     if self.compilation_cache_dir == "":
       yield Problem("compilation_cache_dir is empty", ("compilation_cache_dir",), "name a directory, or null for none")
 

@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from maxtext_like.checkpoint import compatibility, manifest
@@ -20,6 +21,7 @@ from maxtext_like.training import standing
 from maxtext_like.training.best import stopped_early
 from maxtext_like.training.remote_run_directory import RemoteRunDirectory
 from maxtext_like.training.run_directory import RunDirectory
+from maxtext_like.training.sinks import trackers
 
 
 def run_directory(config: Config) -> RunDirectory:
@@ -81,6 +83,8 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
     checks.append(("data.eval_path", lambda: _require_data(c.data, "eval_path")))
   if c.data.tokenizer not in ("bytes", AUTO) and kind.text:
     checks.append(("data.tokenizer", lambda: find_tokenizer(c.data.tokenizer)))
+  for key, problem in trackers.missing(c.logging):
+    yield replace(problem, where=loaded.origins[key])
   for key, check in checks:
     try:
       check()

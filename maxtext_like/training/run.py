@@ -48,6 +48,7 @@ from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read
 from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
+from maxtext_like.training.sinks.trackers import Tracked, trackers
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.start import Start, prepare
 from maxtext_like.training.watchdog import Watchdog
@@ -230,8 +231,13 @@ class _Run:
     ))  # fmt: skip
     files: RunFiles = NoFiles()
     if processes.primary():
-      tensorboard = c.logging.enable_tensorboard
-      files = RunFiles(directory.path, tensorboard=tensorboard, step=begun.step, require_held=directory.require_held)
+      files = RunFiles(
+        directory.path,
+        tensorboard=c.logging.enable_tensorboard,
+        step=begun.step,
+        require_held=directory.require_held,
+        trackers=trackers(c.logging, Tracked.of(directory.path, c)),
+      )
     self._stack.enter_context(files)
     self._goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
     config_yaml = masked(self._loaded.to_yaml())

@@ -27,6 +27,7 @@ class Guarded:
     unit: what an item is called when some are lost.
     tell: takes a line for whoever watches.
     may_drop: (item) -> whether it may be dropped when too many wait.
+    end: called on the thread when all is written and it is closed; not where nothing ever was.
   """
 
   def __init__(
@@ -36,9 +37,10 @@ class Guarded:
     unit: str,
     tell: Callable[[str], None] = _log.warning,
     may_drop: Callable[[Any], bool] = lambda item: True,
+    end: Callable[[], None] = lambda: None,
   ):
     self.name = name
-    self._may_drop = may_drop
+    self._may_drop, self._end = may_drop, end
     self._write, self._unit, self._tell = write, unit, tell
     self._condition = threading.Condition()
     self._items: dict[Any, Any] = {}
@@ -112,8 +114,10 @@ class Guarded:
     while True:
       with self._condition:
         self._condition.wait_for(lambda: self._items or self._closing)
-        if not self._items or self._given_up:
+        if self._given_up:
           return
+        if not self._items:
+          break
         key, item = next(iter(self._items.items()))
         self._begun = time.monotonic()
         last_try = self._closing
@@ -135,6 +139,10 @@ class Guarded:
       with self._condition:
         self._condition.wait_for(lambda: self._closing, delay)
       delay = min(2 * delay, _LAST_RETRY_SECONDS)
+    try:
+      self._end()
+    except Exception as error:
+      self._tell_once(f"{self.name}: {type(error).__name__} at its end: {error}")
 
   def _attempt(self, item: Any) -> str | None:
     """One try; returns why it failed, when another one may help."""

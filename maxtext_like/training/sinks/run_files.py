@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,11 @@ from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.events import Events
 from maxtext_like.training.sinks.guarded import Guarded
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, Row, finite, keep_until, line
+from maxtext_like.training.sinks.trackers import Tracker
 
 _FLUSH_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
+_TRACKER_CLOSE_SECONDS = 30.0  # the first row of MLflow makes a database
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
   Args:
     directory: of the run.
     tensorboard: write events too.
+    trackers: other places for the rows, by name.
     step: finished steps when the run starts or goes on; the rows of later ones are dropped.
     require_held: called before every write; does not return when the directory has become another process's.
 
@@ -42,7 +45,15 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     UserError: the files of an earlier life of the run cannot be read or changed.
   """
 
-  def __init__(self, directory: Path, *, tensorboard: bool, step: int, require_held: Callable[[], None] = lambda: None):
+  def __init__(
+    self,
+    directory: Path,
+    *,
+    tensorboard: bool,
+    step: int,
+    require_held: Callable[[], None] = lambda: None,
+    trackers: Mapping[str, Tracker] | None = None,
+  ):
     self._directory, self._require_held = directory, require_held
     try:
       require_held()
@@ -57,6 +68,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       events = Events(directory, step)
       write = lambda item: events.forget(item.step) if isinstance(item, _Rewind) else events.write(item)
       self._events = self._guarded("tensorboard", write, "row")
+    self._trackers = [self._guarded(name, tracker.write, "row", tracker.end) for name, tracker in (trackers or {}).items()]
     self._texts: dict[str, Guarded] = {}
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -84,6 +96,8 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     self._metrics.put(row)
     if self._events is not None:
       self._events.put(row)
+    for place in self._trackers:
+      place.put(row)
 
   def rewind(self, step: int) -> None:
     """The run goes back: rows of steps after ``step`` are dropped, as at a start."""
@@ -125,21 +139,23 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
   def _unwritten(self) -> list[str]:
     return [line for place in self._places if (line := place.unwritten) is not None]
 
-  def _guarded(self, name: str, write: Callable[[Any], None], unit: str) -> Guarded:
+  def _guarded(self, name: str, write: Callable[[Any], None], unit: str, end: Callable[[], None] = lambda: None) -> Guarded:
     def write_held(item: Any) -> None:
       self._require_held()
       write(item)
 
     # Without its rewind a file would have steps twice.
-    return Guarded(name, write_held, unit, may_drop=lambda item: not isinstance(item, _Rewind))
+    return Guarded(name, write_held, unit, may_drop=lambda item: not isinstance(item, _Rewind), end=end)
 
   @property
   def _places(self) -> list[Guarded]:
-    return [place for place in (self._metrics, self._samples, self._events, *self._texts.values()) if place is not None]
+    places = (self._metrics, self._samples, self._events, *self._texts.values(), *self._trackers)
+    return [place for place in places if place is not None]
 
   def _close(self, *places: Guarded) -> None:
-    until = time.monotonic() + _CLOSE_SECONDS
+    begin = time.monotonic()
     for place in places:
+      until = begin + (_TRACKER_CLOSE_SECONDS if place in self._trackers else _CLOSE_SECONDS)
       place.close(max(0.1, until - time.monotonic()))
 
 
