@@ -95,12 +95,10 @@ def generate(
     UserError: a prompt, an image or an option that cannot be used.
     NonFiniteError: the logits are not finite; says of which row and token.
   """
-  from maxtext_like.data.chat.registry import choose
   from maxtext_like.generation import engine
-  from maxtext_like.generation.prompts import Prompt, continuation, encode
+  from maxtext_like.generation.prompts import Prompt, chat_renderer, continuation, encode
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.stop import stop_tokens
-  from maxtext_like.models.registry import FAMILIES
 
   for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
     require_number(generate, name, value, whole=True)
@@ -127,9 +125,8 @@ def generate(
   ends |= _require_ids(stop_ids, model.config.model.vocab_size)
   renderer = None
   if any(prompt.conversation is not None for prompt in given):
-    published = FAMILIES[model.config.model.decoder_block].chat_template(model.config.model)
-    renderer = choose(model.config.data.chat_template, published, tokenizer)
-    ends |= {token for end in renderer.ends if (token := tokenizer.find(end)) is not None}
+    renderer, of_answers = chat_renderer(model.config, tokenizer)
+    ends |= of_answers
   encoded = encode(given, tokenizer, model.config.vision, renderer)
   engine.check(encoded, decoder, max_tokens)
   params = model.params

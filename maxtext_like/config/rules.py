@@ -86,6 +86,12 @@ def cross_problems(
       f"sample_every = {config.logging.sample_every} with dataset: {config.data.dataset}", ("sample_every", "dataset"),
       "its tokens are no text: set sample_every to 0, or another dataset",
     )  # fmt: skip
+  if config.logging.sample_every > 0 and config.data.data_format == "chat" and "" in config.logging.sample_prompts:
+    yield Problem(
+      "sample_prompts has an empty text with data_format: chat, where each is what a user says",
+      ("sample_prompts", "data_format"),
+      'name some, as in sample_prompts=["What is 1 + 1?"]',
+    )  # fmt: skip
   yield from url_problems(config)
   yield from layer_problems(config)
 

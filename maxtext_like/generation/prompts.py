@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.encode import ChatEncoder
 from maxtext_like.data.chat.records import read_conversation
+from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError
 from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
@@ -20,6 +22,7 @@ from maxtext_like.data.multimodal import interleave, load_for
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts
+from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import parse
 
 _CONTEXT = 8  # tokens of a prompt that its answer is decoded after
@@ -108,6 +111,13 @@ def read_prompts(path: Path) -> list[Prompt]:
   if not prompts:
     raise UserError(f"{path}: has no prompts")
   return prompts
+
+
+def chat_renderer(config: Config, tokenizer: Tokenizer) -> tuple[Renderer, set[int]]:
+  """The renderer of a model's conversations, and the tokens that end an answer there. Raises UserError: there is none."""
+  published = FAMILIES[config.model.decoder_block].chat_template(config.model)
+  renderer = choose(config.data.chat_template, published, tokenizer)
+  return renderer, {token for end in renderer.ends if (token := tokenizer.find(end)) is not None}
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig, renderer: Renderer | None = None) -> Prompts:

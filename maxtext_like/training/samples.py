@@ -5,13 +5,14 @@ Read-only: the parameters are looked at between two steps, with draws of their o
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from maxtext_like.config.schema import LoggingConfig
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.engine import check, generate
-from maxtext_like.generation.prompts import Prompt, continuation, encode
+from maxtext_like.generation.prompts import Prompt, chat_renderer, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
 from maxtext_like.sharding.mesh import use_mesh
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Samples:
-  """Continues ``sample_prompts``.
+  """Continues ``sample_prompts``; where a run learns conversations, each is what a user says, and is answered.
 
   Args:
     program: of the run.
@@ -41,10 +42,15 @@ class Samples:
     self._sampling = Sampling(
       temperature=logging_config.sample_temperature, vocabulary=tokenizer.vocab_size, seed=program.config.training.seed
     )
-    prompts = [Prompt(text, place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
-    self._prompts = encode(prompts, tokenizer, program.config.vision)
-    check(self._prompts, program.model.decoder, self._tokens)
     self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None, model=program.config.model)
+    make, renderer = Prompt, None
+    if program.config.data.data_format == "chat":
+      make = Prompt.chat
+      renderer, ends = chat_renderer(program.config, tokenizer)
+      self._stop |= ends
+    prompts = [replace(make(text), place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
+    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer)
+    check(self._prompts, program.model.decoder, self._tokens)
 
   def __call__(self, step: int, params: Any) -> list[Row]:
     """Samples from the parameters after ``step`` steps.

@@ -13,6 +13,7 @@ from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.training import samples
 from maxtext_like.training.chosen_tokenizer import resolve
 from maxtext_like.training.program import make_program
 from maxtext_like.training.samples import Samples
@@ -201,3 +202,25 @@ def test_a_new_run_takes_that_of_the_weights_it_begins_with(place: Path, trained
   fingerprint = load_tokenizer(str(place / "tokenizer")).fingerprint
   step = manifest.read(place / "runs/second/checkpoints/4")
   assert step.extra["data"]["identity"]["tokenizer"] == fingerprint
+
+
+def test_a_run_on_conversations_answers_what_a_user_says(place: Path, trained: Path, tmp_path: Path, monkeypatch):
+  """The samples are framed by the template, and end where a turn does."""
+  chats = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}]
+  (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 4))
+  words = [*WORDS, f"tokenizer={place}/tokenizer", "dataset=jsonl", f"dataset_path={tmp_path}/chats.jsonl", "data_format=chat"]
+  words += ["chat_template=gemma3", "sample_every=1", 'sample_prompts=["ab"]', "sample_tokens=5"]
+  program, tokenizer = make_program(load_config("gemma4-tiny", words).config), load_tokenizer(f"{place}/tokenizer")
+  asked = {}
+
+  def generate(decoder, params, prompts, **given):
+    asked.update(given, ids=prompts.tokens)
+    yield [[tokenizer.encode("c")[0]]]
+
+  monkeypatch.setattr(samples, "generate", generate)
+  (row,) = Samples(program, tokenizer, lambda line: None)(3, {})
+  spell = {token: text for text, token in tokenizer.special.items()}
+  text = "".join(spell.get(token) or tokenizer.decode([token]) for token in asked["ids"][0])
+  assert text == "<bos><start_of_turn>user\nab<end_of_turn>\n<start_of_turn>model\n"
+  assert tokenizer.special["<end_of_turn>"] in asked["stop"]
+  assert (row["prompt"], row["text"]) == ("ab", "c")
