@@ -139,13 +139,21 @@ def _kind(asked: str, value: _Value, shapes: set[tuple[int, ...]], kept: bool) -
 
 
 def _peak(values: dict[tuple[str, str], _Value], alive: dict[tuple[str, str], tuple[int, int]]) -> int:
-  """The instant when most bytes of the heap are in use."""
-  change: dict[int, int] = {}
+  """The instant when most bytes of the heap are in use. Values that share a place, as what goes into a loop and what comes out
+  of it, are there once."""
+  spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
   for key, value in values.items():
-    begin, end = alive.get(key, (0, -1))
-    if end >= begin:
-      change[begin] = change.get(begin, 0) + value.bytes
-      change[end + 1] = change.get(end + 1, 0) - value.bytes
+    if key in alive:
+      spans.setdefault((value.offset, value.bytes), []).append(alive[key])
+  change: dict[int, int] = {}
+  for (_, size), times in spans.items():
+    until = -1
+    for begin, end in sorted(times):
+      begin = max(begin, until + 1)
+      if end >= begin:
+        change[begin] = change.get(begin, 0) + size
+        change[end + 1] = change.get(end + 1, 0) - size
+        until = end
   most, at, now = -1, 0, 0
   for instant in sorted(change):
     now += change[instant]

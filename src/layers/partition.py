@@ -109,6 +109,15 @@ def shared_sums() -> Literal["none", "weights", "all"]:
   return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
 
 
+def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """The arrays, on a mesh of TPUs none of them to be used before all are there. Their compiler puts off what nothing waits
+  for, as gradients of weights, and holds what they are made of until then; and of a parameter that is read in another layout
+  at both ends of a step it keeps the copy in between."""
+  mesh = free_mesh()
+  device = None if mesh is None else mesh.abstract_mesh.abstract_device
+  return jax.lax.optimization_barrier(arrays) if device is not None and device.platform == "tpu" else arrays
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
   """The manual mesh axes over which x may differ between devices; none outside of shard_map."""
   aval = jax.typeof(x)

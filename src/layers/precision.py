@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
-from maxtext_like.layers.partition import shared_sums, vary_alike
+from maxtext_like.layers.partition import shared_sums, together, vary_alike
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -143,7 +143,9 @@ class Precision:
     return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
-_TILE_BYTES = 1 << 30  # float32, of a gradient whose parts devices add up
+# float32, of a gradient whose parts devices add up
+_TILE_BYTES = 1 << 30
+_LARGE_BYTES = 1 << 24  # of smaller ones, as an adapter's, several are added up at once
 
 
 def _spelt_out(spec: str, rank: int) -> str:
@@ -179,18 +181,27 @@ def _product_bwd(spec, precision, out, parts, saved, g):
   operands, result = spec.split("->")
   x_axes, y_axes = operands.split(",")
   # The gradient of a weight is a sum over rows, which x begins with and a weight has not got.
+  of_weight = parts == "weights" and x_axes[0] not in y_axes
   of_x = jnp.float32 if parts == "all" else None
-  of_y = jnp.float32 if parts == "all" or (parts == "weights" and x_axes[0] not in y_axes) else None
+  of_y = jnp.float32 if parts == "all" or of_weight else None
   dx = jnp.einsum(f"{result},{y_axes}->{x_axes}", g, y, precision=precision, preferred_element_type=of_x)
-  tiles = 1
-  if parts == "weights" and of_y is not None and y_axes[0] in result:
+
+  def dy_of(g):
+    dy = jnp.einsum(f"{result},{x_axes}->{y_axes}", g, x, precision=precision, preferred_element_type=of_y)
+    return dy.astype(saved[1].dtype)
+
+  tiles, axis = 1, result.find(y_axes[0])
+  if of_weight and axis >= 0:
     # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
     tiles = next(n for n in range(-(-y.size * 4 // _TILE_BYTES), y.shape[0] + 1) if y.shape[0] % n == 0)
-  dys = [
-    jnp.einsum(f"{result},{x_axes}->{y_axes}", part, x, precision=precision, preferred_element_type=of_y).astype(saved[1].dtype)
-    for part in (jnp.split(g, tiles, axis=result.index(y_axes[0])) if tiles > 1 else [g])
-  ]
-  return dx.astype(saved[0].dtype), dys[0] if tiles == 1 else jnp.concatenate(dys)
+  if tiles > 1:
+    size = g.shape[axis] // tiles
+    dy = jax.lax.map(lambda i: dy_of(jax.lax.dynamic_slice_in_dim(g, i * size, size, axis)), jnp.arange(tiles))
+    dy = dy.reshape(y.shape)
+  else:
+    dy = dy_of(g)
+  dx = dx.astype(saved[0].dtype)
+  return together(dx, dy) if of_weight and y.size * 4 >= _LARGE_BYTES else (dx, dy)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

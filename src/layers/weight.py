@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.kernels.grouped.registry import Name
+from maxtext_like.layers.partition import together
 from maxtext_like.layers.precision import Precision
 
 
@@ -88,7 +89,10 @@ def product(
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   """Rows of a table by their numbers, [*index.shape, ...] in ``dtype``; an index beyond the table is clamped."""
-  return weight.lookup(precision, index) if isinstance(weight, Weight) else precision.cast(weight[index])
+  if isinstance(weight, Weight):
+    return weight.lookup(precision, index)
+  (weight,) = together(weight)
+  return precision.cast(weight[index])
 
 
 def cast(precision: Precision, weight: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the compiled step of a sharded model moves between chips, read in libtpu's own text."""
+"""What the compiled step of a sharded model moves between chips, read in libtpu's own program."""
 
 import importlib.util
 import re
@@ -9,18 +9,25 @@ from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.training.topologies import TOPOLOGIES
 
-LAYERS = 6
+LAYERS, D, F, VOCABULARY = 6, 512, 2048, 512
+HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scattered():
-  from maxtext_like.analysis.lowered import compile_for
+  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
 
   mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
-  words = [mesh, f"num_decoder_layers={LAYERS}", "dtype=bfloat16", "emb_dim=512", "mlp_dim=2048", "remat_policy=full"]
-  _, _, text = compile_for(load_config("qwen3-tiny", words).config, TOPOLOGIES["v6e-8"])
-  gathered = re.findall(r"= \(?\w+\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", text)
+  words = [mesh, f"num_decoder_layers={LAYERS}", "dtype=bfloat16", f"emb_dim={D}", f"mlp_dim={F}", "remat_policy=full"]
+  step = compile_step(load_config("qwen3-tiny", words).config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
+  gathered = re.findall(r"= \(?\w+\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", step.hlo)
   assert gathered
   assert not [shape for shape in gathered if shape.startswith(f"{LAYERS},") and shape.count(",") > 1]
-  assert "all-reduce-scatter" in text
+  assert step.work is not None
+  moved = {t.kind: t.bytes for t in step.work.transfers}
+  # Every matrix's gradient, attention's too, leaves its chip as float32 parts, seven of eight of which go to others; the
+  # table's twice, from the lookup and from the logits. Whole sums are those of norms and numbers alone.
+  layer = 3 * D * F + 2 * D * HEADS + 2 * D * KV_HEADS
+  assert moved["reduce-scatter"] == (LAYERS * layer + 2 * VOCABULARY * D) * 4 * 7 / 8
+  assert moved["all-reduce"] < D * KV_HEADS * 4
