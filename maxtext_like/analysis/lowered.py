@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from maxtext_like.config.schema import PARALLELISM, Config
+from maxtext_like.config.parallelism import PARALLELISM
+from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.training.topologies import Topology, assumed_gpu
 

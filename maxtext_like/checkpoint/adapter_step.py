@@ -1,5 +1,6 @@
 """Checkpoints that hold an adapter alone: what names the weights below it, and how both are read together."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,25 +103,38 @@ def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) ->
   return adapter, found.state["params"][ADAPTER]
 
 
-def read_merged(step: Path | Place, stored: manifest.Manifest, model: Model, read_base: Any) -> Any:
+def read_base(model: Model, init_from: str | None, seed: int, read_weights: Callable[..., Any]) -> tuple[Any, Base]:
+  """The weights below an adapter, from where they were, or drawn again.
+
+  Args:
+    model: whose they are.
+    init_from: where they are; None: the seed says.
+    seed: that they were drawn from.
+    read_weights: (directory, model) -> the weights in it.
+  """
+  if init_from is None:
+    params = model.lower_init().compile()(np.uint32(seed % 2**32))
+  else:
+    params = read_weights(located(init_from), model)
+  return params, Base.of(params, init_from, seed)
+
+
+def read_merged(step: Path | Place, stored: manifest.Manifest, model: Model, read_weights: Callable[..., Any]) -> Any:
   """The weights below a step's adapter with the adapter added, in their own dtype.
 
   Args:
     step: its directory.
     stored: its manifest.
     model: whose they become.
-    read_base: (directory) -> the weights in it.
+    read_weights: as of ``read_base``.
 
   Raises:
     UserError: the weights below are gone, or others than they were; as ``read_adapter``.
   """
   base = Base.from_json(stored.extra[EXTRA])
-  if base.source is None:
-    params = model.lower_init().compile()(np.uint32(base.seed % 2**32))
-  else:
-    params = read_base(located(base.source))
+  params, found = read_base(model, base.source, base.seed, read_weights)
   if model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype"):
-    base.require(Base.of(params, base.source, base.seed), step)  # in another dtype every number may be another
+    base.require(found, step)  # in another dtype every number may be another
   return merged(params, step, stored, model)
 
 

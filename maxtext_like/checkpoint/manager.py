@@ -19,7 +19,6 @@ all decide the same.
 
 import atexit
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
@@ -33,12 +32,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from maxtext_like import atomic
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
 from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
-from maxtext_like.checkpoint.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.room import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.valid_step import newest_valid
@@ -348,15 +345,8 @@ class CheckpointManager:
 
   def _complete(self, step: int, record: manifest.Manifest) -> None:
     """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""
-    path = self._steps.saving(step, self._saves)
-    accompanying_files.write(path, self._tokenizer)
-    if isinstance(self._steps, RemoteSteps) and isinstance(path, Place):
-      files = manifest.describe_objects(path)
-      self._steps.commit(step, dataclasses.replace(record, files=files, folder=path.name))
-    elif isinstance(self._steps, StepDirectories) and isinstance(path, Path):
-      manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
-      self._steps.commit(step)
-      atomic.sync_directory(self._steps.directory)
+    accompanying_files.write(self._steps.saving(step, self._saves), self._tokenizer)
+    self._steps.publish(step, self._saves, record)
     self._newest_known = step
     self._saved(step)
 

@@ -43,7 +43,7 @@ def read_weights(directory: Path | Place, model: Model) -> Any:
     raise no_checkpoint(f"init_from: {directory}", directory)
   step = readable_step(step)
   if adapter_step.holds_adapter_alone(stored := _manifest(step)):
-    found = adapter_step.read_merged(step, stored, model, lambda base: read_weights(base, model))
+    found = adapter_step.read_merged(step, stored, model, read_weights)
     return _finite(found, step, model)
   allow = model.config.checkpoint.allow_dtype_change
   found = restore.load(step, {"params": params}, config=model.config, allow_dtype_change=allow).state["params"]

@@ -11,6 +11,7 @@ looks. What no manifest names is litter, and goes at the next start or with its 
 """
 
 import contextlib
+import dataclasses
 import logging
 import re
 import secrets
@@ -101,12 +102,14 @@ class RemoteSteps:
   def discard(self, step: int, save: int) -> None:
     """What a save left that failed goes later: a store that does not answer must not be waited for here."""
 
-  def commit(self, step: int, record: manifest.Manifest) -> None:
-    """Publishes a step of which all is written. What had its name is moved aside, unless it is whole and so the same.
+  def publish(self, step: int, save: int, record: manifest.Manifest) -> None:
+    """A step of which all is written counts from here on. What had its name is moved aside, unless it is whole and so the same.
 
     Raises:
       FileExistsError: another process has published this step meanwhile.
     """
+    path = self.saving(step, save)
+    record = dataclasses.replace(record, files=manifest.describe_objects(path), folder=path.name)
     content = manifest.to_text(record).encode()
     if self.has(step):
       return

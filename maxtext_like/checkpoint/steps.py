@@ -6,6 +6,7 @@ told, never deleted. Everything is read from the disk each time: a cached list i
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from maxtext_like import atomic
 from maxtext_like.checkpoint import manifest
 from maxtext_like.errors import UserError
 
@@ -139,6 +141,13 @@ class StepDirectories:
         _log.warning("%s has no %s, so it does not count; moved to %s", path, manifest.FILE_NAME, aside.name)
       else:
         _log.warning("%s is not a checkpoint (it holds %s); left alone", path, ", ".join(names[:3]))
+
+  def publish(self, step: int, save: int, record: manifest.Manifest) -> None:
+    """A step of which all is written gets its hashes, its manifest and its name. ``record``: without the files."""
+    path = self.saving(step, save)
+    manifest.write(path, dataclasses.replace(record, files=manifest.hash_files(path)))
+    self.commit(step)
+    atomic.sync_directory(self.directory)
 
   def commit(self, step: int, path: Path | None = None) -> None:
     """Gives a step that was written whole its name. From here on it counts. What lies in the way is moved aside."""

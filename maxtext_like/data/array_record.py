@@ -11,7 +11,7 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.data import input_files, tf_example
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import UserError
 
@@ -95,8 +95,7 @@ class ArrayRecord:
     return self._stops[-1]
 
   def _locate(self, index: int) -> tuple[int, int]:
-    file = bisect_right(self._stops, index)
-    return file, index - (self._stops[file - 1] if file else 0)
+    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     file, row = self._locate(index)

@@ -7,7 +7,6 @@ that: a file that is cut off under the run is an error with a name, where a mapp
 
 import json
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
@@ -16,7 +15,7 @@ import numpy as np
 
 from maxtext_like.data import input_files
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record, locate
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -121,15 +120,14 @@ class Arrow:
 
   def _locate(self, index: int) -> tuple[int, int, int]:
     """File, batch in it, row in that."""
-    file = bisect_right(self._stops, index)
-    row = index - (self._stops[file - 1] if file else 0)
+    file, row = locate(self._stops, index)
     stops = self._batches[file].stops
     batch = int(np.searchsorted(stops, row, side="right"))
     return file, batch, row - (int(stops[batch - 1]) if batch else 0)
 
   def place(self, index: int) -> str:
-    file = bisect_right(self._stops, index)
-    return f"{self._files[file]}, row {index - (self._stops[file - 1] if file else 0)}"
+    file, row = locate(self._stops, index)
+    return f"{self._files[file]}, row {row}"
 
   def read(self, index: int) -> Record:
     file, batch, row = self._locate(index)
@@ -246,7 +244,7 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Documents:
   """The files of dataset=arrow."""
-  from maxtext_like.data.chat.arrow_rows import ArrowRows
+  from maxtext_like.data.arrow_rows import ArrowRows
 
   del whole  # a record is never cut
   read = record_reader(data, vision)

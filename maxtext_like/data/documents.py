@@ -1,5 +1,6 @@
 """What every source of text promises to the rest of the input pipeline (jsonl.py, parquet.py and others implement it)."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,3 +75,9 @@ def check_text(text: object, place: str, field: str) -> str:
         place, f"field '{field}' has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start}"
       ) from None
   return text
+
+
+def locate(stops: Sequence[int], index: int) -> tuple[int, int]:
+  """The part that an index lies in, and its place there, of parts that end at ``stops``."""
+  part = bisect_right(stops, index)
+  return part, index - (stops[part - 1] if part else 0)

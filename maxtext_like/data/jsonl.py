@@ -2,7 +2,6 @@
 
 import logging
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -11,7 +10,7 @@ from maxtext_like import strict_json
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.errors import UserError
@@ -68,8 +67,7 @@ class JsonLines:
     return self._stops[-1]
 
   def _locate(self, index: int) -> tuple[int, int]:
-    file = bisect_right(self._stops, index)
-    return file, index - (self._stops[file - 1] if file else 0)
+    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     file, row = self._locate(index)

@@ -1,7 +1,6 @@
 """Parquet files as documents: one string column, row group by row group. Needs the extra `parquet` (pyarrow)."""
 
 import os
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -9,7 +8,7 @@ from typing import Any
 
 from maxtext_like.data import input_files
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -100,8 +99,7 @@ class Parquet:
     return self._stops[-1]
 
   def _locate(self, index: int) -> tuple[int, int]:
-    group = bisect_right(self._stops, index)
-    return group, index - (self._stops[group - 1] if group else 0)
+    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     group, row = self._locate(index)

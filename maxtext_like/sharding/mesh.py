@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from maxtext_like.config.schema import MeshConfig
+from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import MESH_AXES, Rules

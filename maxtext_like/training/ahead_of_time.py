@@ -21,7 +21,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from maxtext_like.config.files import configs_folder
-from maxtext_like.config.schema import Config, MeshConfig
+from maxtext_like.config.parallelism import MeshConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.training import memory_layout
 from maxtext_like.training.chips import find_chip

@@ -23,27 +23,23 @@ def read_state(directory: Path, program: TrainProgram) -> State:
   if fresh is not None and any(name.startswith("loss_scale.") for name in stored.leaves):
     like["loss_scale"] = fresh
   found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
-  state = program.completed(found.state, base_weights(program, found)) if alone else found.state
+  state = program.completed(found.state, base_weights(program, found)[0]) if alone else found.state
   if fresh is not None and "loss_scale" not in state:
     start = loss_scale.initial(program.config.training.loss_scale_init)
     state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)
   return state
 
 
-def base_weights(program: TrainProgram, restored: restore.Restored) -> Any:
-  """The weights below the adapter of a restored step, those that it was trained on.
+def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any, adapter_step.Base]:
+  """The weights below the adapter of a restored step, those that it was trained on, and what names them.
 
   Raises:
     UserError: they are gone, or others; as ``read_weights``.
   """
-  source, seed = program.config.checkpoint.init_from, program.config.training.seed
-  if source is None:
-    weights = program.model.lower_init().compile()(np.uint32(seed % 2**32))
-  else:
-    weights = read_weights(located(source), program.model)
-  found = adapter_step.Base.of(weights, source, seed)
+  c = program.config
+  weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
   adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory)
-  return weights
+  return weights, found
 
 
 def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:

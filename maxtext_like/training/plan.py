@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.config.schema import Config, MeshConfig
+from maxtext_like.config.parallelism import MeshConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh

@@ -74,7 +74,9 @@ def prepare(
       if best is not None:
         best.set_state(restored.extra.get(BEST), restored.step)
     with goodput.phase("restore"), reading("the reading of weights"):
-      below = None if restored is None or program.adapter is None else base_weights(program, restored)
+      below, base = None, None
+      if restored is not None and program.adapter is not None:
+        below, base = base_weights(program, restored)
     # Given weights are read first: what is wrong with them shows before minutes of compilation.
     source = program.config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"), reading("the reading of weights"):
@@ -91,8 +93,7 @@ def prepare(
       else:
         step, state = 0, program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
       look = looking.result()
-      base = None
-      if program.adapter is not None:
+      if program.adapter is not None and base is None:
         base = Base.of(state["params"], program.config.checkpoint.init_from, program.config.training.seed)
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")

@@ -5,7 +5,6 @@ extra `parquet` (pyarrow).
 """
 
 import os
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,7 +12,7 @@ from typing import Any
 
 from maxtext_like.data import input_files
 from maxtext_like.data.arrow import FILE_MAGIC, saved_by_datasets
-from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
+from maxtext_like.data.documents import BadRecordError, ReadRecord, Record, locate
 from maxtext_like.data.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -72,8 +71,7 @@ class ArrowRows:
     return self._stops[-1]
 
   def _locate(self, index: int) -> tuple[int, int]:
-    batch = bisect_right(self._stops, index)
-    return batch, index - (self._stops[batch - 1] if batch else 0)
+    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     batch, _ = self._locate(index)

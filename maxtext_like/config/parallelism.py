@@ -1,0 +1,105 @@
+"""``mesh:``, the sizes of the mesh axes and what is split over them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from maxtext_like.config.problems import Checked, Problem, did_you_mean
+from maxtext_like.layers.rules import LOGICAL_AXES, MESH_AXES
+
+_NETWORKS = ("ici", "dcn")
+PARALLELISM = {network: {f"{network}_{axis}_parallelism": axis for axis in MESH_AXES} for network in _NETWORKS}
+"""Keys of the sizes of the mesh axes, inside a slice (ici) and over slices (dcn), each with its axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Checked):
+  """``mesh:``, how many devices each axis of the mesh has, and what is split over it. -1: all that the others leave.
+
+  An axis is as long as its two keys together say: ``dcn`` counts slices, joined by the data-center network, and ``ici`` the
+  devices of each.
+  """
+
+  ici_data_parallelism: int
+  ici_fsdp_parallelism: int
+  ici_expert_parallelism: int
+  ici_context_parallelism: int
+  ici_tensor_parallelism: int
+  dcn_data_parallelism: int
+  dcn_fsdp_parallelism: int
+  dcn_expert_parallelism: int
+  dcn_context_parallelism: int
+  dcn_tensor_parallelism: int
+  sharding_rules: dict[str, str | tuple[str, ...] | None] = field(hash=False)
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    for keys in PARALLELISM.values():
+      sizes = {name: getattr(self, name) for name in keys}
+      for name, size in sizes.items():
+        if size < 1 and size != -1:
+          yield Problem(f"{name} = {size}", (name,), "an axis has 1 device or more, or -1 for the rest")
+      rest = [name for name, size in sizes.items() if size == -1]
+      if len(rest) > 1:
+        yield Problem(f"{' and '.join(rest)} are both -1", tuple(rest), "only one axis can take all that is left")
+    for logical, axes in self.sharding_rules.items():
+      if logical not in LOGICAL_AXES:
+        known = did_you_mean(logical, LOGICAL_AXES) or f"; there are {', '.join(LOGICAL_AXES)}"
+        yield Problem(f"sharding_rules: unknown logical axis {logical!r}{known}", ("sharding_rules",))
+      named = (axes,) if isinstance(axes, str) else axes or ()
+      for axis in named:
+        if axis not in MESH_AXES:
+          known = did_you_mean(axis, MESH_AXES) or f"; there are {', '.join(MESH_AXES)}"
+          yield Problem(f"sharding_rules: {logical}: unknown mesh axis {axis!r}{known}", ("sharding_rules",))
+      if len(set(named)) < len(named):
+        yield Problem(f"sharding_rules: {logical} names a mesh axis twice", ("sharding_rules",), "leave one of them out")
+
+  def over_networks(self, devices: int, slices: int | None = None) -> tuple[dict[str, int], dict[str, int]]:
+    """Slices, and devices of each slice, along every axis, with -1 worked out.
+
+    Args:
+      devices: of all slices together.
+      slices: that there are; None: the machine has none, and as many are made as the ``dcn`` keys say.
+
+    Raises:
+      ValueError: the axes do not multiply to slices and devices.
+    """
+    dcn = self._sizes("dcn", slices or 1)
+    count = math.prod(dcn.values())
+    if slices is not None and count != slices:
+      raise ValueError(
+        f"mesh: {self._words('dcn')} make {count} slices, and this run has {slices}; set dcn_data_parallelism to -1 for all"
+      )
+    if devices % count:
+      raise ValueError(f"mesh: {self._words('dcn')} do not divide the {devices} devices of this run into equal slices")
+    ici = self._sizes("ici", devices // count)
+    if math.prod(ici.values()) * count != devices:
+      of_each = "" if count == 1 else f" of each of {count} slices"
+      raise ValueError(
+        f"mesh: {self._words('ici')} do not multiply to the {devices // count} devices{of_each or ' of this run'}; "
+        "set one axis to -1 for the rest"
+      )
+    return dcn, ici
+
+  def axis_sizes(self, devices: int, slices: int | None = None) -> dict[str, int]:
+    """Devices along each axis, over all slices; as ``over_networks``."""
+    dcn, ici = self.over_networks(devices, slices)
+    return {axis: dcn[axis] * ici[axis] for axis in MESH_AXES}
+
+  def devices(self, rest: int) -> int:
+    """Of a mesh of which the axis that takes the rest, inside a slice, has so many."""
+    inside = math.prod(rest if size == -1 else size for size in self._written("ici").values())
+    return inside * math.prod(self._sizes("dcn", 1).values())
+
+  def _written(self, network: str) -> dict[str, int]:
+    return {axis: getattr(self, key) for key, axis in PARALLELISM[network].items()}
+
+  def _sizes(self, network: str, count: int) -> dict[str, int]:
+    """With -1 worked out, where that is possible."""
+    written = self._written(network)
+    fixed = math.prod(size for size in written.values() if size != -1)
+    return {axis: max(count // fixed, 1) if size == -1 else size for axis, size in written.items()}
+
+  def _words(self, network: str) -> str:
+    keys = {key: getattr(self, key) for key in PARALLELISM[network]}
+    return ", ".join(f"{key} = {size}" for key, size in keys.items() if size != 1) or f"{network}_*_parallelism = 1"
