@@ -41,6 +41,14 @@ def reason(error: Exception) -> str:
   return os.strerror(int(said[1])) if said else " ".join(str(error).split())[:300] or type(error).__name__
 
 
+_TOLD = (
+  "Handler Commit operations or",
+  "_SignalingThread.run() raised",
+  "Failed to write metadata=",
+  "Failed to update metadata=",
+)
+
+
 def told_by_us(entry: logging.LogRecord) -> bool:
-  """Drops orbax's two tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
-  return not any(part in str(entry.msg) for part in ("Handler Commit operations or", "_SignalingThread.run() raised"))
+  """Drops orbax's tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
+  return not any(part in str(entry.msg) for part in _TOLD)

@@ -3,6 +3,7 @@
 R rows: the arrays of single layers; a stacked leaf has one for each of its layers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,11 +95,40 @@ def split_squares(tree: Tree) -> Squares:
 
 
 def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """Float32 [R], ``terms`` of every row summed."""
+  together = functools.partial(_sums_of_kernels, terms=terms)
+  return jax.lax.platform_dependent(tree, cuda=together, default=lambda tree: _joined(tree, terms, {}))
+
+
+def _sums_of_kernels(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """The same in few kernels: a step has hundreds of these sums, and a GPU takes longer to start most of them than to run.
+
+  Vectors (norms, biases) of one shape are summed together; and what reads the sums reads them from one array, where XLA would
+  take a total, a maximum and a test of every part by itself.
+  """
+  alike: dict[tuple[bool, tuple[int, ...]], list[tuple[int, jax.Array]]] = {}
+  for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    if x.ndim == 1 + _in_stack(path):
+      alike.setdefault((_in_stack(path), x.shape), []).append((i, x.astype(jnp.float32)))
+  sums = {}
+  for vectors in alike.values():
+    places, arrays = zip(*vectors, strict=True)
+    rows = jnp.sum(terms(jax.lax.optimization_barrier(jnp.stack(arrays))), axis=-1)
+    sums |= dict(zip(places, rows, strict=True))
+  return jax.lax.optimization_barrier(_joined(tree, terms, sums))
+
+
+def _joined(tree: Tree, terms: Callable[[jax.Array], jax.Array], known: dict[int, jax.Array]) -> jax.Array:
+  """The sums of all arrays of a tree in one, those of some of which are known."""
   parts = []
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    stacked = path_keys(path)[0].startswith("stack_")
-    parts.append(jnp.atleast_1d(jnp.sum(terms(x.astype(jnp.float32)), axis=tuple(range(1, x.ndim)) if stacked else None)))
+  for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    over = tuple(range(1, x.ndim)) if _in_stack(path) else None
+    parts.append(jnp.atleast_1d(known[i] if i in known else jnp.sum(terms(x.astype(jnp.float32)), axis=over)))
   return jnp.concatenate(parts)
+
+
+def _in_stack(path: tuple[Any, ...]) -> bool:
+  return path_keys(path)[0].startswith("stack_")
 
 
 def clip(tree: Tree, norm: Norm, largest: float) -> Tree:

@@ -1,0 +1,23 @@
+"""Sums of squares by row: the form for few kernels gives what the plain one gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.models import row_norms
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+def test_few_kernels_give_the_same_sums(bad):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  layer = {"norm": draw(3, 5), "weight": draw(3, 5, 2), "scale": draw(3, 5).astype(jnp.bfloat16), "scalar": draw(3)}
+  tree = {"embedding": draw(4, 3), "norm": draw(5), "bias": draw(5), "scalar": draw(), "stack_0": {"layer_0": layer}}
+  if bad is not None:
+    layer["norm"] = layer["norm"].at[1, 2].set(bad)
+  plain = row_norms.plain_squares(tree).small
+  few = jax.jit(row_norms._sums_of_kernels, static_argnames="terms")(tree, terms=jnp.square)
+  assert plain.shape == (4 + 4 * 3,)
+  np.testing.assert_allclose(few, plain, rtol=1e-6)
+  assert np.isfinite(few).all() == (bad is None)
