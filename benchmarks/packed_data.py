@@ -55,7 +55,7 @@ def measure(path: str) -> None:
   begin = time.perf_counter()
   JsonLines([path], "text")
   again = time.perf_counter() - begin
-  order = Order(Share(len(documents)), shuffle_seed=0, repeat=True, groups=documents.groups)
+  order = Order(Share(len(documents)), shuffle_seed=0, passes=None, groups=documents.groups)
   begin = time.perf_counter()
   for i in range(READS):
     documents.read(order[i])
