@@ -42,6 +42,7 @@ class ShapeClass:
     kernel: "cudnn_flash" or "splash".
     dtype: of q, k and v.
     head_dim: H.
+    value_dim: of values, which latent attention has narrower.
     kv_heads: K, at most 2.
     groups: query heads of a key-value head.
     window: there is a sliding window.
@@ -52,6 +53,7 @@ class ShapeClass:
   kernel: Name
   dtype: str
   head_dim: int
+  value_dim: int
   kv_heads: int
   groups: int
   window: bool
@@ -60,20 +62,30 @@ class ShapeClass:
 
   def __str__(self) -> str:
     heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
-    what = [f"heads of {self.head_dim}", f"{heads} a key-value head", "a window" if self.window else "no window"]
+    values = "" if self.value_dim == self.head_dim else f" and values of {self.value_dim}"
+    what = [f"heads of {self.head_dim}{values}", f"{heads} a key-value head", "a window" if self.window else "no window"]
     what += ["documents" if self.segments else "no documents", f"{self.length} positions"]
     return f"{self.kernel}, {self.dtype}, {', '.join(what)}"
 
 
 def shape_class(
-  kernel: Name, *, dtype: str, head_dim: int, query_heads: int, kv_heads: int, window: bool, segments: bool, length: int
+  kernel: Name,
+  *,
+  dtype: str,
+  head_dim: int,
+  query_heads: int,
+  kv_heads: int,
+  window: bool,
+  segments: bool,
+  length: int,
+  value_dim: int | None = None,
 ) -> ShapeClass:
-  """The class of a layer: what its test stands for."""
+  """The class of a layer: what its test stands for. Without ``value_dim`` values are as wide as keys."""
   if length > _LONGEST:
     length = _LONGEST + length % 512
   return ShapeClass(
-    kernel=kernel, dtype=dtype, head_dim=head_dim, kv_heads=min(kv_heads, 2), groups=query_heads // kv_heads,
-    window=window, segments=segments, length=length,
+    kernel=kernel, dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim, kv_heads=min(kv_heads, 2),
+    groups=query_heads // kv_heads, window=window, segments=segments, length=length,
   )  # fmt: skip
 
 
@@ -190,9 +202,10 @@ def _reference(window: int | None, scale: float) -> Any:
 def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
   """q, k, v and the cotangent as float32 arrays that the dtype holds exactly, and segments (None without documents)."""
   rng = np.random.default_rng(0)
-  T, K, H = case.length, shape.kv_heads, shape.head_dim
+  T, K, H, V = case.length, shape.kv_heads, shape.head_dim, shape.value_dim
   N = K * shape.groups
-  q, k, v, g = (rng.normal(size=(2, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
+  sizes = ((N, H), (K, H), (K, V), (N, V))
+  q, k, v, g = (rng.normal(size=(2, T, *size)).astype(np.float32) for size in sizes)
   segments = np.ones((2, T), np.int32)
   at = np.arange(T)
   if case.rows == "packed":

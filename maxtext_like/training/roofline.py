@@ -90,10 +90,13 @@ def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation,
     target = "tpu_custom_call" if "tpu_custom_call" in op.text else ""
     for kernel in fused_kernels():
       if (name := kernel.operation(target, scopes)) is not None:
-        # [N, T, H], and of several rows on a chip [B, N, T, H].
-        *heads, length, size = next(a.shape for a in operands if len(a.shape) in (3, 4) and a.dtype in ("bf16", "f32"))
+        # Queries, keys and values, [N, T, H] each, and of several rows on a chip [B, N, T, H].
+        q, _, v = [a.shape for a in operands if len(a.shape) in (3, 4) and a.dtype in ("bf16", "f32")][:3]
+        *heads, length, size = q
         window = next((w for layer, w in windows.items() if f"{layer}/" in op.path), None)
-        return 2.0 * kernel.products(name) * math.prod(heads) * size * visible_pairs(length, window)
+        of_values = kernel.products(name) // 2
+        wide = (kernel.products(name) - of_values) * size + of_values * v[-1]
+        return 2.0 * wide * math.prod(heads) * visible_pairs(length, window)
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
     rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))
     by = next((k for k in map(grouped.kernel, grouped.NAMES) if k.called(op.path, op.name)), None)

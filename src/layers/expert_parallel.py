@@ -3,8 +3,8 @@ chose them. Nothing is dropped, whatever the router does.
 
 How many rows a device sends to another is known only when the program runs, and a program's arrays have fixed sizes. Arrays
 that hold the worst case (every row of every device chooses one device) would be as many times too large as there are devices.
-So rows travel in rounds of a fixed capacity, a little above an even share: one round where the load is even, more where it
-is not, as many as the fullest pair of devices needs. The result is that of one device either way.
+So rows travel in rounds of a fixed capacity, the first a little above an even share, and where the load is uneven smaller ones
+behind it, as many as the fullest pair of devices needs. The result is that of one device either way.
 
 ``jax.lax.ragged_all_to_all`` would send no padding; it needs the worst case as its output, and a CPU does not run it (JAX 0.10,
 0.12).
@@ -29,7 +29,10 @@ from maxtext_like.layers.rules import Rules
 from maxtext_like.layers.weight import Weight
 
 SLACK = 1.25
-"""Rows that a round takes from one device to another, in shares of an even load."""
+"""Rows that the first round takes from one device to another, in shares of an even load."""
+
+LATER = 4
+"""A round behind the first takes that part of the rows of the first, and of its memory: what is left over is little."""
 
 MORE = "more_rounds"
 """``jax.named_scope`` of the loop over the rounds behind the first: it does not turn where no device is sent more than that."""
@@ -112,7 +115,7 @@ class Layout:
 
 
 def capacity(choices: int, devices: int) -> int:
-  """C: rows of a round from one device to another."""
+  """C: rows of the first round from one device to another."""
   return min(choices, -(-int(choices * SLACK) // devices))
 
 
@@ -140,23 +143,25 @@ def travel(
   order = jnp.argsort(chosen, stable=True)
   counts_P = jnp.bincount(chosen // own, length=P)
   plan = {"chosen": chosen, "order": order, "counts": counts_P, "starts": jnp.cumsum(counts_P) - counts_P}
-  rounds = jax.lax.pmax(jnp.max(-(-counts_P // C)), mesh_axes)
-  one = functools.partial(_round, run, (own, C, axes))
+  more = -(-C // LATER)
+  rounds = jax.lax.pmax(jnp.max(-(-jnp.maximum(counts_P - C, 0) // more)), mesh_axes)
   p, x_ND = jax.tree.map(lambda w: vary(w, mesh_axes), p), vary(x_ND, mesh_axes)
   # The first round is plain code, whose backward pass keeps what it needs; a loop of unknown length cannot.
-  out_MD, rescued = one(plan, jnp.zeros((), jnp.int32), p, x_ND)
+  out_MD, rescued = _round(run, (own, C, axes), plan, jnp.zeros((), jnp.int32), p, x_ND)
+  one = lambda plan, number, p, x_ND: _round(run, (own, more, axes), plan, C + number * more, p, x_ND)
   rest: Any = _later(one, mesh_axes, plan, rounds, p, x_ND)
-  more_MD, more = rest
-  return (out_MD + more_MD).reshape(N, k, -1), rescued + more
+  more_MD, also = rest
+  return (out_MD + more_MD).reshape(N, k, -1), rescued + also
 
 
-def _round(run: Run, static: tuple[int, int, Axes], plan, number, p, x_ND) -> tuple[jax.Array, jax.Array]:
-  """[M, D]: outputs for the choices of one round at their places, zeros for the others; and the number of rescued values."""
+def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tuple[jax.Array, jax.Array]:
+  """[M, D]: outputs for the choices of one round at their places, zeros for the others; and the number of rescued values.
+  Of the rows from each device to each other the round takes C, those from ``begin`` on."""
   own, C, axes = static
   chosen, M = plan["chosen"], plan["chosen"].size
   P = plan["counts"].size
   exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
-  nth_C = number * C + jnp.arange(C)
+  nth_C = begin + jnp.arange(C)
   real_PC = nth_C < plan["counts"][:, None]
   choice_PC = plan["order"][jnp.minimum(plan["starts"][:, None] + nth_C, M - 1)]
   rows_PCD = jnp.where(real_PC[..., None], x_ND[choice_PC // (M // x_ND.shape[0])], 0)
@@ -174,17 +179,17 @@ def _round(run: Run, static: tuple[int, int, Axes], plan, number, p, x_ND) -> tu
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _later(one, mesh_axes, plan, rounds, p, x_ND) -> Any:
-  """The sum of all rounds but the first; the backward pass runs each of them again."""
+  """The sum of the rounds behind the first; the backward pass runs each of them again."""
   like = jax.eval_shape(one, plan, rounds, p, x_ND)
   return _summed(lambda number: one(plan, number, p, x_ND), rounds, like, mesh_axes)
 
 
 def _summed(one: Callable[[jax.Array], Any], rounds: jax.Array, like: Any, mesh_axes: Axes) -> Any:
-  """The sum of one(number) over rounds 1, 2, ...; like: arrays of its shapes and dtypes."""
+  """The sum of one(number) over so many rounds; like: arrays of its shapes and dtypes."""
   zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), mesh_axes), like)
   body = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one(carry[0])))
   with jax.named_scope(MORE):
-    return jax.lax.while_loop(lambda carry: carry[0] < rounds, body, (jnp.ones((), jnp.int32), zeros))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < rounds, body, (jnp.zeros((), jnp.int32), zeros))[1]
 
 
 def _later_forward(one, mesh_axes, plan, rounds, p, x_ND):

@@ -190,14 +190,15 @@ def _product_bwd(spec, precision, out, parts, saved, g):
     dy = jnp.einsum(f"{result},{x_axes}->{y_axes}", g, x, precision=precision, preferred_element_type=of_y)
     return dy.astype(saved[1].dtype)
 
-  tiles, axis = 1, result.find(y_axes[0])
-  if of_weight and axis >= 0:
-    # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
-    tiles = next(n for n in range(-(-y.size * 4 // _TILE_BYTES), y.shape[0] + 1) if y.shape[0] % n == 0)
+  kept = next(a for a in y_axes if a in result)
+  in_y, in_g, columns = y_axes.index(kept), result.index(kept), y.shape[y_axes.index(kept)]
+  # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
+  least = -(-y.size * 4 // _TILE_BYTES) if of_weight else 1
+  tiles = next(n for n in range(least, columns + 1) if columns % n == 0)
   if tiles > 1:
-    size = g.shape[axis] // tiles
-    dy = jax.lax.map(lambda i: dy_of(jax.lax.dynamic_slice_in_dim(g, i * size, size, axis)), jnp.arange(tiles))
-    dy = dy.reshape(y.shape)
+    size = columns // tiles
+    dy = jax.lax.map(lambda i: dy_of(jax.lax.dynamic_slice_in_dim(g, i * size, size, in_g)), jnp.arange(tiles))
+    dy = jnp.moveaxis(dy, 0, in_y).reshape(y.shape)
   else:
     dy = dy_of(g)
   dx = dx.astype(saved[0].dtype)

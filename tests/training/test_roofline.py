@@ -57,7 +57,12 @@ def test_kernels_count_what_their_masks_leave():
     assert of(op, [*tables, q, k, k]) == products * 2 * 32 * 256 * pairs
   wide = Array("bf16", (32, 2048, 512))
   path = "jit(step)/jvp()/stack_1/layer_0/attention/splash_mha_fwd/pallas_call"
-  assert of(call("splash_mha_fwd", path), [*tables, wide, k, k]) == 2 * 2 * 32 * 512 * visible_pairs(2048)
+  assert of(call("splash_mha_fwd", path), [*tables, wide, wide, wide]) == 2 * 2 * 32 * 512 * visible_pairs(2048)
+  # Latent attention: products with values are narrower.
+  q, v = Array("bf16", (16, 2048, 192)), Array("bf16", (16, 2048, 128))
+  for name, wide in {"splash_mha_fwd": 192 + 128, "splash_mha_dq": 2 * 192 + 128, "splash_mha_dkv": 2 * 192 + 2 * 128}.items():
+    op = call(name, f"jit(step)/stack_1/layer_0/attention/{name}/pallas_call")
+    assert of(op, [*tables, q, q, v]) == 2 * wide * 16 * visible_pairs(2048)
 
 
 def test_products_of_experts_count_their_rows():

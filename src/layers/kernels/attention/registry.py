@@ -80,7 +80,8 @@ class AttentionKernel:
     scope: ``jax.named_scope`` that a fused kernel works under.
     operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
       anything else; how it is recognised in a program's text.
-    products: of a fused kernel: matrix products of queries with keys or values that an operation makes, by its name.
+    products: of a fused kernel: matrix products that an operation makes, by its name; half of them, rounded down, are as wide
+      as values, the others as keys.
   """
 
   name: Name

@@ -36,7 +36,8 @@ def splash_attention(
 
   Args:
     q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
-      head n // (N / K). H is a multiple of 128 on a TPU. A row that is not a multiple of 128 long is padded.
+      head n // (N / K). On a TPU H is a multiple of 64, values are as wide as a multiple of 128, which may be another width. A
+      row that is not a multiple of 128 long is padded.
     tokens: segments; images are not supported.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the queries, in float32 before they are rounded to their dtype again.
@@ -44,7 +45,7 @@ def splash_attention(
     interpret: run on any platform, slowly: for tests.
 
   Returns:
-    [B, T, N, H] in the dtype of q; zeros where the segment is 0.
+    [B, T, N, H of the values] in the dtype of q; zeros where the segment is 0.
   """
   dtype, T = q_BTNH.dtype, q_BTNH.shape[1]
   q = (q_BTNH.astype(jnp.float32) * scale).astype(dtype)
@@ -108,10 +109,11 @@ def _refuses(case: Case) -> list[str]:
   reasons = whole_rows(case)
   if case.platform != "tpu":
     reasons.append(f"it runs on TPUs, not on {case.platform}")
-  if case.head_dim % _LANES:
-    reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES}")
-  if case.value_dim != case.head_dim:
-    reasons.append(f"value heads ({case.value_dim}) differ from query heads ({case.head_dim})")
+  # Latent attention: queries of 192 (half a register's lanes are padding), values of 128.
+  if case.head_dim % (_LANES // 2) or case.head_dim < _LANES:
+    reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES // 2}, {_LANES} at least")
+  if case.value_dim % _LANES:
+    reasons.append(f"value heads of {case.value_dim} are not a multiple of {_LANES}")
   if case.dtype != "bfloat16":
     reasons.append(f"dtype {case.dtype} is not bfloat16")
   if case.bidirectional_images:

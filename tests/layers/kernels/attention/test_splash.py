@@ -18,9 +18,9 @@ FLOAT32 = Precision(dtype="float32")
 SCALE = 0.07
 
 
-def arrays(B, T, N, K, H):
+def arrays(B, T, N, K, H, V):
   keys = jax.random.split(jax.random.key(3), 4)
-  shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+  shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, N, V)]
   return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
@@ -30,13 +30,18 @@ def packed(T):
   return jnp.asarray(np.stack([first, np.zeros(T)]), jnp.int32)
 
 
-# 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped.
+# 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped. The last is latent
+# attention's.
 @pytest.mark.parametrize(
-  ("T", "window", "with_segments"),
-  [pytest.param(100, None, True, marks=pytest.mark.slow), (384, 100, True), (384, None, False)],
+  ("T", "window", "with_segments", "sizes"),
+  [
+    pytest.param(100, None, True, (2, 1, 128, 128), marks=pytest.mark.slow),
+    (384, 100, True, (2, 1, 128, 128)),
+    (384, None, False, (2, 2, 192, 128)),
+  ],
 )
-def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments):
-  q, k, v, g = arrays(2, T, 2, 1, 128)
+def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments, sizes):
+  q, k, v, g = arrays(2, T, *sizes)
   tokens = Tokens(packed(T) if with_segments else None)
   mask = attention_mask(tokens, 2, T, window=window, bidirectional_images=False)
 
