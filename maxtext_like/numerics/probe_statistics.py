@@ -38,6 +38,11 @@ def joined(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.stack([jnp.maximum(a[..., MAX], b[..., MAX]), a[..., NONFINITE] + b[..., NONFINITE]], axis=-1)
 
 
+def joined_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """The same of what the devices along mesh axes have, inside shard_map."""
+  return jnp.stack([jax.lax.pmax(a[..., MAX], axes), jax.lax.psum(a[..., NONFINITE], axes)], axis=-1)
+
+
 def metrics(sides: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
   """Flat metrics from {side: {name: [..., 2]}}: "numerics/SIDE/NAME/max" and ".../nonfinite", each with the leading axes."""
   found = {}

@@ -11,8 +11,10 @@ import numpy as np
 
 from maxtext_like.checkpoint.adapted_weights import adapted_names
 from maxtext_like.config.schema import Config
+from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, init
-from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.partition import Mesh, axes_of
+from maxtext_like.layers.rules import free_axes
 from maxtext_like.models.adapter import Adapter, make_adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
@@ -255,6 +257,18 @@ def make_program(
     router_bias=find_router_bias(decoder, config.model.router_bias_rate) if everything else None,
     probed_stacks={s.name: (s.repeats, len(s.layers)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
+    summed_once=_summed_once(decoder, spec, model.mesh) if t.gradient_accumulation_steps > 1 else (),
     careful=not optimizer.usually_proved,
   )
   return TrainProgram(model, objective, selection, step, adapter)
+
+
+def _summed_once(decoder: Decoder, spec: Any, mesh: Mesh) -> tuple[str, ...]:
+  """The mesh axes that split rows and no parameter; none where that cannot be had: two ways of splitting the rest of a program
+  whose rows are split by hand abort XLA's partitioner (JAX 0.10 and 0.12), and what balances the load of experts is no sum over
+  rows, but a product of two means over all rows of a microbatch."""
+  rules = decoder.cfg.rules
+  split = {axis for p in jax.tree.leaves(spec) for entry in rules.spec(p.shape, p.axes, mesh) for axis in axes_of(entry)}
+  axes = tuple(axis for axis in rules.mesh_axes("batch", mesh) if axis not in split)
+  balanced = any(e is not None and e.load_balance_loss_weight for e in (layer.cfg.ffn.experts for layer in decoder.layers))
+  return () if balanced or len({*free_axes(mesh)} - {*axes}) > 1 else axes

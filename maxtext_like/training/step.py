@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import sinks
@@ -55,6 +56,8 @@ class TrainStep:
     router_bias: DeepSeek's balancing of experts without a gradient; None: none.
     probed_stacks: {stack: (repeats, layers of a row)} of a model whose layers are probed; None: none are.
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
+    summed_once: mesh axes that split rows and no parameter: over them the gradients of microbatches are added up once, behind
+      the last one.
     careful: looks at an update that is not proved finite, instead of doing nothing.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
       it holds, so that nothing hides behind the finiteness check, and the metrics have "watched", floats that carry every
@@ -72,6 +75,7 @@ class TrainStep:
   router_bias: RouterBias | None = None
   probed_stacks: dict[str, tuple[int, int]] | None = None
   rounding: StochasticRounding | None = None
+  summed_once: tuple[str, ...] = ()
   careful: bool = True
   watch: Callable[[str, Any], Any] | None = None
 
@@ -203,10 +207,10 @@ class TrainStep:
     """
     weight = jnp.maximum(self.objective.weight(batch), 1).astype(jnp.float32)
     present = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
-    cotangent = (1.0 if scale is None else scale) / weight
 
-    def scaled_loss(trained, batch):
+    def scaled_loss(trained, batch, frozen, weight, present, scale):
       params, sink = trained
+      cotangent = (1.0 if scale is None else scale) / weight
       loss, _, aux = self.apply(merge(params, frozen), batch, cotangent, sink)
       # Terms that are means over the tokens of a microbatch count by its share of the tokens.
       share = jnp.sum(batch["segments"] > 0) / present
@@ -222,27 +226,54 @@ class TrainStep:
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
     trained = (params, sinks(PROBED, (layers,)) if self.probed_stacks else {})
     if self.parts == 1:
-      (_, out), (grads, cotangents) = value_and_grad(trained, batch)
+      (_, out), (grads, cotangents) = value_and_grad(trained, batch, frozen, weight, present, scale)
       seen = {"forward": out.pop("probes"), "backward": cotangents}
     else:
-      # Row r goes to microbatch r % parts, so that every microbatch lies on all devices as the batch does.
-      split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
-
-      def add(total, part):
-        (_, out), (grads, cotangents) = value_and_grad(trained, part)
-        seen = {"forward": out.pop("probes"), "backward": cotangents}
-        sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[0], (out, grads))
-        return (sums, jax.tree.map(probe_statistics.joined, total[1], seen)), None
-
-      (_, out), (_, cotangents) = jax.eval_shape(value_and_grad, trained, jax.tree.map(lambda x: x[0], split))
-      seen = {"forward": out.pop("probes"), "backward": cotangents}
-      zeros, unseen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (out, seen))
-      zero_grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-      ((out, grads), seen), _ = jax.lax.scan(add, ((zeros, zero_grads), unseen), split)
+      (out, grads), seen = self._accumulated(value_and_grad, trained, batch, frozen, weight, present, scale)
     out["probes"] = seen
     if scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
     return self.selection.mask_rows(jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)), out
+
+  def _accumulated(self, value_and_grad, trained, batch: Batch, *given) -> tuple[tuple[dict[str, Any], Any], Any]:
+    """Sums over the microbatches: (terms, gradients in float32), and what the probes saw.
+
+    Args:
+      value_and_grad: (trained, rows, *given) -> ((loss, terms), (gradients, cotangents at the probes)).
+      trained: parameters, and where the probes' cotangents go.
+      batch: of all microbatches.
+      given: the same for all of them.
+    """
+
+    def sums(trained, split, *given):
+      def add(total, part):
+        (_, out), (grads, cotangents) = value_and_grad(trained, part, *given)
+        seen = {"forward": out.pop("probes"), "backward": cotangents}
+        sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[0], (out, grads))
+        return (sums, jax.tree.map(probe_statistics.joined, total[1], seen)), None
+
+      (_, out), (_, cotangents) = jax.eval_shape(value_and_grad, trained, jax.tree.map(lambda x: x[0], split), *given)
+      seen = {"forward": out.pop("probes"), "backward": cotangents}
+      zeros, unseen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (out, seen))
+      zero_grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained[0])
+      return jax.lax.scan(add, ((zeros, zero_grads), unseen), split)[0]
+
+    # Row r goes to microbatch r % parts, so that every microbatch lies on all devices as the batch does.
+    split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
+    if not self.summed_once:
+      return sums(trained, split, *given)
+
+    def own_sums(*arguments):
+      total, seen = sums(*arguments)
+      over = self.summed_once
+      return jax.lax.psum(total, over), jax.tree.map(lambda x: probe_statistics.joined_over(x, over), seen)
+
+    # To the partitioner the other axes, if there are any; nothing inside is added up over these but in the last line.
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {axis for axis, size in mesh.shape.items() if size == 1 or axis in self.summed_once}
+    specs = (PartitionSpec(), PartitionSpec(None, self.summed_once), *(PartitionSpec() for _ in given))
+    on_devices = jax.shard_map(own_sums, in_specs=specs, out_specs=PartitionSpec(), axis_names=manual, check_vma=False)
+    return on_devices(trained, split, *given)
 
 
 def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> Metrics:

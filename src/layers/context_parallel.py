@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.kernels.attention.registry import Name, kernel
 from maxtext_like.layers.masks import Keys, Tokens
-from maxtext_like.layers.partition import axes_of, free_mesh, gathered, vary
+from maxtext_like.layers.partition import axes_of, free_mesh, gathered, on_devices, vary
 from maxtext_like.layers.rules import Rules
 
 _UNIT = 128  # positions: rows of fused kernels are a multiple
@@ -110,9 +110,8 @@ def attend(
     q = jnp.pad(q, ((0, 0), (past, 0), (0, 0), (0, 0)))  # as many queries as keys
     return chosen.run(q, k, v, keys.tokens, rules=rules, **how)[:, past:]
 
-  return jax.shard_map(
-    on_device, mesh=mesh, in_specs=(heads, kv_heads, kv_heads, rows), out_specs=heads, check_vma=not chosen.fused
-  )(q_BTNH, k_BTKH, v_BTKV, tokens)
+  specs = (heads, kv_heads, kv_heads, rows)
+  return on_devices(on_device, mesh, specs, heads, check_vma=not chosen.fused)(q_BTNH, k_BTKH, v_BTKV, tokens)
 
 
 def _read_by(k_BTKH: jax.Array, own: int, heads: int, axes: tuple[str, ...]) -> jax.Array:

@@ -21,7 +21,7 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import Held, axes_of, free_mesh, vary
+from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.rules import Rules
@@ -294,6 +294,5 @@ class MLA:
       return self._attend(kv_b, queries, keys, visible, real, tokens_on=tokens_on, heads_on=heads_on)
 
     of_queries = {name: place if name == "q" else rows for name in queries}
-    return jax.shard_map(
-      on_device, mesh=mesh, in_specs=(held.spec, of_queries, rows, rows), out_specs=(place, rows, PartitionSpec())
-    )(kv_b, queries, keys, tokens)
+    specs = (held.spec, of_queries, rows, rows)
+    return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(kv_b, queries, keys, tokens)

@@ -18,7 +18,7 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import by_token, free_mesh, vary
+from maxtext_like.layers.partition import by_token, free_mesh, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, cast, product
@@ -204,7 +204,7 @@ class Experts:
 
     tokens = layout.tokens
     specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(tokens, PartitionSpec()))(p, x_BTD, weights, experts)
+    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(p, x_BTD, weights, experts)
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
     """The weighted sum for the tokens of one device, whose experts are all of them or those of a layout."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from maxtext_like.layers.rules import MeshAxes, Rules
+from maxtext_like.layers.rules import MeshAxes, Rules, free_axes
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -22,9 +22,17 @@ def on_every_device(x: jax.Array) -> jax.Array:
 
 
 def free_mesh() -> Mesh | None:
-  """The mesh in use; None where none is set, and inside shard_map, where everything is split already."""
+  """The mesh in use; None where none is set, and inside shard_map over all of it, where everything is split already."""
   mesh = jax.sharding.get_abstract_mesh()
-  return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+  return None if mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh
+
+
+def on_devices(
+  function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, check_vma: bool = True
+) -> Callable[..., Any]:
+  """``jax.shard_map`` over all axes of a free mesh that are not manual yet."""
+  axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+  return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
 
 
 def axes_of(entry: MeshAxes) -> tuple[str, ...]:
@@ -105,7 +113,7 @@ def shared_sums() -> Literal["none", "weights", "all"]:
   """Which products devices of the mesh in use may share the sum of: those of gradients of weights, over rows; all, where
   heads, hidden sizes or positions are split too. Inside shard_map none: what is added up there says so itself."""
   mesh = free_mesh()
-  split = set() if mesh is None else {axis for axis, size in mesh.shape.items() if size > 1}
+  split = set() if mesh is None else set(free_axes(mesh))
   return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
 
 
@@ -159,7 +167,7 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
     return function(shared, *arrays)
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
-  return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=tokens)(shared, *arrays)
+  return on_devices(own, mesh, specs, tokens)(shared, *arrays)
 
 
 def by_head(
@@ -181,9 +189,9 @@ def by_head(
     return attend(q_BTNH, k_BSKH, v_BSKV, *of_rows)
   B, T, N, _ = q_BTNH.shape
   rows, heads = rules.rows(B, mesh), rules.spec((B, T, N), ("batch", None, "heads"), mesh)
-  ways = N // jax.sharding.NamedSharding(mesh, heads).shard_shape((B, T, N))[2]
+  ways = math.prod(mesh.shape[axis] for axis in axes_of(heads[2])) if len(heads) > 2 else 1
   copies = ways // math.gcd(ways, k_BSKH.shape[2])
   if copies > 1:
     k_BSKH, v_BSKV = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKV))
   specs = (heads,) * 3 + (rows,) * len(of_rows)
-  return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(q_BTNH, k_BSKH, v_BSKV, *of_rows)
+  return on_devices(attend, mesh, specs, heads, check_vma=False)(q_BTNH, k_BSKH, v_BSKV, *of_rows)

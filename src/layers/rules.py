@@ -53,7 +53,7 @@ class Rules:
   layers: MeshAxes = None
 
   def mesh_axes(self, axis: str | None, mesh: "Mesh") -> tuple[str, ...]:
-    """The axes of this mesh, of more than one device, that a logical axis is split over.
+    """The axes of this mesh, of more than one device, that the partitioner splits a logical axis over.
 
     Raises:
       ValueError: there is no rule for it.
@@ -63,7 +63,7 @@ class Rules:
     if axis not in LOGICAL_AXES:
       raise ValueError(f"no sharding rule for the logical axis {axis!r}; there are {', '.join(LOGICAL_AXES)}")
     wanted = getattr(self, axis)
-    return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if mesh.shape.get(a, 1) > 1)
+    return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if a in free_axes(mesh))
 
   def ways(self, axis: str, mesh: "Mesh") -> int:
     """Into how many parts a logical axis is split on this mesh."""
@@ -123,6 +123,14 @@ class Rules:
 
     mesh = free_mesh()
     return x if mesh is None or not self.mesh_axes(axes[-1], mesh) else self.constrain(x, *axes)
+
+
+def free_axes(mesh: "Mesh") -> tuple[str, ...]:
+  """The axes of several devices over which the partitioner splits: all but those of the shard_map that this is inside of."""
+  from jax.sharding import AxisType
+
+  kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+  return tuple(axis for (axis, size), kind in kinds if size > 1 and kind != AxisType.Manual)
 
 
 LOGICAL_AXES = tuple(Rules.__dataclass_fields__)

@@ -37,12 +37,19 @@ MIXED = {
   "slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
   "sharded-slices": "dcn_data=1 dcn_fsdp=2 ici_fsdp=2 ici_expert=2",
 }
-MESHES = ALONE | MIXED
+ACCUMULATED = {
+  "two-parts-data": "ici_data=4 ici_fsdp=1 ici_tensor=2",
+  "two-parts-slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
+}
+"""The same rows in two microbatches."""
+
+MESHES = ALONE | MIXED | ACCUMULATED
 
 
 def words_of(mesh: str) -> list[str]:
   """As the command line has it."""
-  return [word.replace("=", "_parallelism=") for word in MESHES[mesh].split()]
+  parts = [f"per_device_batch_size={ROWS / 16}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
+  return [*parts, *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
 
 
 def batch_of(program: Any) -> dict[str, np.ndarray]:

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from maxtext_like.config.files import configs_folder
-from tests.training.meshes import ALONE, MIXED
+from tests.training.meshes import MESHES
 
 ROOT = configs_folder().parent
 EXPERTS = ("gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
@@ -27,7 +28,7 @@ MODELS = {
 }
 
 
-def run(module: str, *words: str) -> dict:
+def run(module: str, *words: str) -> Any:
   environment = os.environ | {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -47,7 +48,7 @@ def assert_equal(found: dict) -> None:
 
 
 def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device():
-  words = ["num_decoder_layers=2", "data-fsdp-tensor", "expert-context-tensor", "slices"]
+  words = ["num_decoder_layers=2", "data-fsdp-tensor", "expert-context-tensor", "two-parts-data"]
   assert_equal(run("tests.training.meshes", "qwen3-tiny", *words))
 
 
@@ -55,7 +56,7 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
 @pytest.mark.parametrize("model", MODELS)
 def test_every_family_on_every_mesh(model):
   skipped = () if model in EXPERTS else ("expert",)  # without experts it is data by another name
-  assert_equal(run("tests.training.meshes", model, *MODELS[model], *(mesh for mesh in ALONE | MIXED if mesh not in skipped)))
+  assert_equal(run("tests.training.meshes", model, *MODELS[model], *(mesh for mesh in MESHES if mesh not in skipped)))
 
 
 @pytest.mark.slow

@@ -1,0 +1,37 @@
+"""How often devices add numbers up in a step of two microbatches: ``python -m tests.training.accumulation "key=value ..."``.
+
+Prints for each mesh {"data": {times in a step: bytes}, "other": ...}: of all-reduces and reduce-scatters between devices that
+differ in their place on the axis "data", and of those between others.
+"""
+
+import collections
+import json
+import sys
+
+from maxtext_like.config.load import load_config
+from maxtext_like.sharding.mesh import make_mesh
+from maxtext_like.training.compiled_program import _groups, read_program
+from maxtext_like.training.program import make_program
+
+SMALL = [
+  "qwen3-tiny", "num_decoder_layers=2", "vocab_size=304", "max_target_length=16", "per_device_batch_size=1", "opt_type=sgd",
+  "gradient_accumulation_steps=2",
+]  # fmt: skip
+
+
+def main(*words: str) -> dict[str, dict[int, int]]:
+  """Of a mesh of all devices of this process."""
+  config = load_config(SMALL[0], [*SMALL[1:], *words]).config
+  program = make_program(config, mesh=make_mesh(config.mesh))
+  text = program.lower_step().compile().as_text()
+  behind = program.model.mesh.size // program.model.mesh.shape["data"]  # devices of one place on the first axis, "data"
+  found = {"data": collections.Counter(), "other": collections.Counter()}
+  for op, times in read_program(text).running():
+    if op.kind in ("all-reduce", "reduce-scatter") and (groups := _groups(op.text)) is not None:
+      over = "data" if (groups // behind != groups[:, :1] // behind).any() else "other"
+      found[over][times] += sum(a.bytes for a in op.results)
+  return {over: dict(counted) for over, counted in found.items()}
+
+
+if __name__ == "__main__":
+  print(json.dumps([main(*words.split()) for words in sys.argv[1:]]))
