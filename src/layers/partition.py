@@ -163,7 +163,7 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
   mesh = free_mesh()
   tokens = PartitionSpec() if mesh is None else rules.spec(arrays[0].shape[:2], ("batch", "sequence"), mesh)
   axes = [a for entry in tokens for a in axes_of(entry)]
-  if not axes:
+  if mesh is None or not axes:
     return function(shared, *arrays)
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
