@@ -245,7 +245,8 @@ def _gradients(p: _Program) -> tuple[Verdict, str]:
 
 
 def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
-  found = {name: dtype for name, dtype in p.reading.arguments.items() if name in weights}
+  codes = sum(dtype not in SHORT for dtype in weights.values())  # of quantised weights, whose form base_weights says
+  found = {name: dtype for name, dtype in p.reading.arguments.items() if weights.get(name) in SHORT}
   if not found:
     return "not shown", "this text does not name its arguments"
   wrong = [name for name, dtype in found.items() if dtype != SHORT[weights[name]]]
@@ -254,7 +255,7 @@ def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
   asked = SHORT[p.precision.weight_dtype]
   other = [name for name, dtype in found.items() if dtype != asked]
   kept = f"; {len(other)} are float32 always, as {other[0]}" if other else ""
-  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}"
+  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}" + (f"; {codes} hold codes" if codes else "")
 
 
 def _reductions(p: _Program) -> tuple[Verdict, str]:

@@ -126,25 +126,28 @@ def export_checkpoint(
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
-  from maxtext_like.checkpoint.read_weights import read_weights
+  from maxtext_like.checkpoint.read_weights import read_merged
+  from maxtext_like.checkpoint.stored_config import section
 
   dtype = dtype_name(dtype)
   if dtype not in (None, *EXPORT_DTYPES):
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
   target, size = Path(out).expanduser(), parse_size(str(shard_size))
   step, stored = _step_of(source)
+  origin, notes = _origin(step, stored), ()
+  dtype = dtype or origin.dtype or "bfloat16"
   if holds_adapter_alone(stored):
     whole = _on_one_device(step, stored)
     model, vision, decoder = whole.config.model, whole.config.vision, whole.decoder
-    params = read_weights(step, whole)
+    params, rounding = read_merged(step, stored, whole, dtype)
+    below = section("adapter", stored.config).base_weights or whole.config.precision.weight_dtype
+    notes = (f"the adapter is added to weights of {below}; what rounding to {dtype} changes is {rounding:.2g} of what it adds",)
   else:
     model, vision, decoder, params = _own(step, stored)
-  origin = _origin(step, stored)
-  dtype = dtype or origin.dtype or "bfloat16"
   tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
-  files, notes = tuple(file.name for file in origin.files), ()
+  files = tuple(file.name for file in origin.files)
   if not any("tokenizer" in name for name in files):
-    notes = ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
+    notes += ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
   return Exported(target, tensors, str(dtype), files, notes)
 
 

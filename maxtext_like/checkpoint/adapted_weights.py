@@ -1,9 +1,11 @@
-"""Which weights ``lora_modules`` means: our names of parameters and those that peft and transformers have for them.
+"""Which weights ``lora_modules`` and ``base_weights_modules`` mean: our names of parameters and those that peft and
+transformers have for them.
 
 An entry is ``all-linear``, a run of whole parts of a name (``q_proj``, ``self_attn.q_proj``, ``attention``, ``experts``,
 ``layers.3``), or a regular expression, searched in both names.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +14,15 @@ import jax
 
 from maxtext_like.checkpoint.huggingface.tensors import tensor_table
 from maxtext_like.config.problems import nearest
+from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.placed import Model
+from maxtext_like.models.quantised_base import make_base
 from maxtext_like.models.registry import FAMILIES
+from maxtext_like.sharding.even import require_whole_blocks
 
 ALL_LINEAR = "all-linear"
 _REGULAR = frozenset("*+?[](){}|^$\\")
@@ -93,8 +99,8 @@ def candidates(decoder: Decoder, decoder_block: str) -> list[Candidate]:
   return found
 
 
-def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str]) -> frozenset[str]:
-  """Our names of the weights that some entries of ``lora_modules`` mean.
+def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str], key: str = "lora_modules") -> frozenset[str]:
+  """Our names of the weights that some entries of ``lora_modules``, or another key, mean.
 
   Raises:
     UserError: an entry that means none, with the nearest names.
@@ -104,13 +110,35 @@ def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str]) 
     try:
       found = [c for c in known if c.means(entry)]
     except re.error as error:
-      raise UserError(f"lora_modules: {entry!r} is not a regular expression: {error}") from None
+      raise UserError(f"{key}: {entry!r} is not a regular expression: {error}") from None
     # "gate" is DeepSeek's router and every MLP's gate: what chooses for a token is adapted by whoever says so.
     hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
     hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}
     if not hits:
       ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
       near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
-      raise UserError(f"lora_modules: {entry!r} is no weight of this model\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
+      raise UserError(f"{key}: {entry!r} is no weight of this model\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
     chosen |= hits
   return frozenset(chosen)
+
+
+def with_base(model: Model, settings: AdapterConfig) -> Model:
+  """The model with its weights stored as ``base_weights`` says.
+
+  Raises:
+    UserError: ``base_weights_modules`` means none or what cannot be quantised, or the mesh would split a block.
+  """
+  decoder = model.decoder
+  if settings.base_weights is None:
+    return model
+  block = model.config.model.decoder_block
+  if settings.base_weights_modules:
+    names = adapted_names(decoder, block, settings.base_weights_modules, "base_weights_modules")
+  else:
+    names = frozenset(c.name for c in candidates(decoder, block) if _LAYER.match(c.name) and not c.chooses)
+  try:
+    base = make_base(decoder, names, settings.base_weights)
+  except ValueError as error:
+    raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear maps of all layers") from None
+  require_whole_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
+  return dataclasses.replace(model, base=base)

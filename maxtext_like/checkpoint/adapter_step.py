@@ -1,5 +1,6 @@
 """Checkpoints that hold an adapter alone: what names the weights below it, and how both are read together."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,14 +10,15 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
-from maxtext_like.checkpoint.adapted_weights import adapted_names
+from maxtext_like.checkpoint.adapted_weights import adapted_names, with_base
 from maxtext_like.checkpoint.fingerprint import fingerprint
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.errors import UserError
-from maxtext_like.models.adapter import Adapter, make_adapter
+from maxtext_like.models.adapter import Adapter, Merged, make_adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, placed
+from maxtext_like.sharding.mesh import replicated
 from maxtext_like.storage import Place
 
 EXTRA = "base"
@@ -88,7 +90,7 @@ def stored_adapter(stored: manifest.Manifest, model: Model) -> Adapter:
   """The adapter that a step holds, for a model that is the one it was trained on."""
   settings = section(ADAPTER, stored.config)
   names = adapted_names(model.decoder, model.config.model.decoder_block, settings.lora_modules)
-  return make_adapter(model.decoder, model.spec, names, rank=settings.lora_rank, scale=settings.scale)
+  return make_adapter(model.decoder, model.decoder.params(), names, rank=settings.lora_rank, scale=settings.scale)
 
 
 def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) -> tuple[Adapter, Any]:
@@ -119,32 +121,50 @@ def read_base(model: Model, init_from: str | None, seed: int, read_weights: Call
   return params, Base.of(params, init_from, seed)
 
 
-def read_merged(step: Path | Place, stored: manifest.Manifest, model: Model, read_weights: Callable[..., Any]) -> Any:
-  """The weights below a step's adapter with the adapter added, in their own dtype.
+def read_merged(
+  step: Path | Place,
+  stored: manifest.Manifest,
+  model: Model,
+  read_weights: Callable[..., Any],
+  dtype: str | None = None,
+) -> Merged:
+  """The weights below a step's adapter with the adapter added.
 
   Args:
     step: its directory.
     stored: its manifest.
     model: whose they become.
     read_weights: as of ``read_base``.
+    dtype: of the weights that have an addition; None: their own.
 
   Raises:
     UserError: the weights below are gone, or others than they were; as ``read_adapter``.
   """
-  base = Base.from_json(stored.extra[EXTRA])
-  params, found = read_base(model, base.source, base.seed, read_weights)
+  base, below = Base.from_json(stored.extra[EXTRA]), with_base(model, section(ADAPTER, stored.config))
+  params, found = read_base(below, base.source, base.seed, read_weights)
   if model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype"):
     base.require(found, step)  # in another dtype every number may be another
-  return merged(params, step, stored, model)
+  return merged(params, step, stored, below, dtype)
 
 
-def merged(params: Any, step: Path | Place, stored: manifest.Manifest, model: Model) -> Any:
-  """Weights, whose memory is taken, with a step's adapter added, in their own dtype.
+def merged(params: Any, step: Path | Place, stored: manifest.Manifest, model: Model, dtype: str | None = None) -> Merged:
+  """Weights, whose memory is taken where they are not quantised, with a step's adapter added.
+
+  Args:
+    params: as the model's base says.
+    step, stored: of the adapter.
+    model: whose they are.
+    dtype: of the weights that have an addition; None: their own.
 
   Raises:
     UserError: as ``read_adapter``.
   """
   adapter, factors = read_adapter(step, stored, model)
-  places = jax.tree.map(lambda x: x.sharding, model.abstract_params)
-  merge = jax.jit(lambda params, factors: adapter.merge({**params, ADAPTER: factors}), out_shardings=places, donate_argnums=0)
+  whole = dataclasses.replace(model, base=None)
+  places = jax.tree.map(lambda x: x.sharding, whole.abstract_params)
+  merge = jax.jit(
+    lambda params, factors: adapter.merge({**params, ADAPTER: factors}, dtype, model.base),
+    out_shardings=Merged(places, replicated(model.mesh)),
+    donate_argnums=() if model.base else 0,
+  )
   return merge(params, factors)

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, manifest
+from maxtext_like.checkpoint.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import UserError
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model
 
 
@@ -27,6 +30,7 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
   Raises:
     UserError: one is neither, is damaged, or is of another model.
   """
+  params = _rounded(params, model, directories)
   for directory in directories:
     if peft.is_adapter(directory):
       params = _of_peft(params, model, directory)
@@ -35,7 +39,29 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
   return params
 
 
-def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
+def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
+  """The weights as the adapters among runs were trained on them: in fewer bits, where they were.
+
+  Raises:
+    UserError: they were trained on different ones.
+  """
+  settings = {d: section(ADAPTER, _step_of(d)[1].config) for d in directories if not peft.is_adapter(d)}
+  found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
+  if len(found) > 1:
+    (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
+    raise UserError(
+      f"{first} was trained on base_weights={one or 'null'}, {second} on {other or 'null'}\n"
+      "  why: each corrects the rounding of the weights that it was trained on\n  fix: add adapters of one kind of base"
+    )
+  base = next((with_base(model, s).base for s in settings.values()), None)
+  if base is None:
+    return params
+  places = jax.tree.map(lambda x: x.sharding, params)
+  return jax.jit(base.rounded, out_shardings=places, donate_argnums=0)(params)
+
+
+def _step_of(directory: Path) -> tuple[Path, manifest.Manifest]:
+  """The step of a run that trained an adapter, and its manifest."""
   step = find_step(directory)
   if step is None:
     raise UserError(
@@ -47,7 +73,11 @@ def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   if not adapter_step.holds_adapter_alone(stored):
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: name it as the checkpoint itself")
-  return adapter_step.merged(params, step, stored, model)
+  return step, stored
+
+
+def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
+  return adapter_step.merged(params, *_step_of(directory), model).params
 
 
 def _of_peft(params: Any, model: Model, directory: Path) -> Any:

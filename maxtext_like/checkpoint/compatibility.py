@@ -16,7 +16,10 @@ _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset(
   {"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"}
-  | {f"adapter.{key}" for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules")}
+  | {
+    f"adapter.{key}"
+    for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules", "base_weights", "base_weights_modules")
+  }
 )
 # What says how long a run is.
 _LENGTH_KEYS = frozenset(

@@ -206,7 +206,7 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   (
     "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* fp8* *_fp8 int8 gptq* awq* "
     "constant_bound_config",
-    Foreign("quantisation is not in this version: numbers are float32, bfloat16 or float16", "weight_dtype=bfloat16"),
+    Foreign("weights are quantised below an adapter alone", "lora_rank=16 base_weights=nf4"),
   ),
   (
     "ici_*_parallelism dcn_*_parallelism tensor_parallel* pipeline_* sequence_parallel* expert_parallel* context_* "

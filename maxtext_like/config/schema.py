@@ -134,6 +134,8 @@ class AdapterConfig(Checked):
   lora_alpha: float | None
   lora_rslora: bool
   lora_modules: tuple[str, ...]
+  base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
+  base_weights_modules: tuple[str, ...]
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
@@ -144,8 +146,13 @@ class AdapterConfig(Checked):
         f"lora_rank = {self.lora_rank} without lora_modules: nothing would be trained", ("lora_rank", "lora_modules"),
         "name some, as in lora_modules=[all-linear] or lora_modules=[q_proj, v_proj]",
       )  # fmt: skip
+    if self.base_weights_modules and not self.base_weights:
+      yield Problem(
+        "base_weights_modules without base_weights: nothing would be stored otherwise", ("base_weights_modules", "base_weights"),
+        "say how, as in base_weights=nf4, or leave it out",
+      )  # fmt: skip
     if not self.lora_rank:
-      for name in ("lora_alpha", "lora_rslora"):
+      for name in ("lora_alpha", "lora_rslora", "base_weights"):
         if getattr(self, name):
           yield Problem(
             f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),

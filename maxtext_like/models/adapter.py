@@ -4,18 +4,39 @@ The model's tree is what it is without them, so that weights are read, written a
 ``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.layers.param import Param
 from maxtext_like.models.naming import ADAPTER, path_keys, row_names
+from maxtext_like.models.quantised_base import QuantisedBase
 
 Path = tuple[str, ...]
+
+
+class Merged(NamedTuple):
+  """Weights with an adapter added.
+
+  Attributes:
+    params: the model's tree.
+    squares: float32 [2], of all weights with an addition: sums of the squares of what rounding changed, and of the additions.
+  """
+
+  params: Any
+  squares: jax.Array
+
+  @property
+  def rounding(self) -> float:
+    """What rounding changed beside what the adapter adds."""
+    error, added = (float(x) for x in self.squares)
+    return math.sqrt(error / added) if added else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +66,46 @@ class Adapter:
     Args:
       params: the model's tree, and the additions under ``ADAPTER``.
     """
-    return self._joined(params, lambda base, ab, layout: LowRank(base, ab["lora_a"], ab["lora_b"], layout, self.scale))
 
-  def merge(self, params: dict[str, Any]) -> dict[str, Any]:
-    """The model's tree with every addition added to its weight, in float32 and rounded to the weight's dtype."""
+    def join(base, ab, path):
+      return LowRank(base, ab["lora_a"], ab["lora_b"], Layout.of(self.weights[path]), self.scale)
 
-    def add(base, ab, layout):
-      return merged(base, ab["lora_a"], ab["lora_b"], layout, self.scale).astype(base.dtype)
+    return self._joined(params, join)
 
-    return self._joined(params, add)
+  def merge(self, params: dict[str, Any], dtype: Any = None, base: QuantisedBase | None = None) -> "Merged":
+    """The model's tree with every addition added to its weight, in float32 and rounded once, one layer at a time.
+
+    Args:
+      params: the model's tree as it is stored, and the additions under ``ADAPTER``.
+      dtype: of the weights that have an addition; None: their own.
+      base: how the weights are stored; each that is quantised is made whole. None: as they are declared.
+    """
+    sums: list[jax.Array] = []
+
+    def add(stored, ab, path):
+      p, layout = self.weights[path], Layout.of(self.weights[path])
+
+      def one(row):
+        stored, ab = row
+        below = base.values(path, stored, "float32") if base and path in base.weights else stored.astype("float32")
+        exact = merged(below, ab["lora_a"], ab["lora_b"], layout, self.scale)
+        out = exact.astype(dtype or p.dtype)
+        return out, jnp.stack([jnp.sum(jnp.square(x)) for x in (out.astype("float32") - exact, exact - below)])
+
+      out, squares = one((stored, ab)) if p.rows is None else jax.lax.map(one, (stored, ab))
+      sums.append(jnp.sum(squares.reshape(-1, 2), axis=0))
+      return out
+
+    tree = self._joined(params, add)
+    tree = tree if base is None else base.whole(tree, leave=self.weights)
+    return Merged(tree, sum(sums, jnp.zeros(2)))
 
   def _joined(self, params, join) -> dict[str, Any]:
     base = {name: value for name, value in params.items() if name != ADAPTER}
 
     def walk(node: Any, added: Any, path: Path) -> Any:
       if path in self.weights:
-        return join(node, added, Layout.of(self.weights[path]))
+        return join(node, added, path)
       if not isinstance(node, dict) or added is None:
         return node
       return {name: walk(value, added.get(name), (*path, name)) for name, value in node.items()}

@@ -22,6 +22,7 @@ from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.models.quantised_base import QuantisedBase
 from maxtext_like.sharding.even import copied, require_even
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
 
@@ -37,12 +38,14 @@ class Model:
     mesh: devices in a grid; an abstract mesh has sizes only, so that its programs can be lowered and not run.
     decoder: parameters and equations.
     kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
+    base: how its weights are stored below an adapter; None: as they are declared.
   """
 
   config: Config
   mesh: Mesh
   decoder: Decoder
   kernels: tuple[KernelUse, ...] = ()
+  base: QuantisedBase | None = None
 
   @property
   def grouped_product(self) -> str | None:
@@ -62,8 +65,14 @@ class Model:
 
   @functools.cached_property
   def spec(self) -> Any:
-    """The decoder's declared parameters."""
-    return self.decoder.params()
+    """The decoder's declared parameters, as they are stored."""
+    declared = self.decoder.params()
+    return declared if self.base is None else self.base.spec(declared)
+
+  def draw(self, key: jax.Array) -> Any:
+    """Fresh parameters, as they are stored."""
+    declared = self.decoder.params()
+    return init(declared, key) if self.base is None else self.base.init(declared, key)
 
   @property
   def devices(self) -> list[Any]:
@@ -80,7 +89,7 @@ class Model:
     """The program that makes fresh parameters from a seed (uint32 scalar); every device makes its own part."""
     places = jax.tree.map(lambda x: x.sharding, self.abstract_params)
     with use_mesh(self.mesh):
-      make = jax.jit(lambda seed: init(self.spec, jax.random.key(seed)), out_shardings=places)
+      make = jax.jit(lambda seed: self.draw(jax.random.key(seed)), out_shardings=places)
       return make.lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
   @functools.cached_property

@@ -123,7 +123,10 @@ def _joined(tree: Tree, terms: Callable[[jax.Array], jax.Array], known: dict[int
   parts = []
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     over = tuple(range(1, x.ndim)) if _in_stack(path) else None
-    parts.append(jnp.atleast_1d(known[i] if i in known else jnp.sum(terms(x.astype(jnp.float32)), axis=over)))
+    if x.dtype.itemsize == 1:  # codes of a quantised weight, which are no numbers of their own; frozen, and looked at when read
+      parts.append(jnp.zeros(1 if over is None else x.shape[0], jnp.float32))
+    else:
+      parts.append(jnp.atleast_1d(known[i] if i in known else jnp.sum(terms(x.astype(jnp.float32)), axis=over)))
   return jnp.concatenate(parts)
 
 

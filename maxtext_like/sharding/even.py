@@ -4,13 +4,15 @@ Parameters that are split to save memory alone are no fault: they lie whole, and
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from maxtext_like.errors import UserError
-from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.partition import Mesh, axes_of
+from maxtext_like.layers.quantised import CODES, Form, Plan
 from maxtext_like.layers.rules import GATHERED, Rules
 
 Axes = tuple[str, ...]
@@ -39,6 +41,36 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
     faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
   if faults:
     raise UserError("\n".join(faults))
+
+
+def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
+  """Refuses a mesh that would cut a block of a quantised weight in two.
+
+  Args:
+    weights: that are quantised, by path.
+    form: that they are stored in.
+    rules, mesh: how they are split.
+
+  Raises:
+    UserError: names weights with sizes, mesh axes and what to do.
+  """
+  faults: dict[tuple[str | None, int, Axes], str] = {}
+  for path, p in weights.items():
+    plan, codes = Plan.of(p), form.params(Plan.of(p))[CODES]
+    split = [*rules.spec(codes.shape, codes.axes, mesh), *(None,) * len(codes.shape)]
+    for axis, size, block in ((plan.input, plan.K, form.input_block), (plan.input + 1, plan.M, form.output_block)):
+      axes = axes_of(split[axis])
+      ways = math.prod(mesh.shape[a] for a in axes)
+      if ways > 1 and size % (ways * block):
+        what = f"{'/'.join(path)}: {size} {'inputs' if axis == plan.input else 'outputs'} in blocks of {block}"
+        faults.setdefault((codes.axes[axis], size, axes), f"{what} over {ways} devices of the mesh axis {' x '.join(axes)}")
+  if faults:
+    listed = "\n  ".join(faults.values())
+    axis = next(iter(faults))[0]
+    raise UserError(
+      f"base_weights={form.name}: the mesh would cut blocks in two\n  {listed}\n"
+      f"  fix: fewer devices along it, sharding_rules='{{{axis}: null}}' to have all on every device, or base_weights=int8"
+    )
 
 
 def copied(spec: Any, rules: Rules, mesh: Mesh) -> str | None:

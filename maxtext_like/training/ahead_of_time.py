@@ -120,7 +120,7 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any], *, m
   known = {
     "topology": topology,
     "mesh": dict(program.model.mesh.shape),
-    "parameters": sum(math.prod(leaf.shape) for _, leaf in leaves),
+    "parameters": program.size,
     "argument_bytes": arguments,
     "kernels": program.model.kernels,
     "machine_code": machine_code,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.quantised import CODES
 from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.trainable import Selection
@@ -36,8 +37,13 @@ def train_flops(decoder: Decoder, spec: Any, selection: Selection, rows: int, le
   indexer_alone = _indexer_alone(decoder, selection)
   products = 0.0
   leaves = jax.tree_util.tree_leaves_with_path(spec)
+  declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   for (path, p), trained in zip(leaves, jax.tree.leaves(selection.leaves), strict=True):
     keys = path_keys(path)
+    if keys[:-1] in declared:  # a part of what is stored of a quantised weight, which multiplies as the weight
+      if keys[-1] != CODES:
+        continue
+      keys, p = keys[:-1], declared[keys[:-1]]
     if keys[0] == ADAPTER:  # multiplies as the weight does that it belongs to
       keys = keys[1:-1]
     if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):

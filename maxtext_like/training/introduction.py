@@ -26,7 +26,7 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     limit: what there is; None: nobody knows.
   """
   t, p = program.config.training, program.config.precision
-  total, trained = count(program.spec), count(program.selection.split(program.spec)[0])
+  total, trained = program.size, count(program.selection.split(program.spec)[0])
   some = f", {trained:,} trained" if trained != total else ""
   mesh = program.model.mesh
   shape = f" ({in_words(mesh.shape)})" if mesh.size > 1 else ""
@@ -47,6 +47,9 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines.append(f"note    {copied}")
   if program.adapter is not None:
     lines.append(f"adapter {described(program.adapter)}")
+  if (base := program.model.base) is not None:
+    names = sorted({path[-1] if len(path) < 2 else ".".join(path[2:]) for path in base.weights})
+    lines.append(f"base    {base.form.name}: {', '.join(names)}; the rest {p.weight_dtype}")
   if any(use.worth_telling for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:

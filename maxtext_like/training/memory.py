@@ -34,6 +34,7 @@ class MemoryEstimate:
       were measured to take (docs/compile.md).
     activations: what the forward pass keeps for the backward pass, and what it works in.
     logits: of a piece, and their gradient.
+    dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
   """
 
   parameters: int
@@ -42,6 +43,7 @@ class MemoryEstimate:
   copies: int
   activations: int
   logits: int
+  dequantised: int
 
   @property
   def total(self) -> int:
@@ -135,6 +137,7 @@ def estimate(program: TrainProgram) -> MemoryEstimate:
     activations=activations,
     logits=objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
     // (model.ways("sequence") * model.ways("vocab")),
+    dequantised=0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize),
   )
 
 
@@ -177,7 +180,7 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
   """The estimate for people, in GB (1e9 bytes) of one device."""
   parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)]
-  rows = [*((name, size) for name, size in parts if size or name != "copies"), ("together", need.total)]
+  rows = [*((name, size) for name, size in parts if size or name not in ("copies", "dequantised")), ("together", need.total)]
   lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")

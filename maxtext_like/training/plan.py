@@ -100,10 +100,10 @@ def plan(config: Config, target: Target) -> Plan:
     # A layer's own activations, computed again, and its weights, whole.
     again = 0 if config.training.remat_policy == "none" else everything / len(program.model.decoder.layers)
     layer = max(weights.values(), default=0.0)
-    loss, backward = kept + head + need.logits, kept + need.gradients + again + layer
+    loss, backward = kept + head + need.logits, kept + need.gradients + again + layer + need.dequantised
     classes["temporaries"] = max(0, int(GAPS * max(loss, backward)) - kept - need.gradients)
   else:
-    classes["temporaries"] = worked + need.logits
+    classes["temporaries"] = worked + need.logits + need.dequantised
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
@@ -120,7 +120,7 @@ def plan(config: Config, target: Target) -> Plan:
     config=config,
     target=target,
     mesh=dict(program.model.mesh.shape),
-    parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(program.abstract_state["params"])),
+    parameters=program.size,
     classes=classes,
     limit=target.bytes,
     flops=flops,
@@ -165,8 +165,13 @@ def _casts(program: TrainProgram) -> int:
   precision = program.config.precision
   if precision.dtype == precision.weight_dtype:
     return 0
-  stacks = {name: tree for name, tree in program.spec.items() if name.startswith("stack_")}
-  size = sum(math.prod(p.shape) for p in jax.tree.leaves(stacks) if len(p.shape) > 2)
+  quantised = program.model.base.weights if program.model.base else {}
+  stacks = [
+    (path_keys(path), p)
+    for path, p in jax.tree_util.tree_leaves_with_path(program.model.decoder.params())
+    if path_keys(path)[0].startswith("stack_")
+  ]
+  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
   return size * jnp.dtype(precision.dtype).itemsize
 
 

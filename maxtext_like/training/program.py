@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.checkpoint.adapted_weights import adapted_names
+from maxtext_like.checkpoint.adapted_weights import adapted_names, with_base
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.param import abstract, init
+from maxtext_like.layers.param import abstract, count, init
 from maxtext_like.layers.partition import Mesh, axes_of
 from maxtext_like.layers.rules import free_axes
 from maxtext_like.models.adapter import Adapter, make_adapter
@@ -67,6 +67,11 @@ class TrainProgram:
     model = dataclasses.replace(self.model, config=config)
     return dataclasses.replace(self, model=model, step=dataclasses.replace(self.step, schedule=make_schedule(config.training)))
 
+  @functools.cached_property
+  def size(self) -> int:
+    """The number of parameters, however they are stored."""
+    return count(self.model.decoder.params()) + count(self.spec) - count(self.model.spec)
+
   @property
   def microbatch(self) -> int:
     """Rows that all devices work on at a time."""
@@ -95,8 +100,10 @@ class TrainProgram:
 
   def _around(self, given: Any, seed: jax.Array) -> State:
     """The state at step 0 around given parameters; those that they lack, as an adapter or all of them, are drawn."""
+    key = jax.random.key(seed)
+    given = given or self.model.draw(key)
     missing = {name: spec for name, spec in self.spec.items() if name not in given}
-    params = {**given, **init(missing, jax.random.key(seed))}
+    params = {**given, **init(missing, key)}
     state: State = {
       "step": jnp.zeros((), jnp.int32),
       "params": params,
@@ -112,7 +119,7 @@ class TrainProgram:
 
   def weights(self, params: Any) -> Any:
     """The parameters of a state as the decoder takes them: with an adapter, each weight with its addition."""
-    return params if self.adapter is None else self.adapter.attach(params)
+    return self.objective.attach(params) if isinstance(self.objective, Adapted) else params
 
   def completed(self, stored: State, weights: Any) -> State:
     """The state of what a checkpoint kept of it.
@@ -232,14 +239,14 @@ def make_program(
     UserError: as ``make_model``; nothing to train, an objective that does not fit the rows.
   """
   t = config.training
-  model = make_model(config, mesh=mesh, platform=platform)
+  model = with_base(make_model(config, mesh=mesh, platform=platform), config.adapter)
   decoder = model.decoder
   objective: Objective = make_objective(t.objective, model)
   adapter = None
   if config.adapter.lora_rank:
     names = adapted_names(decoder, config.model.decoder_block, config.adapter.lora_modules)
-    adapter = make_adapter(decoder, model.spec, names, rank=config.adapter.lora_rank, scale=config.adapter.scale)
-    objective = Adapted(objective, adapter)
+    adapter = make_adapter(decoder, decoder.params(), names, rank=config.adapter.lora_rank, scale=config.adapter.scale)
+    objective = Adapted(objective, adapter, model.base)
   spec = objective.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter)
   optimizer = make_optimizer(t, selection.split(spec)[0], "float32" if adapter else config.precision.weight_dtype)

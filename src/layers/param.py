@@ -115,7 +115,15 @@ class Param:
       raise ValueError(f"Param needs one axis name for each dimension, got shape {self.shape} and axes {self.axes}")
 
 
-def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = lambda _, x: x):
+Store = Callable[[jax.Array], Any]
+
+
+def init(
+  spec: Spec,
+  key: jax.Array,
+  box: Callable[[Param, jax.Array], Any] = lambda _, x: x,
+  store: Callable[[tuple[Any, ...], Param], Store | None] = lambda path, p: None,
+):
   """Arrays for a spec.
 
   Args:
@@ -123,6 +131,8 @@ def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = la
     key: a JAX PRNG key. A leaf's own key depends on its path alone, and a row's on the leaf's and its number, so adding a
       Param moves no other.
     box: called with each Param and its array; what it returns is stored (a face's metadata box).
+    store: of the path of a leaf and its Param, what makes of one row (of a stack) the arrays that are kept in its place; None:
+      it is kept as it is. One large row at a time is drawn.
 
   Returns:
     The same nested dict with arrays (or boxes) as leaves.
@@ -133,14 +143,27 @@ def init(spec: Spec, key: jax.Array, box: Callable[[Param, jax.Array], Any] = la
   small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and _row_size(p) <= SMALL_ROW]
   shared = dict(zip(small, _bits_together(key, [(codes[i], params[i]) for i in small]), strict=True))
   arrays = []
-  for i, (code, p) in enumerate(zip(codes, params, strict=True)):
+  for i, ((path, p), code) in enumerate(zip(leaves, codes, strict=True)):
     if isinstance(p.init, Constant):
       arrays.append(jnp.full(p.shape, p.init.value, p.dtype))
+      continue
+    if (kept := store(path, p)) is not None:
+      arrays.append(_stored(kept, p, jax.random.fold_in(key, code), shared.get(i)))
       continue
     bits = shared[i] if i in shared else _bits_alone(jax.random.fold_in(key, code), p)
     make = p.init if p.rows is None else jax.vmap(p.init)
     arrays.append(make(bits).astype(p.dtype))
   return jax.tree_util.tree_unflatten(tree, [box(p, x) for p, x in zip(params, arrays, strict=True)])
+
+
+def _stored(kept: Store, p: Param, key: jax.Array, bits: jax.Array | None) -> Any:
+  """What is kept of the rows of a leaf, of its key or, where they are drawn already, its bits."""
+  make = lambda bits: kept(p.init(bits).astype(p.dtype))
+  if p.rows is None:
+    return make(jax.random.bits(key, p.shape) if bits is None else bits)
+  if bits is not None:
+    return jax.lax.map(make, bits)
+  return jax.lax.map(lambda row: make(jax.random.bits(jax.random.fold_in(key, row), p.shape[1:])), jnp.arange(p.rows))
 
 
 def _row_size(p: Param) -> int:

@@ -40,7 +40,7 @@ ANSWERS = {
   "use_rslora": "lora_rslora=7",
   "lora_dropout": "LoRA and rsLoRA, on weights that are not quantised",
   "use_dora": "LoRA and rsLoRA",
-  "load_in_4bit": "quantisation is not in this version",
+  "load_in_4bit": "weights are quantised below an adapter alone",
   "quantization_bit": "quantisation",
   "deepspeed": "ici_fsdp_parallelism",
   "tensor_parallel_size": "ici_tensor_parallelism",

@@ -146,10 +146,7 @@ class Shards:
     stored = self.raw(name)
     if self.entry(name).dtype not in FLOAT8:
       return stored
-    scale_name, _ = self._check_scale(name)
-    scale = self.raw(scale_name).astype(np.float32)
-    if not np.isfinite(scale).all():
-      raise UserError(f"{printable(self._home[name].path)}: tensor '{printable(scale_name)}' is not finite")
+    scale_name, scale = self._finite_scale(name)
     if scale_name.endswith(BLOCK_SCALE):
       rows, columns = self.block
       scale = np.repeat(scale, rows, axis=-2)[..., : stored.shape[-2], :]
@@ -158,6 +155,26 @@ class Shards:
         result[..., start : start + columns] *= scale[..., start // columns, None]
       return result
     return stored.astype(np.float32) * scale.reshape(())
+
+  def _finite_scale(self, name: str) -> tuple[str, np.ndarray]:
+    """Name and float32 values of a float8 tensor's scale."""
+    scale_name, _ = self._check_scale(name)
+    scale = self.raw(scale_name).astype(np.float32)
+    if not np.isfinite(scale).all():
+      raise UserError(f"{printable(self._home[name].path)}: tensor '{printable(scale_name)}' is not finite")
+    return scale_name, scale
+
+  def scale(self, name: str) -> np.ndarray:
+    """The scale of every block of a float8 matrix, float32; that of a whole tensor is each block's.
+
+    Raises:
+      UserError: as ``weight``.
+    """
+    scale_name, scale = self._finite_scale(name)
+    if scale_name.endswith(BLOCK_SCALE):
+      return scale
+    grid = [-(-size // block) for size, block in zip(self.entry(name).shape, self.block, strict=True)]
+    return np.full(grid, scale.reshape(()), np.float32)
 
   def release(self) -> None:
     """Gives the pages read so far back to the system."""

@@ -19,6 +19,8 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import Param
+from maxtext_like.models.quantised_base import QuantisedBase
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
@@ -208,13 +210,44 @@ class Weights:
   def _by_place(self) -> dict[tuple[Any, Any], tuple[str, Piece]]:
     return {(path, piece.index): (name, piece) for path, pieces in self._pieces.items() for name, piece in pieces}
 
-  def load(self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None) -> dict:
+  def float8(self, path: tuple[str, ...], row: int | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """A weight of one layer as the file has it in float8, [*experts, *inputs, *outputs], and the scales of its blocks, float32
+    [*experts, blocks of inputs, blocks of outputs]; None: it is stored otherwise, or by halves.
+
+    Args:
+      path: of the parameter.
+      row: of a stack; None: it is none.
+
+    Raises:
+      UserError: a scale that does not fit or is not finite.
+      NonFiniteError: a code that is not, with ``finite``.
+    """
+    lead = () if row is None else (row,)
+    found = [(name, piece) for name, piece in self._pieces[path] if piece.index[: len(lead)] == lead]
+    whole = all(piece.kind in ("linear", "linear2") and piece.half is None for _, piece in found)
+    if not whole or any(self.shards.entry(name).dtype != "F8_E4M3" for name, _ in found):
+      return None
+    codes, scales = [], []
+    for name, piece in sorted(found, key=lambda pair: pair[1].index):
+      stored = self.shards.raw(name)
+      codes.append(np.array(piece.to_ours(stored)))
+      if self.finite and not all_finite(codes[-1].astype(np.float32)):
+        raise self._not_finite(np.dtype(np.float32), name)
+      scales.append(np.ascontiguousarray(self.shards.scale(name).T))
+      self.shards.release()
+    each = len(found[0][1].index) > len(lead)
+    return (np.stack(codes), np.stack(scales)) if each else (codes[0], scales[0])
+
+  def load(
+    self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None, base: QuantisedBase | None = None
+  ) -> dict:
     """The parameters as JAX arrays, one after the other and each placed as it is read.
 
     Args:
       shardings: a tree like the parameters of ``jax.sharding.Sharding``; None: the default device. Of a sharded
         parameter this process reads the parts that live on its own devices.
       progress: called with (parameters done, parameters in all).
+      base: which weights are quantised, each layer as soon as it is read; shardings are of what is stored then.
 
     Raises:
       UserError: a number that the parameter's dtype cannot hold.
@@ -222,12 +255,18 @@ class Weights:
     """
     import jax
 
+    from maxtext_like.checkpoint.quantised_rows import read_quantised
+
     spec = dict(flatten(self.decoder.params()))
     wanted = dict(flatten(shardings)) if shardings is not None else {}
     params: dict = {}
     for done, (path, param) in enumerate(spec.items()):
       dtype = np.dtype(jax.numpy.dtype(param.dtype))
-      if shardings is None:
+      if base is not None and path in base.weights:
+        places = {where[-1]: place for where, place in wanted.items() if where[:-1] == path}
+        whole = lambda row, path=path, param=param: self.values(path, _row(param, row), np.dtype(np.float32))
+        array = read_quantised(base.form, param, places, whole, lambda row, path=path: self.float8(path, row))
+      elif shardings is None:
         array = jax.device_put(self.values(path, tuple(slice(None) for _ in param.shape), dtype))
       else:
         array = self._place(path, param.shape, dtype, wanted[path])
@@ -275,6 +314,7 @@ def load_hugging_face(
   vision: VisionConfig | None = None,
   shardings: Any = None,
   finite: bool = False,
+  base: QuantisedBase | None = None,
 ) -> dict:
   """The parameters of a Hugging Face checkpoint directory for a decoder.
 
@@ -285,6 +325,7 @@ def load_hugging_face(
     vision: its ``vision:`` section, in the same way.
     shardings: as for ``Weights.load``.
     finite: refuse numbers that are not.
+    base: as for ``Weights.load``.
 
   Raises:
     UserError: as ``Weights``, and when config.json describes another model.
@@ -296,12 +337,18 @@ def load_hugging_face(
     require_same_model(config, model, directory, vision)
   weights = Weights(directory, decoder, config)
   weights.finite = finite
-  return weights.load(shardings)
+  return weights.load(shardings, base=base)
 
 
 def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
   stacked = zip(*(piece.index for _, piece in pieces), strict=True)
   return (*(max(axis) + 1 for axis in stacked), *pieces[0][1].shape)
+
+
+def _row(param: Param, row: int | None) -> tuple[slice, ...]:
+  """The index of one layer of a parameter."""
+  rows = slice(None) if row is None else slice(row, row + 1)
+  return (rows, *(slice(None) for _ in param.shape[1:]))
 
 
 def _converted(part: np.ndarray, dtype: np.dtype, name: str, *, refuse: bool) -> np.ndarray:

@@ -11,6 +11,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Shapes
+from maxtext_like.models.quantised_base import QuantisedBase
 from maxtext_like.training.objectives.objective import Aux, Objective
 
 
@@ -21,10 +22,12 @@ class Adapted:
   Attributes:
     inner: what is minimised.
     adapter: what is trained.
+    base: how the model's weights are stored; None: as they are declared.
   """
 
   inner: Objective
   adapter: Adapter
+  base: QuantisedBase | None = None
 
   @property
   def evaluated(self) -> str:
@@ -35,7 +38,8 @@ class Adapted:
     return self.inner.decoder
 
   def params(self) -> Any:
-    return jax.tree.map(_frozen, self.inner.params()) | {ADAPTER: self.adapter.params()}
+    below = self.inner.params() if self.base is None else self.base.spec(self.inner.params())
+    return jax.tree.map(_frozen, below) | {ADAPTER: self.adapter.params()}
 
   def batch(self, inputs: Shapes) -> Shapes:
     return self.inner.batch(inputs)
@@ -53,7 +57,11 @@ class Adapted:
     cotangent: jax.Array | None = None,
     probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
-    return self.inner(self.adapter.attach(p), batch, cotangent, probes)
+    return self.inner(self.attach(p), batch, cotangent, probes)
+
+  def attach(self, p: Any) -> Any:
+    """The parameters as the decoder takes them."""
+    return self.adapter.attach(p if self.base is None else self.base.attach(p))
 
   def with_decoder(self, decoder: Decoder) -> "Adapted":
     return dataclasses.replace(self, inner=self.inner.with_decoder(decoder))

@@ -1,0 +1,79 @@
+"""Weights that are quantised while they are read: one layer at a time is whole, on the host and on a device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.quantised import CODES, SCALES, Arrays, Float8BlockForm, Form, quantise, stored_params
+
+Places = dict[str, NamedSharding]
+ReadRow = Callable[[int | None], np.ndarray]
+ReadFloat8 = Callable[[int | None], tuple[np.ndarray, np.ndarray] | None]
+
+
+def read_quantised(form: Form, p: Param, places: Places, read: ReadRow, read_float8: ReadFloat8 = lambda row: None) -> Arrays:
+  """What is stored of a weight, on its devices. Every process reads all of it: a scale may be of all inputs.
+
+  Args:
+    form: that it is stored in.
+    p: the weight, of one layer or stacked.
+    places: where each stored array lies.
+    read: of the number of a row (None: there are no rows), the weight of that layer in float32, with or without an axis of one.
+    read_float8: the same as codes and scales of blocks of 128 x 128, where a file has them; None where it has not.
+  """
+  spec = stored_params(form, p)
+  own = {name: q.shape if p.rows is None else q.shape[1:] for name, q in spec.items()}
+  everywhere = NamedSharding(next(iter(places.values())).mesh, PartitionSpec())
+  shape = p.shape if p.rows is None else p.shape[1:]
+
+  def on_devices(x: np.ndarray) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, everywhere, lambda index: x[index])
+
+  stored = None
+  for row in range(p.rows or 1):
+    number = None if p.rows is None else row
+    given = read_float8(number) if isinstance(form, Float8BlockForm) else None
+    if given is None:
+      found: Any = on_devices(read(number).reshape(shape))
+    else:
+      parts = dict(zip((CODES, SCALES), given, strict=True))
+      found = {name: on_devices(x.reshape(own[name])) for name, x in parts.items()}
+    if p.rows is None:
+      return _kept(form, p, tuple(places.items()))(found)
+    if stored is None:
+      stored = _empty(tuple((name, q.shape, q.dtype, places[name]) for name, q in spec.items()))
+    stored = _put(form, p, tuple(places.items()))(stored, found, np.int32(row))
+    jax.block_until_ready(stored)  # before the next one is read
+  assert stored is not None
+  return stored
+
+
+def _stored(form: Form, p: Param, found: Any) -> Arrays:
+  return found if isinstance(found, dict) else quantise(form, p, found)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -> Callable[..., Arrays]:
+  return jax.jit(lambda found: _stored(form, p, found), out_shardings=dict(places))
+
+
+@functools.lru_cache(maxsize=64)
+def _put(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -> Callable[..., Arrays]:
+  """(stored rows, one row's weight or what is stored of it, its number) -> stored rows, in the same memory."""
+
+  def put(stored: Arrays, found: Any, row: jax.Array) -> Arrays:
+    own = _stored(form, p, found)
+    return {name: jax.lax.dynamic_update_index_in_dim(x, own[name], row, 0) for name, x in stored.items()}
+
+  return jax.jit(put, donate_argnums=0, out_shardings=dict(places))
+
+
+def _empty(arrays: tuple[tuple[str, tuple[int, ...], str, NamedSharding], ...]) -> Arrays:
+  places = {name: place for name, _, _, place in arrays}
+  return jax.jit(lambda: {name: jnp.zeros(shape, dtype) for name, shape, dtype, _ in arrays}, out_shardings=places)()
