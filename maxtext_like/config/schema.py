@@ -148,8 +148,8 @@ class AdapterConfig(Checked):
       )  # fmt: skip
     if self.base_weights_modules and not self.base_weights:
       yield Problem(
-        "base_weights_modules without base_weights: nothing would be stored otherwise", ("base_weights_modules", "base_weights"),
-        "say how, as in base_weights=nf4, or leave it out",
+        "base_weights_modules without base_weights: nothing would be stored otherwise",
+        ("base_weights_modules", "base_weights"), "say how, as in base_weights=nf4, or leave it out",
       )  # fmt: skip
     if not self.lora_rank:
       for name in ("lora_alpha", "lora_rslora", "base_weights"):

@@ -1,8 +1,8 @@
-"""Weights in 4, 8 or 16 bits that stay as they are: what is stored, how it is made of a weight, and the weight that it stands for.
+"""Weights in 4, 8 or 16 bits that stay as they are: what is stored, how it is made of a weight, and what it stands for.
 
-What is stored follows from the ``Param`` of the weight. Every expert, and every layer of a stack, is quantised by itself, as the
-files of a checkpoint have them apart. A product dequantises the weight to ``dtype``, and its backward pass once more, so that
-nothing but the codes is kept between the two.
+What is stored follows from the ``Param`` of the weight. Every expert, and every layer of a stack, is quantised by itself, as
+the files of a checkpoint have them apart. A product dequantises the weight to ``dtype``, and its backward pass once more, so
+that nothing but the codes is kept between the two.
 
 K all inputs (axes that products sum over) as one axis, M all outputs, E experts, B blocks along K.
 """

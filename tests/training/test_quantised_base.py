@@ -1,7 +1,6 @@
-"""Runs that train an adapter on quantised weights: what is stored, kept, merged and refused, and that each tool works on them."""
+"""Runs that train an adapter on quantised weights: what is stored, kept, merged and refused, and every tool on them."""
 
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -45,7 +44,8 @@ def losses(place: Path, name: str) -> list[float]:
 def test_a_checkpoint_holds_the_adapter_alone_and_says_what_lies_below(workplace):
   stored = manifest.read(workplace / "adapter/checkpoints/4")
   names = [name for name in stored.leaves if name.startswith("params.")]
-  assert len(names) == 2 * 14 and all(name.startswith("params.adapter.") for name in names)
+  assert len(names) == 2 * 14
+  assert all(name.startswith("params.adapter.") for name in names)
   assert {stored.leaves[name]["dtype"] for name in names} == {"float32"}
   assert stored.config["adapter"]["base_weights"] == "nf4"
 
@@ -95,7 +95,7 @@ def test_it_is_the_same_model_however_it_is_loaded(workplace):
 
 def test_what_merging_rounds_is_told(workplace, tmp_path):
   written = maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="bfloat16")
-  share = float(re.search(r"what rounding to bfloat16 changes is (\S+) of what it adds", written.notes[0])[1])
+  share = float(written.notes[0].split("what rounding to bfloat16 changes is ")[1].split()[0])
   assert 1e-3 < share < 0.3
 
 
