@@ -41,7 +41,7 @@ ANSWERS = {
   "lora_dropout": "LoRA and rsLoRA, on weights that are not quantised",
   "use_dora": "LoRA and rsLoRA",
   "load_in_4bit": "weights are quantised below an adapter alone",
-  "quantization_bit": "quantisation",
+  "quantization_bit": "weights are quantised below an adapter alone",
   "deepspeed": "ici_fsdp_parallelism",
   "tensor_parallel_size": "ici_tensor_parallelism",
   "ici_diloco_parallelism": "five axes",

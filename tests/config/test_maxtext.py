@@ -114,7 +114,7 @@ def test_maxtexts_values_are_translated(word, key, value):
     ("remat_policy=save_qkv_proj", "remat_policy=minimal"),
     *((f"{key}={kind}", "dataset=jsonl") for key in ("dataset_type", "dataset") for kind in ("hf", "grain", "tfds")),
     ("rng_seed=3", "seed=3 data_shuffle_seed=3"),
-    ("quantization=int8", "weight_dtype=bfloat16"),
+    ("quantization=int8", "lora_rank=16 base_weights=nf4"),
     ("ici_tensor_sequence_parallelism=4", "ici_tensor_parallelism"),
     ("hardware=tpu", "JAX_PLATFORMS"),
     ("enable_dropout=true", "leave it out"),
