@@ -162,9 +162,10 @@ def merged(params: Any, step: Path | Place, stored: manifest.Manifest, model: Mo
   adapter, factors = read_adapter(step, stored, model)
   whole = dataclasses.replace(model, base=None)
   places = jax.tree.map(lambda x: x.sharding, whole.abstract_params)
+  everywhere: Any = replicated(model.mesh)
   merge = jax.jit(
     lambda params, factors: adapter.merge({**params, ADAPTER: factors}, dtype, model.base),
-    out_shardings=Merged(places, replicated(model.mesh)),
+    out_shardings=Merged(places, everywhere),
     donate_argnums=() if model.base else 0,
   )
   return merge(params, factors)

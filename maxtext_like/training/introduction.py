@@ -48,7 +48,7 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if program.adapter is not None:
     lines.append(f"adapter {described(program.adapter)}")
   if (base := program.model.base) is not None:
-    names = sorted({path[-1] if len(path) < 2 else ".".join(path[2:]) for path in base.weights})
+    names = sorted({".".join(path[2:] or path) for path in base.weights})  # without stack and layer
     lines.append(f"base    {base.form.name}: {', '.join(names)}; the rest {p.weight_dtype}")
   if any(use.worth_telling for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]

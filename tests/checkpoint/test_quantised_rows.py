@@ -87,7 +87,7 @@ def test_float8_is_taken_over_as_the_file_has_it(tmp_path: Path):
   decoder = make_model(
     load_checkpoint_config(directory, ["weight_dtype=float32"], length=8)[1].config, runs_attention=False
   ).decoder
-  plain = Weights(directory, decoder, read_config(directory)).load()
+  plain: Any = Weights(directory, decoder, read_config(directory)).load()
   whole = model.base.whole(stored)
   for path in model.base.weights:
     ours, theirs = (functools.reduce(lambda node, key: node[key], path, tree) for tree in (whole, plain))
@@ -99,15 +99,16 @@ def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
   directory = GOLDEN / "gemma4_moe/checkpoint"
   model = model_of(directory, "nf4")
   assert model.base is not None
-  layer = max(int(np.prod(p.shape[1:])) for p in model.base.weights.values())
+  weights = model.base.weights
+  layer = max(int(np.prod(p.shape[1:])) for p in weights.values())
   reads, held = [], []
   values = Weights.values
 
   def counted(self, path, index, dtype):
-    if path in model.base.weights:
+    if path in weights:
       held.append(sum(x.size for x in jax.live_arrays() if x.dtype.itemsize > 1) - before)
     out = values(self, path, index, dtype)
-    if path in model.base.weights:
+    if path in weights:
       reads.append(out.size)
     return out
 
@@ -115,7 +116,7 @@ def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
   before = sum(x.size for x in jax.live_arrays() if x.dtype.itemsize > 1)
   stored: Any = read_weights(directory, model)
   rest = sum(x.size for x in jax.tree.leaves(stored) if x.dtype.itemsize > 1)  # norms, tables, and scales of scales
-  assert len(reads) == sum(p.rows or 1 for p in model.base.weights.values()) >= 20
+  assert len(reads) == sum(p.rows or 1 for p in weights.values()) >= 20
   assert max(reads) == layer
   assert max(held) <= rest + layer < sum(reads) / 2
 
