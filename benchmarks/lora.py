@@ -1,0 +1,120 @@
+"""What quantised weights below an adapter cost and save: memory and speed of LoRA on each form of them, on one device.
+
+python benchmarks/lora.py gemma3-4b gemma4-31b:bfloat16,nf4 --out lora.json
+python benchmarks/lora.py gemma4-tiny --words max_target_length=128 --steps 3
+
+A model is a name or a file, with the forms behind a colon (default: all; the first is what the others are compared with).
+Weights are drawn, each layer quantised as it is drawn, and trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
+AdamW, what is not quantised in bfloat16. Every form has a process of its own, so that its peak is its own: "drawn" is
+the peak when the weights were there, "peak" that of everything. A step is the median of --steps, in tokens a second.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+FORMS = ("bfloat16", "nf4", "int8", "fp8_block")
+WORDS = ("per_device_batch_size=1", "max_target_length=2048", "lora_rank=16", "lora_alpha=32", "weight_dtype=bfloat16")
+GIB = 2**30
+
+
+def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, Any]:
+  """One form of a model, in this process."""
+  import jax
+  import numpy as np
+
+  from maxtext_like.config.load import load_config
+  from maxtext_like.sharding.mesh import make_mesh
+  from maxtext_like.training.memory import estimate
+  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step import UNKNOWN
+
+  config = load_config(model, [*WORDS, f"base_weights={form}", "learning_rate=1e-4", *words]).config
+  device = jax.local_devices()[0]
+  program = make_program(config, mesh=make_mesh(config.mesh, [device]))
+  peak = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
+  begin = time.perf_counter()
+  state = jax.block_until_ready(program.lower_init().compile()(np.uint32(0)))
+  drawn, seconds = peak(), time.perf_counter() - begin
+  begin = time.perf_counter()
+  step = program.lower_step().compile()
+  compiled = time.perf_counter() - begin
+  rng = np.random.default_rng(0)
+  rows, length = program.global_batch, config.training.max_target_length
+  tokens = rng.integers(3, config.model.vocab_size, (rows, length + 1)).astype(np.int32)
+  ones = np.ones((rows, length), np.int32)
+  arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones, "positions": ones * np.arange(length)}
+  batch = program.place({name: np.ascontiguousarray(x, np.int32) for name, x in arrays.items()})
+  known, times, losses = UNKNOWN, [], []
+  for _ in range(steps + 2):
+    begin = time.perf_counter()
+    state, metrics = step(state, batch, known)
+    known = metrics["known"]
+    losses.append(float(metrics["loss"]))  # waits for the step
+    times.append(time.perf_counter() - begin)
+  seconds_a_step = statistics.median(times[2:])
+  memory = step.memory_analysis()
+  return {
+    "model": model,
+    "form": form,
+    "device": device.device_kind,
+    "tokens_per_second": rows * length / seconds_a_step,
+    "step_seconds": seconds_a_step,
+    "drawn_gib": drawn,
+    "peak_gib": peak(),
+    "program_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / GIB,
+    "estimate_gib": estimate(program).total / GIB,
+    "init_seconds": seconds,
+    "compile_seconds": compiled,
+    "losses": losses,
+  }
+
+
+def main() -> None:
+  """Measures what the command line names and prints a line for each form."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("models", nargs="+", metavar="MODEL[:FORM,...]")
+  parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the model's configuration")
+  parser.add_argument("--steps", type=int, default=8)
+  parser.add_argument("--out", help="a JSON file of everything")
+  parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+  options = parser.parse_args()
+  if options.alone:
+    model, _, form = options.models[0].partition(":")
+    print(json.dumps(measure(model, form, options.words, options.steps)))
+    return
+  rows: list[dict[str, Any]] = []
+  print("model           form        tokens/s   ratio   peak GiB  drawn GiB  XLA's GiB  estimate  init s  compile s  last loss")
+  for entry in options.models:
+    model, _, named = entry.partition(":")
+    first = None
+    for form in named.split(",") if named else FORMS:
+      words = ["--words", *options.words] if options.words else []
+      command = [sys.executable, __file__, f"{model}:{form}", "--alone", "--steps", str(options.steps), *words]
+      done = subprocess.run(command, capture_output=True, text=True, check=False)
+      if done.returncode:
+        error = (done.stderr.strip().splitlines() or ["?"])[-1]
+        print(f"{model:<15} {form:<10} failed ({done.returncode}): {error[:300]}", flush=True)
+        rows.append({"model": model, "form": form, "failed": done.stderr[-4000:]})
+        continue
+      row = json.loads(done.stdout.splitlines()[-1])
+      rows.append(row)
+      first = first or row["tokens_per_second"]
+      ratio = row["tokens_per_second"] / first
+      print(
+        f"{model:<15} {form:<10} {row['tokens_per_second']:9.0f} {ratio:7.2f} {row['peak_gib']:10.2f} {row['drawn_gib']:10.2f}"
+        f" {row['program_gib']:10.2f} {row['estimate_gib']:9.2f} {row['init_seconds']:7.0f}"
+        f" {row['compile_seconds']:10.0f} {row['losses'][-1]:10.3f}",
+        flush=True,
+      )
+  if options.out:
+    with open(options.out, "w", encoding="utf-8") as file:
+      json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+  main()
