@@ -37,6 +37,7 @@ class Model:
     config: of it.
     mesh: devices in a grid; an abstract mesh has sizes only, so that its programs can be lowered and not run.
     decoder: parameters and equations.
+    platform: "cpu", "gpu" or "tpu", where it runs.
     kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
     base: how its weights are stored below an adapter; None: as they are declared.
   """
@@ -44,6 +45,7 @@ class Model:
   config: Config
   mesh: Mesh
   decoder: Decoder
+  platform: str
   kernels: tuple[KernelUse, ...] = ()
   base: QuantisedBase | None = None
 
@@ -199,4 +201,4 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       device=device,
       cache=config.logging.compilation_cache_dir,
     )
-  return Model(config, mesh, decoder, kernels)
+  return Model(config, mesh, decoder, platform, kernels)

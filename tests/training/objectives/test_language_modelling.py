@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
+from maxtext_like.models.placed import make_model
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training.objectives import language_modelling
 from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_chunks, token_losses
 from tests.layers.equations import named
 from tests.training.toy import B, D, T, V, toy_batch, toy_decoder
@@ -102,4 +106,12 @@ def test_chunks_keep_the_logits_of_one_piece_only():
 def test_automatic_chunks():
   assert automatic_chunks(8, 128, 512) == 1
   assert automatic_chunks(2, 4096, 262144) == 8  # 8 GiB of logits
+  assert automatic_chunks(2, 4096, 262144, 4 << 30) == 2
   assert automatic_chunks(1, 3, 2**40) == 3
+
+
+@pytest.mark.parametrize(("platform", "devices", "chunks"), [("gpu", 1, 8), ("gpu", 2, 2), ("tpu", 2, 8)])
+def test_gpus_that_share_a_head_read_it_in_fewer_chunks(platform, devices, chunks):
+  config = load_config("gemma4-31b", ["max_target_length=4096", "per_device_batch_size=2"]).config
+  model = make_model(config, mesh=abstract_mesh(config.mesh, devices), platform=platform)
+  assert language_modelling.build(model).chunks == chunks
