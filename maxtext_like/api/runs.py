@@ -119,7 +119,7 @@ def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **ke
   laid_under = ["data_format=chat"]
   if not DATASETS[base.config.data.dataset].fields:  # nobody has chosen one that has conversations
     laid_under.append(f"dataset={_kind_of_files(given)}")
-  loaded = load_config(base, *laid_under, *given)
+  loaded = load_config(config, *laid_under, *given)
   with Progress(0, 1, progress) as shown:
     for note in loaded.notes:
       shown.say(f"note    {note}")

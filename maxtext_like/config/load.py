@@ -142,19 +142,21 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
       notes.append(f"{merged[key].origin}: {key} is {found}, of the Hugging Face cache")
       values[key] = str(found)
   explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
-  if values["epochs"] is not None:
-    # What is nearer to the person counts: words before a file, and either before the default.
-    by_words = {key: merged[key] is not of_model[key] for key in ("steps", "epochs")}
-    if by_words["steps"] and not by_words["epochs"] and values["steps"] is not None:
-      values["epochs"], merged["epochs"] = None, Entry("epochs", merged["epochs"].node, "follows from steps")
-    elif by_words["epochs"] > by_words["steps"] or "steps" not in explicit:
-      values["steps"], merged["steps"] = None, Entry("steps", merged["steps"].node, "follows from epochs")
-  if not values["enable_checkpointing"] and "resume" not in explicit:
-    values["resume"] = False
-    merged["resume"] = Entry("resume", merged["resume"].node, "follows from enable_checkpointing: false")
-  if values["eval_path"] and "eval_fraction" not in explicit:
-    values["eval_fraction"] = 0.0
-    merged["eval_fraction"] = Entry("eval_fraction", merged["eval_fraction"].node, "follows from eval_path")
+
+  def give_way(leaf: str, to: str, value: object, why: str = "") -> None:
+    """A value follows from another that is nearer to the person: words before a file, either before the default."""
+    by_words = {key: merged[key] is not of_model[key] for key in (leaf, to)}
+    if leaf not in explicit or by_words[to] > by_words[leaf]:
+      values[leaf], merged[leaf] = value, Entry(leaf, merged[leaf].node, f"follows from {to}{why}")
+
+  if values["epochs"] is not None and values["steps"] is not None:
+    give_way("steps", "epochs", None)
+    if values["steps"] is not None:
+      give_way("epochs", "steps", None)
+  if not values["enable_checkpointing"]:
+    give_way("resume", "enable_checkpointing", False, ": false")
+  if values["eval_path"]:
+    give_way("eval_fraction", "eval_path", 0.0)
   _check(values, merged, explicit)
   config = Config(**{section: make_section(section, values) for section in SECTIONS})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from maxtext_like.config import maxtext
 from maxtext_like.config.files import configs_folder, model_names
-from maxtext_like.config.load import base_values, load_config
+from maxtext_like.config.load import base_values, load_config, to_config_dict
 from maxtext_like.config.schema import LEAVES, SECTIONS
+from maxtext_like.config.values import load_values
 from maxtext_like.errors import UserError
 
 TINY = (configs_folder() / "models" / "gemma4-tiny.yml").read_text("utf-8")
@@ -176,6 +177,11 @@ def test_a_run_has_one_length_and_the_nearer_word_counts(tmp_path):
   assert length(load_config(path, ["steps=7"])) == (7, None)
   path.write_text(load_config("gemma3-tiny").to_yaml())
   assert length(load_config(path, ["epochs=2"])) == (None, 2)
+  base = to_config_dict(load_config("gemma3-tiny").config)
+  words = ["eval_path=b", "eval_interval=1", "dataset=text", "dataset_path=a", "epochs=2", "enable_checkpointing=false"]
+  loaded = load_values(base.to_dict(), "Config", words)
+  assert length(loaded) == (None, 2)
+  assert (loaded.config.data.eval_fraction, loaded.config.checkpoint.resume) == (0.0, False)
   with pytest.raises(UserError, match="epochs = 3 and steps = 7: a run has one length"):
     load_config("gemma3-tiny", ["epochs=3", "steps=7"])
   with pytest.raises(UserError, match="neither steps nor epochs is set"):
