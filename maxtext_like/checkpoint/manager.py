@@ -263,7 +263,8 @@ class CheckpointManager:
       with self._watch("save", f"the save of step {step}"):
         if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
           raise OSError(*problem)
-        self._start_orbax(self._steps.saving(step, self._saves) / manifest.STATE_NAME, flat)
+        path = self._steps.saving(step, self._saves) / manifest.STATE_NAME
+        self._with_others(pending, lambda: self._start_orbax(path, flat))
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -300,7 +301,14 @@ class CheckpointManager:
 
     if self._checkpointer is None:
       # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
-      self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False))
+      # Names of barriers are this checkpointer's own, as those of one that failed may have been passed by some processes only;
+      # and with processes that are named they are the coordinator's, which can be left, and no collectives of devices.
+      others = None if self._alone else set(range(processes.count()))
+      options = ocp.options.MultiprocessingOptions(
+        active_processes=others, barrier_sync_key_prefix=None if self._alone else f"from-save-{self._saves}"
+      )
+      handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=options)
+      self._checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(told_by_us)
     self._checkpointer.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(flat))
 
@@ -309,18 +317,10 @@ class CheckpointManager:
     turn = f"save-{self._saves}"
     try:
       with self._watch("save", f"the save of step {pending.step}"):
-        try:
-          self._checkpointer.wait_until_finished()  # for all processes
-          written = time.monotonic()
-          if processes.primary():
-            self._complete(pending.step, record)
-        except Exception as error:
-          if not self._alone:  # orbax, in the others, may wait for this one until the save's time is up
-            _log.error(
-              "checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), reason(error)
-            )
-          processes.everyone(reason(error), self._peers_seconds, turn)
-          raise
+        self._with_others(pending, lambda: self._checkpointer.wait_until_finished())  # a new one is made where this one fails
+        written = time.monotonic()
+        if processes.primary():
+          self._with_others(pending, lambda: self._complete(pending.step, record), alone=True)
         said = processes.everyone("", self._peers_seconds, turn)
         if wrong := [f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why]:
           raise RetryableError("; ".join(wrong))
@@ -342,6 +342,17 @@ class CheckpointManager:
         self._steps.drop_old(self._max_to_keep, spare)
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
+
+  def _with_others(self, pending: PendingSave, do: Callable[[], None], *, alone: bool = False) -> None:
+    """A part of a save, in which orbax waits for the other processes (``alone``: not in this one). When it fails in one of
+    them, all say so, and raise."""
+    try:
+      do() if alone else processes.together(do, f"failed-save-{self._saves}")
+    except Exception as error:
+      if not self._alone:
+        _log.error("checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), reason(error))
+      processes.everyone(reason(error), self._peers_seconds, f"save-{self._saves}")
+      raise
 
   def _complete(self, step: int, record: manifest.Manifest) -> None:
     """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""

@@ -4,6 +4,7 @@ Alone, which is the default, nothing here touches a network, and every function 
 key-value store of JAX's coordinator, which lives in process 0; arrays never do.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -22,6 +23,7 @@ from maxtext_like.errors import ExitError, RetryableError, UserError
 from maxtext_like.sharding import launchers, roll_call
 
 _PREFIX = "maxtext_like"
+_LOOK_SECONDS = 0.5  # between two looks whether another process has failed at what all do together
 _GOODBYE_SECONDS = 10.0  # between the ends of the first process and the last
 _JAX_SECONDS = 24 * 3600  # JAX must not end a process before we have said which one is lost
 T = TypeVar("T")
@@ -192,6 +194,32 @@ def on_primary(do: Callable[[], T], seconds: float) -> T | None:
   return results[0] if results else None
 
 
+def together(do: Callable[[], T], name: str) -> T:
+  """What every process does, waiting for the others in it: not any longer, when one of them has failed at it.
+
+  Args:
+    do: runs on a thread of its own, which is left behind when another process has failed.
+    name: of this work, the same in all; never used again.
+
+  Raises:
+    RetryableError: another process failed, and why.
+    Whatever ``do`` raises.
+  """
+  if _joined is None:
+    return do()
+  client, result = _joined.client, _on_thread(do)
+  while not result.done():
+    concurrent.futures.wait([result], timeout=_LOOK_SECONDS)
+    failed = dict(client.key_value_dir_get(f"{_PREFIX}/{name}/"))
+    if failed and not result.done():
+      raise RetryableError("; ".join(f"{name_of(int(key.rpartition('/')[2]))}: {why}" for key, why in failed.items()))
+  try:
+    return result.result()
+  except Exception as error:
+    put(f"{name}/{index()}", " ".join(str(error).split())[:300] or type(error).__name__)
+    raise
+
+
 def put(key: str, value: str) -> None:
   """Gives a value to all processes."""
   assert _joined is not None
@@ -221,16 +249,21 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
   Raises:
     TimeoutError: it did not answer.
   """
+  return _on_thread(ask).result(seconds)
+
+
+def _on_thread(do: Callable[[], T]) -> Future[T]:
+  """What comes of it, when it is done; the thread keeps nobody."""
   answer: Future[T] = Future()
 
   def run() -> None:
     try:
-      answer.set_result(ask())
+      answer.set_result(do())
     except Exception as error:
       answer.set_exception(error)
 
-  threading.Thread(target=run, name="store", daemon=True).start()
-  return answer.result(seconds)
+  threading.Thread(target=run, name="together", daemon=True).start()
+  return answer
 
 
 class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):

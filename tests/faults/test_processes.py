@@ -187,3 +187,38 @@ def test_one_does_not_come_or_the_port_is_taken(train):
     process = train.start("a", variables=variables | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}, **KEYS)
     assert process.wait() == 2
   assert f"port {port} of " in train.log.read_text()
+
+
+ONE_SAVE_FAILS = """
+from maxtext_like.checkpoint.manager import CheckpointManager
+times = iter(range(1, 100))
+begin = CheckpointManager._start_orbax
+def start_orbax(self, path, flat):
+  from orbax.checkpoint._src.serialization import jax_array_handlers
+  owner, name = jax_array_handlers{owner}, "{name}"
+  if next(times) == 2:
+    whole = getattr(owner, name)
+    def fails(*_, **__):
+      setattr(owner, name, whole)
+      raise OSError(28, "No space left on device")
+    setattr(owner, name, fails)
+  begin(self, path, flat)
+CheckpointManager._start_orbax = start_orbax
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("victim", "owner", "name"),
+  [(0, ".replica_slices", "transfer_arrays_to_host"), (1, "", "_async_serialize_replica_slices")],
+  ids=["at its start", "behind the training"],
+)
+def test_a_save_that_fails_in_one_is_given_up_by_all_and_the_next_one_stands(train, victim, owner, name):
+  both = Ranks(train, "a", faults={victim: ONE_SAVE_FAILS.format(owner=owner, name=name)}, watchdog_save_seconds=600, steps=16)
+  assert both.codes() == [0, 0], both.texts()
+  for rank, text in enumerate(both.texts()):
+    assert f"checkpoint of step 10 failed in process {rank} (host " in text, text
+    assert "No space left on device" in text
+    assert "step 5 is kept" in text
+  assert f"process {victim} (host {socket.gethostname()}): " in both.texts()[1 - victim]
+  assert train.complete("a") == [5, 15, 16]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from maxtext_like.errors import ExitError, UserError
+from maxtext_like.errors import ExitError, RetryableError, UserError
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.processes import Heartbeat
 
@@ -116,6 +116,16 @@ def test_meetings_leave_little_behind(store):
       store.values[f"maxtext_like/{name}/0"] = f"other {number}"
     assert processes.everyone(f"mine {number}", 1) == [f"other {number}", f"mine {number}"]
   assert len(store.values) == 4
+
+
+def test_what_one_fails_at_nobody_goes_on_waiting_in(store):
+  assert processes.together(lambda: 3, "work-1") == 3
+  with pytest.raises(OSError, match="no room"):
+    processes.together(lambda: (_ for _ in ()).throw(OSError("no room")), "work-2")
+  assert store.values["maxtext_like/work-2/1"] == "no room"
+  store.values["maxtext_like/work-3/0"] = "its disk is full"
+  with pytest.raises(RetryableError, match=r"process 0 \(host here\): its disk is full"):
+    processes.together(lambda: time.sleep(3600), "work-3")
 
 
 @pytest.mark.parametrize(
