@@ -117,6 +117,19 @@ def shared_sums() -> Literal["none", "weights", "all"]:
   return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
 
 
+def weight_copies() -> int:
+  """How many copies of a weight there are on the mesh in use, each split over devices (``fsdp``, ``expert``) and with rows of
+  its own: the length of ``data``; 1 where a copy is not split."""
+  mesh = free_mesh()
+  copies = 1 if mesh is None else mesh.shape.get("data", 1)
+  return copies if mesh is not None and mesh.size > copies else 1
+
+
+def by_copy(x: jax.Array) -> jax.Array:
+  """An array whose first axis are the ``weight_copies``, each of which has its own entry."""
+  return jax.lax.with_sharding_constraint(x, PartitionSpec("data", *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
+
+
 def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """The arrays, on a mesh of TPUs none of them to be used before all are there. Their compiler puts off what nothing waits
   for, as gradients of weights, and holds what they are made of until then; and of a parameter that is read in another layout

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import together
+from maxtext_like.layers.partition import by_copy, together, weight_copies
 from maxtext_like.layers.precision import Precision
 
 
@@ -92,7 +93,13 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   if isinstance(weight, Weight):
     return weight.lookup(precision, index)
   (weight,) = together(weight)
-  return precision.cast(weight[index])
+  copies = weight_copies()
+  if copies == 1 or index.shape[0] % copies:
+    return precision.cast(weight[index])
+  # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
+  every = by_copy(jnp.broadcast_to(weight, (copies, *weight.shape)))
+  rows = jax.vmap(lambda table, i: table[i])(every, index.reshape(copies, -1, *index.shape[1:]))
+  return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
 
 
 def cast(precision: Precision, weight: Any) -> Any:

@@ -199,3 +199,13 @@ def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
     with jax.sharding.use_abstract_mesh(mesh):
       (dot,) = [e for e in jax.make_jaxpr(run)(x, w).jaxpr.eqns if e.primitive.name == "dot_general"]
     assert tuple(v.aval.ndim for v in dot.invars) == axes
+
+
+def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
+  """Else every device of two slices has a gradient of the whole table, 5.25 GiB of the 31B's."""
+  gradient = jax.grad(lambda table, index: jnp.sum(lookup(Precision(), table, index)))
+  for sizes, shape in (((1, 4), (7, 8)), ((2, 2), (2, 7, 8)), ((4, 1), (7, 8))):
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+      program = jax.make_jaxpr(gradient)(jnp.zeros((7, 8)), jnp.zeros((4, 3), jnp.int32))
+    assert f"f32[{','.join(map(str, shape))}] = scatter-add" in str(program)
