@@ -23,6 +23,7 @@ CHUNK_BYTES = 1 << 30  # of float32 logits of one chunk on one device
 # For each chunk, devices that share the head gather it and add up its gradient: GPUs, which have the memory, take fewer.
 # gemma4-31b's width, 6 layers, fsdp=2 on H200s (2 x 4096 tokens each): 0.686 s a step in 8 chunks, 0.591 s in 2.
 SHARED_CHUNK_BYTES = 4 << 30
+FROZEN_CHUNK_BYTES = 1 << 28  # below an adapter there is no gradient of the head to add up, and memory is short
 
 
 def automatic_chunks(rows: int, length: int, vocab_size: int, limit: int = CHUNK_BYTES) -> int:
@@ -54,7 +55,8 @@ def build(model: Model) -> "LanguageModelling":
   """
   t, split = model.config.training, model.ways("sequence") * model.ways("vocab")
   rows, vocabulary = model.rows // model.ways("batch"), -(-model.config.model.vocab_size // split)
-  limit = SHARED_CHUNK_BYTES if model.platform == "gpu" and model.ways("batch") > 1 else CHUNK_BYTES
+  shared = model.platform == "gpu" and model.ways("batch") > 1
+  limit = FROZEN_CHUNK_BYTES if model.config.adapter.lora_rank else SHARED_CHUNK_BYTES if shared else CHUNK_BYTES
   chunks = t.num_vocab_tiling or automatic_chunks(rows, t.max_target_length, vocabulary, limit)
   if chunks > t.max_target_length:
     raise UserError(
@@ -178,8 +180,8 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be a third of the work
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
     dtypes = jax.tree.map(lambda w: w.dtype, head)
-    # The chunks' gradients of the head come in its dtype and add up: in float32, as 16 bits would round each of them.
-    head = jax.tree.map(lambda w: w.astype(jnp.float32), head)
+    if trained:  # the chunks' gradients come in its dtype and add up: in float32, as 16 bits would round each of them
+      head = jax.tree.map(lambda w: w.astype(jnp.float32), head)
 
     def add(sums, xs):
       terms, head_sum = sums
