@@ -28,7 +28,8 @@ from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
-from maxtext_like.numerics import kernel_test
+from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.numerics import grouped_test, kernel_test
 from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
 
 _log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def settle(
     )  # fmt: skip
     if use.shape is not None and device is not None:
       if use.shape not in verdicts:
-        verdicts[use.shape] = _verdict(use.shape, device, cache, test)
+        verdicts[use.shape] = verdict(use.shape, device, cache, test)
       problem, seconds = verdicts[use.shape]
       if problem and asked != "auto":
         raise UserError(
@@ -157,8 +158,13 @@ def _grouped(uses: list[KernelUse]) -> tuple[KernelUse, ...]:
   return tuple(dataclasses.replace(use, layers=count) for use, count in collections.Counter(uses).items())
 
 
-def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
-  """What is wrong with the kernel ("" is nothing), and the seconds of the test (None: it was tested earlier)."""
+def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
+  """What is wrong with a kernel ("" is nothing), and the seconds of the test (None: it was tested earlier).
+
+  Args:
+    shape: what is tested, a dataclass that says itself in words.
+    device, cache, test: as of ``settle``.
+  """
   key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | versions(device)
   path = None  # a cache in a bucket holds compiled programs only: a test at every start costs less than a client for it
   if cache is not None and "://" not in cache:
@@ -179,7 +185,7 @@ def _verdict(shape: ShapeClass, device: Any, cache: str | None, test: Callable[.
   return together, None
 
 
-def _told(shape: ShapeClass, results: list[CaseResult]) -> str:
+def _told(shape: Any, results: list[CaseResult]) -> str:
   """What is wrong, by case; cases that failed in the same words are named together. "" is nothing."""
   failed: dict[str, list[str]] = {}
   for r in results:
@@ -210,8 +216,9 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  modules = [inspect.getmodule(kernel.run) for kernel in map(registry.kernel, registry.NAMES)]
-  sources = "".join(inspect.getsource(module) for module in (*modules, masks, kernel_test) if module is not None)
+  kernels = (*map(registry.kernel, registry.NAMES), *map(grouped.kernel, grouped.NAMES))
+  modules = [inspect.getmodule(kernel.run) for kernel in kernels]
+  sources = "".join(inspect.getsource(module) for module in (*modules, masks, kernel_test, grouped_test) if module is not None)
   return {
     "packages": found,
     "platform": device.client.platform_version,

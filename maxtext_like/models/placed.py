@@ -20,6 +20,7 @@ from maxtext_like.layers.expert_parallel import SLACK
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
+from maxtext_like.models import grouped_kernels
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.quantised_base import QuantisedBase
@@ -40,6 +41,7 @@ class Model:
     platform: "cpu", "gpu" or "tpu", where it runs.
     kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
     base: how its weights are stored below an adapter; None: as they are declared.
+    grouped_verdict: what came of the self-test of the experts' kernel, in words.
   """
 
   config: Config
@@ -48,6 +50,7 @@ class Model:
   platform: str
   kernels: tuple[KernelUse, ...] = ()
   base: QuantisedBase | None = None
+  grouped_verdict: str = ""
 
   @property
   def grouped_product(self) -> str | None:
@@ -58,7 +61,8 @@ class Model:
       return None
     ways = self.ways("expert")
     travel = f"; tokens travel to experts on {ways} devices, padded to {SLACK} of an even share a round" if ways > 1 else ""
-    return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers{travel}"
+    verdict = f", {self.grouped_verdict}" if self.grouped_verdict else ""
+    return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers{verdict}{travel}"
 
   @property
   def copied_heads(self) -> str | None:
@@ -153,7 +157,7 @@ def placed(spec: Any, mesh: Mesh, rules: Rules) -> Any:
 def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None = None, runs_attention: bool = True) -> Model:
   """The model of a configuration, without any array.
 
-  On a device that is here, a fused attention kernel is tried before it is used (see ``attention_kernels.settle``).
+  On a device that is here, a fused kernel is tried before it is used (see ``attention_kernels``, ``grouped_kernels``).
 
   Args:
     config: of it.
@@ -201,4 +205,14 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       device=device,
       cache=config.logging.compilation_cache_dir,
     )
-  return Model(config, mesh, decoder, platform, kernels)
+  rules = decoder.cfg.rules
+  decoder, verdict = grouped_kernels.settle(
+    decoder,
+    asked=t.grouped_product,
+    platform=platform,
+    tokens=max(1, round(t.per_device_batch_size * t.max_target_length * mesh.size / rules.ways("batch", mesh))),
+    ways=rules.ways("expert", mesh),
+    device=device,
+    cache=config.logging.compilation_cache_dir,
+  )
+  return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict)

@@ -157,7 +157,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None) -> list[Cas
       got = [np.asarray(x, np.float64) for x in jax.device_get(programs[case.length](*arguments))]
     except Exception as error:
       # Whatever the kernel's libraries raise, it did not run: that is the finding.
-      results.append(CaseResult(name=case.name, problem=_words(error), raised=True))
+      results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
     want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale)(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
@@ -258,6 +258,7 @@ def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarr
   )
 
 
-def _words(error: Exception) -> str:
+def words_of_error(error: Exception) -> str:
+  """What a kernel that did not run said, in a line."""
   lines = [line.strip() for line in str(error).splitlines() if line.strip()]
   return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

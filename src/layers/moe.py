@@ -242,7 +242,7 @@ class Experts:
     real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
 
     def multiply(x, w):
-      y = product(self._products(by), "MD,EDF->MF", x, w, groups=groups)
+      y = product(self.products(by), "MD,EDF->MF", x, w, groups=groups)
       return jnp.where(real_M1, y, 0) if some else y  # what a kernel leaves behind the groups is nobody's
 
     out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
@@ -256,7 +256,7 @@ class Experts:
     x = self.precision.cast(x_BTD).reshape(1, B * T, D)
 
     def every(x, w):
-      return product(self._products("ragged_dot"), "EXD,EDF->EXF", jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:])), w)
+      return product(self.products("ragged_dot"), "EXD,EDF->EXF", jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:])), w)
 
     out_EXD, _ = self._gated(p, x, every)
     chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
@@ -270,9 +270,9 @@ class Experts:
     down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
-  def _products(self, by: Name) -> Precision:
-    """Of the three products. No grouped float16 product runs on a TPU (Mosaic refuses it), and none hands on its float32 sum;
-    float32 operands hold 16-bit numbers exactly."""
+  def products(self, by: Name) -> Precision:
+    """Of the three products, by a kernel. No grouped float16 product runs on a TPU (Mosaic refuses it), and none hands on its
+    float32 sum; float32 operands hold 16-bit numbers exactly."""
     wide = self.precision.dtype == "float16" or keep_float32(self.precision)
     if not wide:
       return self.precision

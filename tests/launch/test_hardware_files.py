@@ -1,5 +1,6 @@
 """The mesh files of tpu/ and gpu/ load over model files and say what their names say."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.rules import MESH_AXES
 
 ROOT = configs_folder().parent
-FILES = {"tpu/v6e-8.yml": 8, "tpu/v6e-32.yml": 32, "gpu/h200.yml": 1, "gpu/h200x8.yml": 8}
+FILES = {
+  "tpu/v6e-8.yml": {"fsdp": 8}, "tpu/v6e-32.yml": {"fsdp": 32}, "tpu/v6e-32-experts.yml": {"fsdp": 4, "expert": 8},
+  "tpu/v6e-256-deepseek.yml": {"fsdp": 8, "expert": 32}, "gpu/h200.yml": {"fsdp": 1}, "gpu/h200x8.yml": {"fsdp": 8},
+}  # fmt: skip
 
 
 def test_every_file_is_known_here():
@@ -18,9 +22,9 @@ def test_every_file_is_known_here():
 
 
 @pytest.mark.parametrize("model", ["gemma4-tiny", "gemma4-31b", "deepseek3-tiny"])
-@pytest.mark.parametrize(("name", "chips"), FILES.items())
-def test_a_hardware_file_is_laid_over_a_model(model, name, chips):
+@pytest.mark.parametrize(("name", "sizes"), FILES.items())
+def test_a_hardware_file_is_laid_over_a_model(model, name, sizes):
   loaded = load_config(model, [str(ROOT / name), "steps=7"])
-  assert loaded.config.mesh.axis_sizes(chips) == dict.fromkeys(MESH_AXES, 1) | {"fsdp": chips}
+  assert loaded.config.mesh.axis_sizes(math.prod(sizes.values())) == dict.fromkeys(MESH_AXES, 1) | sizes
   assert Path(loaded.origins["mesh.ici_fsdp_parallelism"].rpartition(":")[0]).name == Path(name).name
   assert loaded.config.training.steps == 7

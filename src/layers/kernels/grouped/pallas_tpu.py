@@ -276,4 +276,5 @@ KERNEL = GroupedKernel(
   called=lambda path, name: _ROWS in path or _WEIGHTS in path,
   rows=rows_worked_on,
   skips=True,
+  fused=True,
 )

@@ -47,6 +47,7 @@ class GroupedKernel:
     called: whether the operation of a compiled program that has this path and name is one of its kernels.
     rows: of M rows and G groups, the most that such an operation multiplies.
     skips: it multiplies no one's rows with nothing.
+    fused: a binary of its own, which is tried on the device before a run trusts it.
   """
 
   name: Name
@@ -57,6 +58,7 @@ class GroupedKernel:
   called: Callable[[str, str], bool] = lambda path, name: False
   rows: Callable[[int, int], int] = lambda rows, groups: rows
   skips: bool = False
+  fused: bool = False
 
 
 def kernel(name: Name) -> GroupedKernel:
@@ -64,14 +66,14 @@ def kernel(name: Name) -> GroupedKernel:
   return importlib.import_module(f"{__package__}.{name}").KERNEL
 
 
-def choose(choice: Choice, case: Case) -> GroupedKernel:
-  """The kernel that will run.
+def choose(choice: Choice, case: Case, *, without: Name | None = None) -> GroupedKernel:
+  """The kernel that will run; without: one that "auto" passes by.
 
   Raises:
     ValueError: a kernel that is asked for by name cannot do it.
   """
   if choice == "auto":
-    able = [found for found in map(kernel, NAMES) if not found.refuses(case)]
+    able = [found for found in map(kernel, NAMES) if found.name != without and not found.refuses(case)]
     return next((found for found in able if not found.avoided(case)), able[0])
   asked = kernel(choice)
   if reasons := asked.refuses(case):

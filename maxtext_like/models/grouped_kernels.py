@@ -1,0 +1,76 @@
+"""Which kernel multiplies tokens with their experts: the one that ``build`` chose, once it has passed its self-test here."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.kernels.grouped import registry
+from maxtext_like.layers.moe import Experts
+from maxtext_like.models.attention_kernels import verdict
+from maxtext_like.numerics.grouped_test import GroupedShape, grouped_shape, self_test
+from maxtext_like.numerics.kernel_test import CaseResult
+
+
+def settle(
+  decoder: Decoder,
+  *,
+  asked: registry.Choice,
+  platform: str,
+  tokens: int,
+  ways: int,
+  device: Any = None,
+  cache: str | None = None,
+  test: Callable[[GroupedShape], list[CaseResult]] = self_test,
+) -> tuple[Decoder, str]:
+  """The decoder with a kernel that can be trusted, and what came of the test, in words; "" where nothing is to be said.
+
+  Args:
+    decoder: the model, with its kernel.
+    asked: what the configuration asks for.
+    platform: where the program will run.
+    tokens: of a device.
+    ways: devices that share out the experts.
+    device: where to test; None: there is none (ahead of time), so nothing is tested.
+    cache: folder of verdicts; None: none are kept.
+    test: the self-test.
+
+  Raises:
+    UserError: a kernel that the configuration names failed; "auto" falls back to the next.
+  """
+  layers = dict.fromkeys(layer for layer in decoder.layers if layer.cfg.ffn.experts is not None)
+  name = decoder.cfg.grouped
+  if not layers or not registry.kernel(name).fused:
+    return decoder, ""
+  if device is None:
+    return decoder, "not self-tested: there is no device"
+  shapes: dict[GroupedShape, None] = {}
+  for layer in layers:
+    cfg = layer.cfg.ffn.experts
+    precision = Experts(cfg, layer.precision).products(name)
+    for summed, columns in ((cfg.emb_dim, cfg.mlp_dim), (cfg.mlp_dim, cfg.emb_dim)):
+      shape = grouped_shape(
+        name,
+        dtype=precision.dtype,
+        precision=precision.matmul_precision,
+        summed=summed,
+        columns=columns,
+        groups=cfg.num_experts // ways,
+        rows=tokens * cfg.num_experts_per_tok,
+      )
+      shapes[shape] = None
+  verdicts = [verdict(shape, device, cache, test) for shape in shapes]
+  problem = next((problem for problem, _ in verdicts if problem), "")
+  if not problem:
+    seconds = [s for _, s in verdicts if s is not None]
+    return decoder, f"self-test passed on {device.device_kind} {f'in {sum(seconds):.0f} s' if seconds else 'earlier'}"
+  if asked != "auto":
+    raise UserError(
+      f"grouped_product={asked} failed its self-test on {device.device_kind}: {problem}\n"
+      "  fix: grouped_product=auto, which falls back by itself"
+    )
+  dtype = next(iter(shapes)).dtype
+  other = registry.choose("auto", registry.Case(platform=platform, dtype=dtype), without=name).name
+  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=other))
+  return decoder, f"instead of {name}, which failed its self-test on {device.device_kind}: {problem}"
