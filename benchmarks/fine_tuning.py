@@ -32,6 +32,7 @@ TUNING = {"epochs": 4, "eval_interval": 50, "eval_steps": 4, "keep_best": True}
 ALL = {"learning_rate": 2e-3}
 LORA = {"lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-2}
 WAYS: dict[str, dict[str, Any]] = {"all weights": ALL, "LoRA": LORA}
+WAYS |= {f"LoRA over {form}": LORA | {"base_weights": form} for form in ("nf4", "int8")}
 DTYPES = ("bfloat16", "float16")
 
 

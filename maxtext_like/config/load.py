@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping as Entries
 from collections.abc import Sequence as Words
 from dataclasses import dataclass
@@ -113,10 +114,15 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   merged = dict(_base_entries())
   defaults = {leaf: entry.origin for leaf, entry in merged.items()}
   notes: list[str] = []
+  nearness = dict.fromkeys(
+    merged, 0
+  )  # of each value to the person: words are nearer than an overlay, that than the model's file
+  layers = itertools.count(1)
 
   def lay_over(translated: tuple[list[Entry], list[str], list[Problem]]) -> None:
     done, said, wrong = translated
     merged.update((e.key, e) for e in done)
+    nearness.update(dict.fromkeys((e.key for e in done), next(layers)))
     notes.extend(said)
     problems.extend(wrong)
 
@@ -144,9 +150,8 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
   explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
 
   def give_way(leaf: str, to: str, value: object, why: str = "") -> None:
-    """A value follows from another that is nearer to the person: words before a file, either before the default."""
-    by_words = {key: merged[key] is not of_model[key] for key in (leaf, to)}
-    if leaf not in explicit or by_words[to] > by_words[leaf]:
+    """A value that is not said, or not as near, follows from another."""
+    if leaf not in explicit or nearness[to] > nearness[leaf]:
       values[leaf], merged[leaf] = value, Entry(leaf, merged[leaf].node, f"follows from {to}{why}")
 
   if values["epochs"] is not None and values["steps"] is not None:
@@ -239,6 +244,9 @@ def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Pat
 def _hardware_file(name: str) -> Path:
   path = named_file(name)
   if not path.is_file():
+    inside = configs_folder() / name.removeprefix("configs/")
+    if name.removeprefix("configs/").startswith("recipes/") and inside.is_file():
+      return inside  # from anywhere, also where only a wheel is installed
     if name in ("tpu", "gpu", "gpu_multiprocess", "cpu"):  # MaxText's hardware
       raise UserError(
         f"hardware={name}: the device is found, and hardware is a file of keys for it"

@@ -1,0 +1,81 @@
+"""Every recipe on this device: a few steps over real models at reduced depth, from random weights.
+
+  python benchmarks/recipes.py [--seconds 270] [--steps 5] [--length 1024] [--models NAME ...]
+
+Prints a row for each: the first loss and the last, what ended it, tokens a second of the last step and the peak of the device's
+memory. Begins no other run after --seconds. On a CPU: --models gemma3-tiny --length 128.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ("lora", "qlora", "full", "pretraining")
+# At full width, and as deep as a group of layers or two: keys that make them fit on one device, beside an optimizer in float32.
+MODELS: dict[str, tuple[str, ...]] = {
+  "gemma3-4b": ("num_decoder_layers=6",),
+  "gemma4-e2b": ("num_decoder_layers=10", "num_kv_shared_layers=5"),
+  "gemma4-31b": ("num_decoder_layers=6",),
+  "qwen3-0.6b": ("num_decoder_layers=6",),
+  "gemma4-26b": ("num_decoder_layers=6",),
+  "qwen3-30b-a3b": ("num_decoder_layers=4",),
+  "gemma3-12b": ("num_decoder_layers=6",),
+  "gemma3-27b": ("num_decoder_layers=6",),
+  "gemma4-e4b": ("num_decoder_layers=12", "num_kv_shared_layers=6"),
+  "qwen3-8b": ("num_decoder_layers=6",),
+  "deepseek3-671b": ("num_decoder_layers=4", "num_experts=16", "n_routing_groups=8"),
+  "deepseek3.2-671b": ("num_decoder_layers=4", "num_experts=16", "n_routing_groups=8"),
+}
+
+
+def run(model: str, recipe: str, steps: int, length: int, out: str) -> str:
+  """A row of the table."""
+  name = f"{model}-{recipe}"
+  keys = [
+    f"steps={steps}",
+    f"max_target_length={length}",
+    "gradient_accumulation_steps=1",
+    "eval_interval=0",
+    "keep_best=false",
+  ]
+  keys += [f"output_dir={out}", f"run_name={name}", "enable_checkpointing=false", "dataset_documents_max=200"]
+  words = [sys.executable, "train.py", model, f"recipes/{recipe}.yml", *MODELS.get(model, ()), *keys]
+  done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+  if done.returncode:
+    return f"| {model} | {recipe} | exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['-'])[0][:160]} | | | |"
+  rows = [json.loads(line) for line in (Path(out) / name / "metrics.jsonl").read_text().splitlines()]
+  first, last = rows[0], rows[-1]
+  peak = last.get("memory_peak_gb")
+  memory = "-" if peak is None else f"{peak:.1f} GB"
+  return f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {last['tokens_per_second']:,.0f} | {memory} |"
+
+
+def main() -> int:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description="A few steps of every recipe over real models at reduced depth.")
+  parser.add_argument("--seconds", type=float, default=270)
+  parser.add_argument("--steps", type=int, default=5)
+  parser.add_argument("--length", type=int, default=1024)
+  parser.add_argument("--models", nargs="*", default=list(MODELS))
+  options = parser.parse_args()
+  begin = time.monotonic()
+  print("| model | recipe | first loss | last loss | tokens/s | memory |\n|---|---|---|---|---|---|", flush=True)
+  with tempfile.TemporaryDirectory() as out:
+    # Every model with one recipe before any has a second, so that all recipes and models come early.
+    turns = [[(m, RECIPES[(i + turn) % 4]) for i, m in enumerate(options.models)] for turn in range(4)]
+    for model, recipe in itertools.chain.from_iterable(turns):
+      if time.monotonic() - begin > options.seconds:
+        print(f"| {model} | {recipe} | not begun: {options.seconds:.0f} s are over | | | |", flush=True)
+        continue
+      print(run(model, recipe, options.steps, options.length, out), flush=True)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

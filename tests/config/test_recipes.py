@@ -1,0 +1,44 @@
+"""The starting points in configs/recipes: each loads over every model, says nothing that does nothing, and can be planned."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from maxtext_like.config.files import configs_folder, model_names
+from maxtext_like.config.load import load_config
+
+RECIPES = sorted(path.stem for path in (configs_folder() / "recipes").glob("*.yml"))
+REAL = [name for name in model_names() if not name.endswith("-tiny")]
+
+
+def test_each_kind_is_there():
+  assert RECIPES == ["full", "lora", "pretraining", "qlora"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_laid_over_every_model(recipe, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # from anywhere
+  for name in model_names():
+    loaded = load_config(name, [f"recipes/{recipe}.yml"])
+    c = loaded.config
+    assert (c.training.steps, c.training.epochs) == (None, 1 if recipe == "pretraining" else 3)
+    assert bool(c.adapter.lora_rank) == ("lora" in recipe)
+    assert loaded.origins["training.learning_rate"].startswith(f"configs/recipes/{recipe}.yml:")
+    assert load_config(name, [f"configs/recipes/{recipe}.yml", "steps=5"]).config.training.epochs is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recipe"), list(zip(REAL, itertools.cycle(RECIPES))))
+def test_it_can_be_planned(name, recipe):
+  """Every model with one of them, every one with some models; as deep as a group of its layers."""
+  import maxtext_like
+
+  layers = load_config(name).config.model
+  depth = getattr(layers, "inhomogeneous_layer_cycle_interval", 0) or getattr(layers, "first_num_dense_layers", 0) + 1
+  keys: dict[str, Any] = {"num_decoder_layers": depth}
+  if getattr(layers, "num_kv_shared_layers", 0):  # a group that owns keys and values, and one that shares them
+    keys = {"num_decoder_layers": 2 * depth, "num_kv_shared_layers": depth}
+  topology = "h200-1" if recipe == "qlora" else "h200-8"  # blocks of nf4 are not cut in eight everywhere
+  found = maxtext_like.plan(name, f"recipes/{recipe}.yml", topology=topology, **keys)
+  assert found.fits
