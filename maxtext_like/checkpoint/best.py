@@ -1,10 +1,12 @@
 """``best.json`` among the steps of a run: which of them has the lowest held-out loss.
 
-``checkpoints/best`` then stands for that step, wherever a checkpoint is named.
+``checkpoints/best`` then stands for that step, wherever a checkpoint is named; on a disk it is a link to it.
 """
 
 import contextlib
 import json
+import logging
+import os
 from pathlib import Path
 
 from maxtext_like import atomic
@@ -12,6 +14,7 @@ from maxtext_like.storage import Place
 
 NAME = "best"
 FILE_NAME = "best.json"
+_log = logging.getLogger(__name__)
 
 
 def name_best(checkpoints: Path | Place, step: int, eval_loss: float) -> None:
@@ -19,8 +22,14 @@ def name_best(checkpoints: Path | Place, step: int, eval_loss: float) -> None:
   content = json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
   if isinstance(checkpoints, Place):
     (checkpoints / FILE_NAME).write_bytes(content.encode())
-  else:
-    atomic.write_text(checkpoints / FILE_NAME, content)
+    return
+  atomic.write_text(checkpoints / FILE_NAME, content)
+  new = checkpoints / f"{NAME}.{os.getpid()}.tmp"
+  try:
+    new.symlink_to(str(step))
+    new.replace(checkpoints / NAME)
+  except OSError as error:  # a disk without links
+    _log.warning("%s: %s; name the step that %s has", checkpoints / NAME, error.strerror, FILE_NAME)
 
 
 def named_best(checkpoints: Path | Place) -> int | None:

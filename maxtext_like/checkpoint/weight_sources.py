@@ -61,10 +61,10 @@ def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
   if isinstance(directory, Place):
     found: Any = _find_in_store(directory)
     return found
-  if (directory / manifest.FILE_NAME).is_file():
-    return directory
   if directory.name == BEST and (step := named_best(directory.parent)) is not None:
     return directory.parent / str(step) if StepDirectories(directory.parent).has(step) else None
+  if (directory / manifest.FILE_NAME).is_file():
+    return directory
   for place in (directory / "checkpoints", directory):
     if not place.is_dir():
       continue

@@ -9,8 +9,10 @@ from test_loop import Device, Result
 from test_loop import run as play
 from test_run import metrics, numbers, train, unbroken, workplace  # noqa: F401
 
+from maxtext_like.api.pretrained import load
 from maxtext_like.api.runs import Run
 from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -160,3 +162,14 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
   assert train(workplace, "pieces", "steps=10", *WORDS, "early_stopping_patience=4") == 0
   assert kept(workplace, "pieces") == {10}
   assert find_step(workplace / "pieces/checkpoints/best") == workplace / "pieces/checkpoints/10"
+  best, last_ = (load(workplace / "pieces/checkpoints" / name, dtype="float32") for name in ("best", "10"))
+  assert bool((best.logits([[5, 6, 7]]) == last_.logits([[5, 6, 7]])).all())
+
+
+def test_the_best_is_a_link_that_follows(tmp_path):
+  for step in (20, 40):
+    (tmp_path / str(step)).mkdir()
+    name_best(tmp_path, step, 1.0 / step)
+    assert (tmp_path / "best").resolve() == tmp_path / str(step)
+    assert named_best(tmp_path) == step
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["20", "40", "best", "best.json"]
