@@ -11,7 +11,9 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from maxtext_like.analysis.overflow_risk import Risk
   from maxtext_like.analysis.risk_parameters import Reader
+  from maxtext_like.checkpoint.manifest import Manifest
   from maxtext_like.config.model import ModelConfig
+  from maxtext_like.config.schema import Config
   from maxtext_like.layers.decoder import Decoder
 
 
@@ -119,7 +121,16 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     given = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
     config, loaded = load_checkpoint_config(directory, given)
     weights = open_weights(directory, config, loaded)
-    return loaded.config.model, weights.decoder, weights.part, [*loaded.notes, *weights.notes]
+    read_part, notes = weights.part, [*loaded.notes, *weights.notes]
+    if loaded.config.adapter.base_weights:
+      from maxtext_like.checkpoint.adapted_weights import with_base
+      from maxtext_like.checkpoint.weights_at_work import WeightsAtWork
+      from maxtext_like.models.placed import make_model
+
+      model = with_base(make_model(loaded.config, runs_attention=False), loaded.config.adapter)
+      read_part = WeightsAtWork(read_part, model.base)
+    return loaded.config.model, weights.decoder, read_part, notes
+  from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.manifest import DamageError, read
   from maxtext_like.checkpoint.partial_read import StoredArrays
   from maxtext_like.checkpoint.stored_config import load_stored
@@ -137,8 +148,32 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
   try:
     # What import made has no configuration of a run; the step holds the model's own.
     ran = home / "config.yml"
-    config = (load_file(ran, overrides) if ran.is_file() else load_stored(read(step).config, str(step), overrides)).config
+    stored = read(step)
+    config = (load_file(ran, overrides) if ran.is_file() else load_stored(stored.config, str(step), overrides)).config
   except DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  return config.model, decoder, StoredArrays(step).parameter, [f"step {step.name} of {home}"]
+  reader = _adapted(step, stored, config) if holds_adapter_alone(stored) else StoredArrays(step).parameter
+  return config.model, decoder, reader, [f"step {step.name} of {home}"]
+
+
+def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
+  """What reads the weights below a step's adapter, as they are stored there, with the adapter added."""
+  import numpy as np
+
+  from maxtext_like.checkpoint.adapted_weights import with_base
+  from maxtext_like.checkpoint.adapter_step import EXTRA, Base, read_adapter
+  from maxtext_like.checkpoint.huggingface.tensors import flatten
+  from maxtext_like.checkpoint.weight_sources import on_this_machine
+  from maxtext_like.checkpoint.weights_at_work import WeightsAtWork
+  from maxtext_like.models.placed import make_model
+
+  model = make_model(config, runs_attention=False)
+  below = Base.from_json(stored.extra[EXTRA])
+  if below.source is None:
+    drawn = dict(flatten(model.lower_init().compile()(np.uint32(below.seed % 2**32))))
+    read = lambda path, index: np.asarray(drawn[path][index], np.float32)
+  else:
+    *_, read, _ = open_checkpoint(on_this_machine(below.source), [])
+  adapter, factors = read_adapter(step, stored, model)
+  return WeightsAtWork(read, with_base(model, config.adapter).base, adapter, factors)

@@ -1,0 +1,65 @@
+"""Parts of the weights as a run multiplies by them, read one layer at a time: quantised, and with an adapter added."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.layers.low_rank import Layout, merged
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.quantised import quantise
+from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.quantised_base import QuantisedBase
+
+Path = tuple[str, ...]
+Index = tuple[int | slice, ...]
+Read = Callable[[Path, Index], np.ndarray]
+
+
+class WeightsAtWork:
+  """``params[path][index]`` in float32, of the whole weights that another reader has."""
+
+  def __init__(self, read: Read, base: QuantisedBase | None, adapter: Adapter | None = None, factors: Any = None):
+    """
+    Args:
+      read: of the weights as they are stored.
+      base: which of them are quantised, and how; None: none.
+      adapter: what is added to them; None: nothing.
+      factors: its arrays.
+    """
+    self._read, self._base, self._adapter, self._factors = read, base, adapter, factors
+    self._layer: tuple[Any, np.ndarray] = (None, np.empty(0))
+
+  def __call__(self, path: Path, index: Index) -> np.ndarray:
+    """Basic indexing, one entry for every axis, of a stack a number for its first one."""
+    p = self._changed().get(path)
+    if p is None:
+      return self._read(path, index)
+    row = None if p.rows is None else index[0]
+    if self._layer[0] != (path, row):
+      self._layer = ((path, row), self._whole(path, p, row))
+    return self._layer[1][index if row is None else index[1:]]
+
+  def _changed(self) -> dict[Path, Param]:
+    return dict(self._base.weights if self._base else {}) | dict(self._adapter.weights if self._adapter else {})
+
+  def _whole(self, path: Path, p: Param, row: Any) -> np.ndarray:
+    """One layer's weight."""
+    lead = () if row is None else (row,)
+    shape = p.shape[len(lead) :]
+    if p.axes[len(lead)] == "expert":  # a file may have each by itself
+      rest = (slice(None),) * (len(shape) - 1)
+      x: Any = np.stack([self._read(path, (*lead, e, *rest)) for e in range(shape[0])])
+    else:
+      x = self._read(path, (*lead, *(slice(None) for _ in shape)))
+    if self._base is not None and path in self._base.weights:
+      base = self._base
+      x = jax.jit(lambda x: base.values(path, quantise(base.form, p, x), "float32"))(x)
+    if self._adapter is not None and path in self._adapter.weights:
+      node = self._factors
+      for key in path:
+        node = node[key]
+      a, b = (node[name] if row is None else node[name][row] for name in ("lora_a", "lora_b"))
+      x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.scale)
+    return np.asarray(x, np.float32)

@@ -1,0 +1,62 @@
+"""Float16 overflow in a model whose weights are quantised below an adapter: found, told and mended as in one whose are not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import maxtext_like
+from maxtext_like.api.weights_at_risk import open_checkpoint
+
+CHECKPOINT = Path(__file__).parents[1] / "golden/stress_fp16_mlp/checkpoint"
+OPEN = ["float32_gate_product=false", "float16_rescue=false"]
+ADAPTED = ["lora_rank=2", "base_weights=int8"]
+ALONE = ["dtype=float16", *OPEN, *ADAPTED, "compilation_cache_dir=null"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  out = tmp_path_factory.mktemp("stress") / "imported"
+  maxtext_like.import_checkpoint(CHECKPOINT, out)
+  return str(out / "model.yml")
+
+
+def test_risk_reads_the_weights_as_they_are_multiplied():
+  said = maxtext_like.risk(CHECKPOINT, "dtype=float16", *ADAPTED, *OPEN)
+  plain = maxtext_like.risk(CHECKPOINT, "dtype=float16", *OPEN)
+  sizes = lambda risks: np.array([r.site.expected for r in risks.risks])
+  assert said.overflows
+  places = lambda risks: {(r.site.place, r.site.quantity) for r in risks.overflows}
+  assert places(said) == places(plain)
+  assert not np.array_equal(sizes(said), sizes(plain))
+  read = [open_checkpoint(CHECKPOINT, words)[2] for words in (ADAPTED, [])]
+  path = ("stack_0", "layer_0", "mlp", "down")
+  whole = (0, slice(None), slice(None))
+  quantised, exact = (r(path, whole) for r in read)
+  assert 1e-3 < np.abs(quantised - exact).max() / np.abs(exact).max() < 1 / 127
+  np.testing.assert_array_equal(read[0](path, (0, slice(2, 5), slice(1, 3))), quantised[2:5, 1:3])
+
+
+@pytest.mark.slow
+def test_xray_names_the_place_and_the_key(model):
+  words = [*ALONE, f"init_from={CHECKPOINT}", "max_target_length=12", "per_device_batch_size=2", "dataset=synthetic"]
+  found = maxtext_like.xray_step(model, *words)
+  assert not found.finite
+  assert found.cause is not None
+  assert "mlp" in found.cause
+  assert "float32_gate_product" in found.cause
+
+
+@pytest.mark.slow
+def test_bisect_finds_the_key():
+  found = maxtext_like.bisect(None, *ALONE, "max_target_length=12", checkpoint=CHECKPOINT)
+  assert {r.key for r in found.result.remedies} == {"float32_gate_product"}
+
+
+@pytest.mark.slow
+def test_audit_reads_the_program(model):
+  found = maxtext_like.audit(model, *ADAPTED, "dtype=bfloat16", "max_target_length=12", platform="cpu")
+  (weights,) = [key for key in found.keys if key.key == "weight_dtype"]
+  assert weights.verdict == "honoured"
+  assert "hold codes" in weights.evidence
+  assert found.honoured
