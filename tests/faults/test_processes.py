@@ -89,7 +89,7 @@ AT_STEP = """
 from maxtext_like.training.loop import Loop
 launch = Loop._launch
 def _launch(self, batch):
-  if self._finished == {step}:
+  if self.finished == {step}:
     {do}
   return launch(self, batch)
 Loop._launch = _launch
@@ -222,3 +222,16 @@ def test_a_save_that_fails_in_one_is_given_up_by_all_and_the_next_one_stands(tra
     assert "step 5 is kept" in text
   assert f"process {victim} (host {socket.gethostname()}): " in both.texts()[1 - victim]
   assert train.complete("a") == [5, 15, 16]
+
+
+@pytest.mark.slow
+def test_f61_one_lives_and_is_stuck(train):
+  """Its heart beats. The step that does not end is noticed by each, with where it is."""
+  stuck = AT_STEP.format(step=7, do="import time; time.sleep(10_000)")
+  both = Ranks(train, "a", steps=100_000, faults={1: stuck}, watchdog_step_seconds=20)
+  assert both.codes() == [42, 42], both.texts()
+  first, other = both.texts()
+  assert "error: step 8 takes longer than 20 s (watchdog_step_seconds): the run ends here" in other, other
+  assert "in _launch" in other.partition("threads:")[2]
+  assert "error: " in first
+  assert train.complete("a") == [5]
