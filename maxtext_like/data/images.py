@@ -8,7 +8,6 @@ C colours, I images, P patches.
 """
 
 import contextlib
-import io
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxtext_like.config.vision import PatchVision, SquareVision, VisionConfig
-from maxtext_like.data.input_files import NotRegularError, open_regular
+from maxtext_like.data.image_names import open_image
+from maxtext_like.data.input_files import NotRegularError
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class UnreadImage:
   """One image file of which only the header was read.
 
   Attributes:
-    path: of the file.
+    path: of the file, or a ``data:`` URI.
     tokens: image tokens that the tower makes of it.
   """
 
-  path: Path
+  path: str | Path
   tokens: int
 
 
@@ -100,7 +100,7 @@ def require_pillow() -> None:
   warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)  # such an image is refused here
 
 
-def load_image(path: Path, vision: VisionConfig) -> TowerImage:
+def load_image(path: str | Path, vision: VisionConfig) -> TowerImage:
   """A PNG or JPEG file for the tower of ``vision``.
 
   Raises:
@@ -109,7 +109,7 @@ def load_image(path: Path, vision: VisionConfig) -> TowerImage:
   return tower_image(read_image(path), vision)
 
 
-def read_image(path: Path) -> "Image":
+def read_image(path: str | Path) -> "Image":
   """An image file in RGB, upright as its EXIF orientation says; transparency is dropped, as transformers does."""
   from PIL import ImageOps
 
@@ -118,13 +118,13 @@ def read_image(path: Path) -> "Image":
     return image.convert("RGB")
 
 
-def check_header(path: Path) -> None:
+def check_header(path: str | Path) -> None:
   """BadImageError when a file is plainly no image that can be used, from its first bytes; the picture is not unpacked."""
   with _opened(path):
     pass
 
 
-def measure_image(path: Path, vision: VisionConfig) -> UnreadImage:
+def measure_image(path: str | Path, vision: VisionConfig) -> UnreadImage:
   """How many tokens an image file takes up, from its header alone. BadImageError as far as that shows it.
 
   An image that lies on its side, as its EXIF orientation may say, takes up as many as when it stands.
@@ -137,12 +137,12 @@ def measure_image(path: Path, vision: VisionConfig) -> UnreadImage:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> "Iterator[Image]":
+def _opened(path: str | Path) -> "Iterator[Image]":
   """An image file, of which no pixel has been unpacked. BadImageError for what goes wrong, inside too."""
   from PIL import Image, UnidentifiedImageError
 
   try:
-    with io.BufferedReader(open_regular(path)) as file, Image.open(file, formats=FORMATS) as image:
+    with open_image(path) as file, Image.open(file, formats=FORMATS) as image:
       if image.width * image.height > MAX_PIXELS:
         raise BadImageError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS} (decompression bomb?)")
       yield image

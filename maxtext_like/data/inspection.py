@@ -18,6 +18,7 @@ from typing import Any
 
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents, Record
+from maxtext_like.data.image_names import shown
 from maxtext_like.data.images import BadImageError, check_header
 from maxtext_like.data.input_files import cache_folder
 from maxtext_like.data.multimodal import Multimodal
@@ -91,9 +92,9 @@ class Rules:
     """BadRecordError when an image file is missing or none that can be used, as far as its first bytes show."""
     for path in record.images if self.multimodal else ():
       try:
-        check_header(Path(path))
+        check_header(path)
       except BadImageError as error:
-        raise BadRecordError(place, f"image {path}: {error}") from None
+        raise BadRecordError(place, f"image {shown(path)}: {error}") from None
 
 
 def inspect(

@@ -11,6 +11,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.image_names import located
 from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.errors import UserError
@@ -113,7 +114,7 @@ class JsonLines:
     return Record(check_text(record[self._field], place, self._field), images=images)
 
   def _images(self, value: Any, place: str, file: int) -> tuple[str, ...]:
-    """Paths of image files: relative ones lie in the folder of the jsonl file or below it."""
+    """Images as ``image_names.located`` has them."""
     if value is None:
       return ()
     if not self._take_images:
@@ -124,13 +125,11 @@ class JsonLines:
       return ()
     if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
       raise BadRecordError(place, f"field '{self._images_field}' is not a list of file names")
-    folder, paths = os.path.dirname(os.path.abspath(self._files[file])), []
-    for path in value:
-      joined = os.path.normpath(os.path.join(folder, path))
-      if not os.path.isabs(path) and os.path.commonpath([folder, joined]) != folder:
-        raise BadRecordError(place, f"image '{path}' leads out of the folder of the file; give its absolute path")
-      paths.append(joined)
-    return tuple(paths)
+    folder = os.path.dirname(os.path.abspath(self._files[file]))
+    try:
+      return tuple(located(path, folder) for path in value)
+    except ValueError as error:
+      raise BadRecordError(place, str(error)) from None
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])

@@ -8,12 +8,12 @@ B rows, M places for images in a row, T positions.
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Record
+from maxtext_like.data.image_names import shown
 from maxtext_like.data.images import (
   BadImageError,
   TowerImage,
@@ -31,17 +31,17 @@ from maxtext_like.targets import IGNORED
 def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
   """An image file that the record at ``place`` names. Raises BadRecordError."""
   try:
-    return load_image(Path(path), vision)
+    return load_image(path, vision)
   except BadImageError as error:
-    raise BadRecordError(place, f"image {path}: {error}") from None
+    raise BadRecordError(place, f"image {shown(path)}: {error}") from None
 
 
 def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
   """As ``load_for``, of the header alone."""
   try:
-    return measure_image(Path(path), vision)
+    return measure_image(path, vision)
   except BadImageError as error:
-    raise BadRecordError(place, f"image {path}: {error}") from None
+    raise BadRecordError(place, f"image {shown(path)}: {error}") from None
 
 
 def interleave(

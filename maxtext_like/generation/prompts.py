@@ -17,6 +17,7 @@ from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.image_names import is_data
 from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
 from maxtext_like.data.multimodal import interleave, load_for
 from maxtext_like.data.tokenizer import Tokenizer
@@ -107,7 +108,9 @@ def read_prompts(path: Path) -> list[Prompt]:
       images = record.get("images") or []
       if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
         raise UserError(f'{place}: "images" is not a list of file names')
-      prompts.append(Prompt(record["prompt"], tuple(str(path.parent / Path(name).expanduser()) for name in images), place))
+      prompts.append(
+        Prompt(record["prompt"], tuple(n if is_data(n) else str(path.parent / Path(n).expanduser()) for n in images), place)
+      )
   if not prompts:
     raise UserError(f"{path}: has no prompts")
   return prompts

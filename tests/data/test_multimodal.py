@@ -1,5 +1,6 @@
 """Records of text and images: what they become, what is refused with file and line, and rows that never split an image."""
 
+import base64
 import dataclasses
 import json
 from pathlib import Path
@@ -274,3 +275,22 @@ def test_images_without_pillow(rows, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
   with pytest.raises(UserError, match=r"pip install -e '.\[vision\]'"):
     rows([{"text": "x"}], GEMMA3)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_an_image_may_stand_in_its_record_and_nothing_is_fetched(name: str, rows, folder: Path):
+  vision = VISION[name]
+  uri = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
+  found = [next(rows([{"text": "see <image>!", "images": [image]}], vision, packing=False)) for image in ("a.png", uri)]
+  for key, array in found[0].items():
+    np.testing.assert_array_equal(found[1][key], array)
+  for image, said in (
+    (
+      "https://example.com/a.png",
+      r"data\.jsonl:1: an image has to be a file or a data: URI, found https:... \(nothing is fetched\)",
+    ),
+    ("data:image/png;base64,@@", r"image data:image/png;base64,@@... \(24 characters\): cannot be read"),
+    ("data:image/png,abc", r"a data: URI has to be base64"),
+  ):
+    with pytest.raises(UserError, match=said):
+      rows([{"text": "see <image>!", "images": [image]}], vision)

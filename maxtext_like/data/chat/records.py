@@ -4,7 +4,6 @@ What a record has decides which it is. Paths of images are relative to the folde
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
 from maxtext_like.data.documents import BadRecordError, check_text
+from maxtext_like.data.image_names import located
 
 _ROLES: dict[str, Role] = {
   "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",
@@ -232,15 +232,10 @@ class _Reader:
   # Images, and what holds for all
 
   def _path(self, given: object, where: str) -> str:
-    if not isinstance(given, str):
-      raise self._bad(f"{where}: expected the name of an image file")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", given):
-      scheme = given.split(":")[0]
-      raise self._bad(f"{where}: an image has to be a file, found {scheme}:... (nothing is fetched)")
-    joined = os.path.normpath(os.path.join(self._folder, given))
-    if not os.path.isabs(given) and os.path.commonpath([self._folder, joined]) != self._folder:
-      raise self._bad(f"{where}: image '{given}' leads out of the folder of the file; give its absolute path")
-    return joined
+    try:
+      return located(given, self._folder)
+    except ValueError as error:
+      raise self._bad(f"{where}: {error}") from None
 
   def _with_images(self, messages: list[Message], given: object) -> list[Message]:
     """The messages with the images that the record lists, where messages have places for them."""
