@@ -199,13 +199,17 @@ def _transfers(program: TrainProgram, weights: dict[str, float], head: float) ->
   share = (ways - 1) / ways
   passes = 2 * parts
   layers = len(program.model.decoder.layers)
+  item = jnp.dtype(config.precision.dtype).itemsize
+  summed = 4 if config.precision.reduction_dtype == "float32" else item  # bytes of a number that devices add up
   if ways > 1:
     chunks = getattr(program.objective, "chunks", 1)
     every = sum(weights.values())
     between = config.mesh.dcn_fsdp_parallelism > 1
     yield Transfer("all-gather", int(passes * every * share), passes * layers, asynchronous=True, between_slices=between)
     yield Transfer("all-gather", int(parts * chunks * head * share), parts * chunks, False, between)
-    yield Transfer("reduce-scatter", int(parts * (every + chunks * head) * share), parts * (layers + chunks), False, between)
+    yield Transfer(
+      "reduce-scatter", int(parts * (every + chunks * head) * share * summed / item), parts * (layers + chunks), False, between
+    )
   data = mesh.shape["data"]
   if data > 1:
     trained = program.selection.split(program.abstract_state["params"])[0]
@@ -214,9 +218,8 @@ def _transfers(program: TrainProgram, weights: dict[str, float], head: float) ->
     yield Transfer("all-reduce", int(2 * size * (data - 1) / data), len(jax.tree.leaves(trained)), between, between)
   if mesh.shape["tensor"] > 1:
     n = mesh.shape["tensor"]
-    item = jnp.dtype(config.precision.dtype).itemsize
     rows = program.model.rows // program.model.ways("batch")
-    stream = rows * t.max_target_length // program.model.ways("sequence") * config.model.emb_dim * item
+    stream = rows * t.max_target_length // program.model.ways("sequence") * config.model.emb_dim * summed
     sums = (4 if t.remat_policy == "none" else 6) * layers * parts  # two products a layer, in every pass
     yield Transfer("all-reduce", int(2 * stream * (n - 1) / n * sums), sums, asynchronous=False)
 
