@@ -235,3 +235,34 @@ def test_f61_one_lives_and_is_stuck(train):
   assert "in _launch" in other.partition("threads:")[2]
   assert "error: " in first
   assert train.complete("a") == [5]
+
+
+# A token that the model divides by zero for, in the rows of one process alone; the program is the same in both.
+DIVIDES = """
+from maxtext_like.layers.embedding import Embedding
+call = Embedding.__call__
+Embedding.__call__ = lambda self, p, tokens, *held: call(self, p, tokens, *held) / (tokens != 7)[..., None].astype("float32")
+"""
+HAS_IT = """
+import numpy as np
+from maxtext_like.models.placed import Model
+place, batches = Model.place, iter(range(1, 100))
+def with_token(self, batch):
+  tokens = np.full_like(batch["tokens"], 7) if next(batches) == 4 else batch["tokens"]
+  return place(self, {**batch, "tokens": tokens})
+Model.place = with_token
+"""
+
+
+@pytest.mark.slow
+def test_numbers_of_the_rows_of_one_end_all_with_the_same_cause(train):
+  """The step is kept and looked through by both: loss and gradients of all are not finite, and what did it is named."""
+  both = Ranks(train, "a", faults={0: DIVIDES, 1: DIVIDES + HAS_IT}, finite_check_steps=-1)
+  assert both.codes(400) == [3, 3], both.texts()
+  errors = [text[text.index("error: step 4") :] for text in both.texts()]
+  assert errors[0] == errors[1]
+  assert "non-finite loss" in errors[0], errors[0]
+  assert "first cause: " in errors[0], errors[0]
+  assert "div" in errors[0].partition("first cause: ")[2].splitlines()[0], errors[0]
+  kept = train.output_dir / "a" / "failed_step"
+  assert {"3", "batch.npz", "failure.json", "xray.json"} <= {path.name for path in kept.iterdir()}
