@@ -26,6 +26,7 @@ def own_home(tmp_path, monkeypatch):
     jax.config.update(name, value)
 
 
+@pytest.mark.slow
 def test_what_the_page_shows_is_what_happens(own_home, capsys):
   failed, tried = doctest.testfile(
     str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

@@ -27,6 +27,7 @@ def test_removed_while_it_trains(train):
   assert all(re.match(r"checkpoints($|/\d+\.saving-)", name) for name in made_again), made_again
 
 
+@pytest.mark.slow
 def test_lost_and_brought_back(train, tmp_path):
   keys = {"checkpoint_mirror": tmp_path / "mirror", "max_to_keep": 1, "steps": 30, "log_interval": 10}
   code, text = train.run("a", **keys)

@@ -52,6 +52,7 @@ def losses(train, name):
   return list(train.losses(name).values())
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_as_one(train):
   """The same losses, one set of files; a checkpoint of two goes on in one, and one of one in two."""
   code, text = train.run("one", devices=4, **KEYS)

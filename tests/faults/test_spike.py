@@ -51,6 +51,7 @@ def test_the_run_goes_back_past_the_documents(poisoned):
   assert max(kept) < 1.25 * found[0]["median"]
 
 
+@pytest.mark.slow
 def test_killed_after_going_back_it_ends_as_the_one_that_was_not(poisoned):
   runs, _ = poisoned
   process = runs.start("killed")

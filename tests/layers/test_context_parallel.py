@@ -143,6 +143,7 @@ def tiles():
     assert eight_devices.worst((there["out"], found), (seen["out"], expected)) < 1e-5
 
 
+@pytest.mark.slow
 def test_queries_stay_keys_travel_and_nothing_changes():
   eight_devices.run("test_context_parallel", "quick")
 

@@ -39,6 +39,9 @@ with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
     run.require_held()
     metrics.write("row" + chr(10))
     metrics.flush()
+    if sys.argv[3:] == ["pausing"]:
+      print("written", flush=True)
+      sys.stdin.readline()
     time.sleep(0.002)
 """
 
@@ -46,7 +49,7 @@ with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
 @contextlib.contextmanager
 def holding(*words):
   with subprocess.Popen(
-    [sys.executable, "-c", HOLDER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    [sys.executable, "-c", HOLDER, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
   ) as process:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -109,20 +112,23 @@ def test_a_living_holder_on_another_host_is_left_alone(tmp_path, holder, caplog,
   assert holder.poll() is None
 
 
-def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, holder, abroad):
-  """Fence: SIGSTOP, a takeover from another host, SIGCONT."""
-  holder.send_signal(signal.SIGSTOP)
-  with RunDirectory(tmp_path, "run") as run:
-    before = {path.name: path.read_bytes() for path in run.path.iterdir()}
-    assert before["metrics.jsonl"]
-    holder.send_signal(signal.SIGCONT)
-    _, said = holder.communicate(timeout=30)
-    assert holder.returncode == 42
-    assert f"error: run directory {run.path}: process {os.getpid()} on far-away, started 20" in said
-    assert "took it over" in said
-    assert "this process stops here and writes nothing more into it" in said
-    assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
-    run.require_held()
+def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, abroad):
+  """Fence: SIGSTOP between a row and the next look at the lock, a takeover from another host, SIGCONT."""
+  with holding(tmp_path, "run", "pausing") as holder:
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "written\n"
+    holder.send_signal(signal.SIGSTOP)
+    with RunDirectory(tmp_path, "run") as run:
+      before = {path.name: path.read_bytes() for path in run.path.iterdir()}
+      assert before["metrics.jsonl"] == b"row\nrow\n"
+      holder.send_signal(signal.SIGCONT)
+      _, said = holder.communicate("\n", timeout=60)
+      assert holder.returncode == 42
+      assert f"error: run directory {run.path}: process {os.getpid()} on far-away, started 20" in said
+      assert "took it over" in said
+      assert "this process stops here and writes nothing more into it" in said
+      assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
+      run.require_held()
 
 
 def test_no_takeover_falls_into_what_two_must_not_do(tmp_path, monkeypatch, abroad):
