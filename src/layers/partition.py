@@ -119,10 +119,10 @@ def shared_sums() -> Literal["none", "weights", "all"]:
 
 def weight_copies() -> int:
   """How many copies of a weight there are on the mesh in use, each split over devices (``fsdp``, ``expert``) and with rows of
-  its own: the length of ``data``; 1 where a copy is not split."""
+  its own: the length of ``data``; 1 where a copy is not split, and inside shard_map over ``data``."""
   mesh = free_mesh()
-  copies = 1 if mesh is None else mesh.shape.get("data", 1)
-  return copies if mesh is not None and mesh.size > copies else 1
+  split = () if mesh is None else free_axes(mesh)
+  return mesh.shape["data"] if mesh is not None and "data" in split and len(split) > 1 else 1
 
 
 def by_copy(x: jax.Array) -> jax.Array:

@@ -41,15 +41,20 @@ ACCUMULATED = {
   "two-parts-data": "ici_data=4 ici_fsdp=1 ici_tensor=2",
   "two-parts-slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
 }
-"""The same rows in two microbatches."""
+"""The same rows in two microbatches; one device takes them so, too: what balances experts is a product of means over each."""
+ONE = "ici_fsdp_parallelism=1"
 
 MESHES = ALONE | MIXED | ACCUMULATED
 
 
+def parts_of(mesh: str, devices: int) -> list[str]:
+  """The keys that make microbatches of the rows, if this mesh has them."""
+  return [f"per_device_batch_size={ROWS / devices / 2}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
+
+
 def words_of(mesh: str) -> list[str]:
   """As the command line has it."""
-  parts = [f"per_device_batch_size={ROWS / 16}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
-  return [*parts, *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
+  return [*parts_of(mesh, 8), *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
 
 
 def batch_of(program: Any) -> dict[str, np.ndarray]:
@@ -109,18 +114,22 @@ def descend(model: str, words: list[str], devices: int, start: Any = None) -> tu
 
 
 def main(model: str, *words: str) -> dict[str, dict[str, Any]]:
-  """{mesh: {"losses", "gradients": largest difference from one device's as a share of the largest gradient}}; words: names
-  of ``MESHES``, and key=value for all of them."""
+  """{mesh: {"losses", "one": those of one device, "gradients": largest difference from its as a share of the largest}}; words:
+  names of ``MESHES``, and key=value for all of them."""
   import jax
 
-  names, keys = [w for w in words if "=" not in w], [w for w in words if "=" in w]
-  wanted, gradients, start = descend(model, [*keys, "ici_fsdp_parallelism=1"], 1)
-  largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(gradients))
-  found: dict[str, dict[str, Any]] = {"one": {"losses": wanted, "gradients": 0.0}}
-  for name in names or MESHES:
+  names, keys = [w for w in words if "=" not in w] or [*MESHES], [w for w in words if "=" in w]
+  start, one, found = None, {}, {}
+  for name in names:
+    parts = tuple(parts_of(name, 1))
+    if parts not in one:
+      one[parts] = descend(model, [*keys, *parts, ONE], 1, start)
+      start = one[parts][2]
+    wanted, gradients, _ = one[parts]
+    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(gradients))
     losses, grads, _ = descend(model, [*keys, *words_of(name)], 8, start)
     apart = max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (grads, gradients)), strict=True))
-    found[name] = {"losses": losses, "gradients": apart / largest}
+    found[name] = {"losses": losses, "one": wanted, "gradients": apart / largest}
     print(name, losses, f"{apart / largest:.1e}", file=sys.stderr, flush=True)
   return found
 
