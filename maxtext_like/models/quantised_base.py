@@ -14,6 +14,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.layers.param import Param, count, init
 from maxtext_like.layers.quantised import FORMS, Form, FormName, Quantised, quantise, stored_params
+from maxtext_like.layers.rules import Rules
 from maxtext_like.models.naming import path_keys, row_names
 
 Path = tuple[str, ...]
@@ -26,10 +27,12 @@ class QuantisedBase:
   Attributes:
     form: of all of them.
     weights: as they are declared, by path.
+    rules: how the model's arrays are split over its mesh.
   """
 
   form: Form
   weights: Mapping[Path, Param]
+  rules: Rules
 
   def spec(self, declared: Any) -> Any:
     """The tree of declared parameters with what is stored in the places of the weights."""
@@ -37,7 +40,7 @@ class QuantisedBase:
 
   def attach(self, params: Any) -> Any:
     """The stored tree as the decoder takes it."""
-    return self._mapped(params, lambda path, stored: Quantised(stored, self.form, one_layer(self.weights[path])))
+    return self._mapped(params, self._weight)
 
   def init(self, declared: Any, key: jax.Array) -> Any:
     """The stored tree of the weights that ``init`` draws, one layer of a stack at a time."""
@@ -46,7 +49,10 @@ class QuantisedBase:
 
   def values(self, path: Path, stored: Any, dtype: str) -> jax.Array:
     """The weight of one layer, whole, of what is stored of it."""
-    return Quantised(stored, self.form, one_layer(self.weights[path])).values(dtype)
+    return self._weight(path, stored).values(dtype)
+
+  def _weight(self, path: Path, stored: Any) -> Quantised:
+    return Quantised(stored, self.form, one_layer(self.weights[path]), self.rules)
 
   def whole(self, params: Any, leave: Collection[Path] = ()) -> Any:
     """The stored tree with every weight made whole, in its declared dtype, but those of ``leave``, which are so already."""
@@ -104,4 +110,4 @@ def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> Quanti
         raise ValueError(f"{min(names & own)} is stored in one array with {left[0]}, and both are quantised or neither")
       stored_params(FORMS[form], p)
       weights[path_keys(path)] = p
-  return QuantisedBase(FORMS[form], weights)
+  return QuantisedBase(FORMS[form], weights, decoder.cfg.rules)

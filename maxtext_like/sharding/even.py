@@ -44,7 +44,8 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
 
 
 def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
-  """Refuses a mesh that would cut a block of a quantised weight in two.
+  """Refuses a mesh on which devices would multiply by parts of a block of a quantised weight. Those that hold parts of it to
+  save memory alone fetch the rest before.
 
   Args:
     weights: that are quantised, by path.
@@ -61,15 +62,15 @@ def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, r
     for axis, size, block in ((plan.input, plan.K, form.input_block), (plan.input + 1, plan.M, form.output_block)):
       axes = axes_of(split[axis])
       ways = math.prod(mesh.shape[a] for a in axes)
-      if ways > 1 and size % (ways * block):
+      if codes.axes[axis] not in GATHERED and ways > 1 and size % (ways * block):
         what = f"{'/'.join(path)}: {size} {'inputs' if axis == plan.input else 'outputs'} in blocks of {block}"
         faults.setdefault((codes.axes[axis], size, axes), f"{what} over {ways} devices of the mesh axis {' x '.join(axes)}")
   if faults:
     listed = "\n  ".join(faults.values())
-    axis = next(iter(faults))[0]
+    whole = ", ".join(dict.fromkeys(f"{axis}: null" for axis, _, _ in faults))
     raise UserError(
       f"base_weights={form.name}: the mesh would cut blocks in two\n  {listed}\n"
-      f"  fix: fewer devices along it, sharding_rules='{{{axis}: null}}' to have all on every device, or base_weights=int8"
+      f"  fix: fewer devices along it, sharding_rules='{{{whole}}}' to have all on every device, or base_weights=int8"
     )
 
 

@@ -46,7 +46,7 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
     if versions.get(name, was) != was:
       yield f"changed version of {name}: was {was}, is {versions[name]}"
   yield from _of_the_schedule(restored, config.training)
-  if (source := config.checkpoint.init_from) is not None:
+  if (source := config.checkpoint.init_from) is not None and not config.adapter.lora_rank:  # else it names what lies below
     yield f"note    init_from={source} is not used: the run goes on from its own step {restored.step}"
 
 

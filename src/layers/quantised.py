@@ -21,6 +21,7 @@ import numpy as np
 from maxtext_like.layers.low_rank import Layout, one_layer
 from maxtext_like.layers.param import Param, constant, stack
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, Weight, product
 
 FormName = Literal["bfloat16", "nf4", "int8", "fp8_block"]
@@ -130,7 +131,7 @@ class Form(abc.ABC):
 
   name: ClassVar[FormName]
   input_block: ClassVar[int] = 1
-  """Inputs that share a number, so that none of them may be split over devices."""
+  """Inputs that share a number, which no mesh axis may part that a product's sum or result is split over."""
   output_block: ClassVar[int] = 1
   """The same of outputs, all of them as one axis."""
 
@@ -350,19 +351,24 @@ class Quantised(Weight):
     stored: see ``Form``.
     form: of it.
     param: the weight that it stands for.
+    rules: how it is split over the mesh in use. What is stored is fetched from the devices that share it before it is
+      dequantised: that is the least that can travel, and no block need lie on one of them.
     dtype: that it is dequantised to; None: the ``dtype`` of whatever multiplies it.
   """
 
   stored: Arrays
   form: Form = dataclasses.field(metadata={"static": True})
   param: Param = dataclasses.field(metadata={"static": True})
+  rules: Rules = dataclasses.field(default=RULES, metadata={"static": True})
   dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
 
   @jax.named_scope("dequantise")
   def values(self, dtype: str) -> jax.Array:
     """The weight as it is declared."""
     plan = Plan.of(self.param)
-    return plan.declared(self.form.values(plan, self.stored, dtype))
+    axes = {name: p.axes for name, p in self.form.params(plan).items()}
+    stored = {name: self.rules.whole(x, *axes[name]) for name, x in self.stored.items()}
+    return plan.declared(self.form.values(plan, stored, dtype))
 
   def product(
     self,

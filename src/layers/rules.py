@@ -116,6 +116,19 @@ class Rules:
     spec = PartitionSpec() if mesh.empty else self.spec(x.shape[: len(axes)], axes, mesh)
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
 
+  def whole(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
+    """What is stored of a weight, before it multiplies: fetched from the devices that it is split over to save memory alone,
+    and split further as the rules say. x itself where it is not split so."""
+    import jax
+
+    from maxtext_like.layers.partition import free_mesh
+
+    mesh = free_mesh()
+    if mesh is None or not any(self.mesh_axes(axis, mesh) for axis in axes if axis in GATHERED):
+      return x
+    kept = tuple(None if axis in GATHERED else axis for axis in axes)
+    return jax.lax.with_sharding_constraint(x, self.spec(x.shape, kept, mesh))
+
   def share(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
     """As ``constrain``, and x itself inside shard_map and where the last of the axes is not split: for what is shared out
     inside a layer."""

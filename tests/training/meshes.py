@@ -82,8 +82,9 @@ def batch_of(program: Any) -> dict[str, np.ndarray]:
 def descend(model: str, words: list[str], devices: int, start: Any = None) -> tuple[list[float], Any, Any]:
   """Losses of three steps, the first gradients, and the numbers that it started from (``start``, where they are given)."""
   import jax
+  import jax.numpy as jnp
 
-  from maxtext_like.layers.param import init
+  from maxtext_like.models.naming import ADAPTER
   from maxtext_like.sharding.mesh import make_mesh, use_mesh
   from maxtext_like.training.program import make_program
   from maxtext_like.training.trainable import merge
@@ -91,7 +92,10 @@ def descend(model: str, words: list[str], devices: int, start: Any = None) -> tu
   config = load_config(model, [*SMALL, f"per_device_batch_size={ROWS // devices}", *words]).config
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   if start is None:
-    start = jax.device_get(jax.jit(lambda: init(program.spec, jax.random.key(1)))())
+    start = jax.device_get(jax.jit(lambda: program.initial_state(jnp.uint32(1))["params"])())
+    if ADAPTER in start:  # where B is zero A has no gradient
+      noise = np.random.default_rng(1).standard_normal
+      start[ADAPTER] = jax.tree.map(lambda x: x + 0.01 * noise(x.shape).astype(x.dtype), start[ADAPTER])
     # Scores of normed queries that nothing divides (Gemma 4) magnify the rounding of a sum as many times as they are large.
     smaller = lambda path, x: x * 0.1 if "'q_norm'" in jax.tree_util.keystr(path) else x
     start = jax.tree_util.tree_map_with_path(smaller, start)

@@ -94,3 +94,7 @@ def test_the_learning_rate_is_compared_with_the_stored_configurations(told):
 
 def test_init_from_is_told_to_be_unused(told):
   assert told([], ["init_from=/weights"]) == ["note    init_from=/weights is not used: the run goes on from its own step 50"]
+
+
+def test_the_weights_below_an_adapter_are_used(told):
+  assert told(["lora_rank=2"], ["lora_rank=2", "init_from=/weights"]) == []

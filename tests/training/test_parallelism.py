@@ -52,6 +52,22 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  ("form", "model", "meshes"),
+  [
+    ("nf4", "qwen3-moe-tiny", ["fsdp", "expert-context-tensor"]),
+    ("int8", "qwen3-tiny", ["data-fsdp-tensor"]),
+    ("fp8_block", "qwen3-tiny", ["data-fsdp-tensor"]),
+  ],
+)
+def test_an_adapter_on_quantised_weights(form, model, meshes):
+  """With fsdp=8 each device has a part of every block of 64, of which a weight has two."""
+  words = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3", f"base_weights={form}"]
+  words += ["moe_mlp_dim=128", "lora_modules=[all-linear,experts]"] if model in EXPERTS else []
+  assert_equal(run("tests.training.meshes", model, *words, *meshes))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_family_on_every_mesh(model):
   skipped = () if model in EXPERTS else ("expert",)  # without experts it is data by another name
