@@ -15,6 +15,7 @@ import jax
 from maxtext_like.checkpoint.huggingface.tensors import tensor_table
 from maxtext_like.config.problems import nearest
 from maxtext_like.config.schema import AdapterConfig
+from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.low_rank import one_layer
@@ -31,6 +32,7 @@ _REGULAR = frozenset("*+?[](){}|^$\\")
 _CHOOSING = frozenset({"router", "indexer"})
 _NAMED_ALONE = _CHOOSING | {"experts"}
 _LAYER = re.compile(r"layers\.\d+\.")
+_TOWER, _TOWER_LAYERS = "vision.", "vision.layers."
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,17 @@ class Candidate:
   Attributes:
     name: ours, ``layers.7.attention.q``.
     theirs: transformers', ``layers.7.self_attn.q_proj``; several where a file has it in parts.
+    in_layer: it is of a layer whose parts are meant by their names alone.
   """
 
   name: str
   theirs: tuple[str, ...]
+  in_layer: bool
 
   @property
   def ordinary(self) -> bool:
     """Whether "all-linear", or the name of a whole part of a layer, means it too."""
-    return bool(_LAYER.match(self.name)) and not _NAMED_ALONE & set(self.name.split("."))
+    return self.in_layer and not _NAMED_ALONE & set(self.name.split("."))
 
   @property
   def chooses(self) -> bool:
@@ -73,7 +77,7 @@ class Candidate:
   def _own_words(self) -> frozenset[str]:
     """What names it alone, where it is no ordinary one."""
     parts = self.name.split(".")
-    return frozenset(_NAMED_ALONE & set(parts)) if _LAYER.match(self.name) else frozenset({parts[0]})
+    return frozenset(_NAMED_ALONE & set(parts)) if self.in_layer else frozenset({parts[0]})
 
 
 def _run(entry: str, name: str, *, last: bool) -> bool:
@@ -83,29 +87,53 @@ def _run(entry: str, name: str, *, last: bool) -> bool:
   return any(have[i : i + len(want)] == want and (not last or i + len(want) == len(have)) for i in begins)
 
 
-def candidates(decoder: Decoder, decoder_block: str) -> list[Candidate]:
-  """Every weight of a model that something is multiplied with, in its order."""
+def candidates(decoder: Decoder, decoder_block: str, *, tower: bool = False) -> list[Candidate]:
+  """Every weight of a model that something is multiplied with, in its order.
+
+  Args:
+    decoder, decoder_block: the model.
+    tower: the layers of its vision tower are meant as those of the decoder are.
+  """
   theirs: dict[str, dict[str, None]] = {}
   for tensor in tensor_table(decoder, FAMILIES[decoder_block].huggingface):
     for piece in tensor.pieces:
       names = row_names(decoder, piece.path)
-      name = names[piece.index[0]] if len(names) > 1 or piece.index else names[0]
+      name = names[piece.index[0]] if len(names) > 1 else names[0]
       spelled = re.sub(r"\.experts\.\d+\.", ".experts.", tensor.name.removesuffix(".weight"))
+      if tensor.vision:  # whose layers are one array, and adapted alike
+        spelled = re.sub(r"\.layers\.\d+\.", ".layers.", spelled)
       theirs.setdefault(name, {})[spelled] = None
   found = []
   for path, p in jax.tree_util.tree_leaves_with_path(decoder.params()):
     if one_layer(p).contracts:
-      found += [Candidate(name, tuple(theirs.get(name, ()))) for name in row_names(decoder, path_keys(path))]
+      for name in row_names(decoder, path_keys(path)):
+        in_layer = bool(_LAYER.match(name)) or (tower and name.startswith(_TOWER_LAYERS))
+        found.append(Candidate(name, tuple(theirs.get(name, ())), in_layer))
   return found
 
 
-def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str], key: str = "lora_modules") -> frozenset[str]:
+def adapted_names(
+  decoder: Decoder,
+  decoder_block: str,
+  entries: Iterable[str],
+  key: str = "lora_modules",
+  *,
+  vision_tower: VisionTower | None = None,
+) -> frozenset[str]:
   """Our names of the weights that some entries of ``lora_modules``, or another key, mean.
 
+  Args:
+    decoder, decoder_block: the model.
+    entries: of the key.
+    key: its name, for messages.
+    vision_tower: the key of that name: whether every entry means the tower's layers as well, or none of it.
+
   Raises:
-    UserError: an entry that means none, with the nearest names.
+    UserError: an entry that means none, with the nearest names; none means a tower that is to be adapted.
   """
-  known, chosen = candidates(decoder, decoder_block), set()
+  known, chosen = candidates(decoder, decoder_block, tower=vision_tower == "adapted"), set()
+  if vision_tower == "frozen":
+    known = [c for c in known if not c.name.startswith(_TOWER)]
   for entry in entries:
     try:
       found = [c for c in known if c.means(entry)]
@@ -117,8 +145,14 @@ def adapted_names(decoder: Decoder, decoder_block: str, entries: Iterable[str], 
     if not hits:
       ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
       near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
-      raise UserError(f"{key}: {entry!r} is no weight of this model\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
+      where = " but of its vision tower, which is frozen" if vision_tower == "frozen" else ""
+      raise UserError(f"{key}: {entry!r} is no weight of this model{where}\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
     chosen |= hits
+  if vision_tower == "adapted" and not any(name.startswith(_TOWER) for name in chosen):
+    raise UserError(
+      f"vision_tower = adapted, but {key} means no weight of its layers\n"
+      f"  fix: name some, as in {key}=[{ALL_LINEAR}] or {key}=[q_proj, v_proj], or leave vision_tower out"
+    )
   return frozenset(chosen)
 
 

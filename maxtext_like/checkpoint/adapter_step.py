@@ -88,8 +88,8 @@ def holds_adapter_alone(stored: manifest.Manifest) -> bool:
 
 def stored_adapter(stored: manifest.Manifest, model: Model) -> Adapter:
   """The adapter that a step holds, for a model that is the one it was trained on."""
-  settings = section(ADAPTER, stored.config)
-  names = adapted_names(model.decoder, model.config.model.decoder_block, settings.lora_modules)
+  settings, tower = section(ADAPTER, stored.config), stored.config.get("training", {}).get("vision_tower")
+  names = adapted_names(model.decoder, model.config.model.decoder_block, settings.lora_modules, vision_tower=tower)
   return make_adapter(model.decoder, model.decoder.params(), names, rank=settings.lora_rank, scale=settings.scale)
 
 

@@ -15,7 +15,8 @@ from maxtext_like.errors import UserError
 _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset(
-  {"training.opt_type", "training.trainable_parameters_mask", "precision.dtype", "vision.use_multimodal"}
+  {f"training.{key}" for key in ("opt_type", "trainable_parameters_mask", "vision_tower")}
+  | {"precision.dtype", "vision.use_multimodal"}
   | {
     f"adapter.{key}"
     for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules", "base_weights", "base_weights_modules")

@@ -184,6 +184,11 @@ NAMES: dict[str, Foreign] = {
   **_renamed("lora_rank", "lora_r", "lora_dim"),
   **_renamed("lora_modules", "lora_target", "lora_target_modules", "target_modules"),
   **_renamed("lora_rslora", "use_rslora"),
+  **_told(
+    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=frozen",
+    "freeze_vision_tower", "freeze_vision_encoder_params", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner",
+    "freeze_vision_model", "finetune_vision_layers", "unfreeze_vision_tower", "tune_mm_mlp_adapter",
+  ),
   **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
   **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage", "ddp"),
   **_renamed("ici_tensor_parallelism", "tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),

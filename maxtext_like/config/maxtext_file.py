@@ -107,8 +107,8 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
       continue
     rows.append((key, to_text(values[key]), theirs if isinstance(theirs, str) else to_text(theirs)))
   if values["use_multimodal"]:
-    if not values["trainable_parameters_mask"]:
-      rows.append(("vision tower", "trained", "frozen (freeze_vision_encoder_params)"))
+    if not values["trainable_parameters_mask"] and values["vision_tower"] is None:
+      rows.append(("vision_tower", "trained", "projector (freeze_vision_encoder_params)"))
     rows += family.image_rows
   return [*rows, *OTHER_RULES]
 

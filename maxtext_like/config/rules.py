@@ -12,6 +12,7 @@ from maxtext_like.config.precision_keys import EXPERTS, ROUTER, foreign_keys
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import FAMILIES_OF_KEY, Config, profiled
 from maxtext_like.data.registry import DATASETS
+from maxtext_like.models.registry import FAMILIES
 
 
 def cross_problems(
@@ -52,6 +53,7 @@ def cross_problems(
       f"trainable_parameters_mask with lora_rank = {config.adapter.lora_rank}", ("trainable_parameters_mask", "lora_rank"),
       "the adapter alone is trained: say in lora_modules which weights have one, and leave trainable_parameters_mask out",
     )  # fmt: skip
+  yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.lora_rank:
     yield Problem(
       "stochastic_rounding = true does nothing with lora_rank: an adapter is stored in float32",
@@ -94,6 +96,39 @@ def cross_problems(
     )  # fmt: skip
   yield from url_problems(config)
   yield from layer_problems(config)
+
+
+def _tower_problems(config: Config) -> Iterator[Problem]:
+  """``vision_tower`` where there is no tower, or where something else says what is trained."""
+  t, rank = config.training, config.adapter.lora_rank
+  if t.vision_tower is None:
+    return
+  said = f"vision_tower = {t.vision_tower}"
+  if FAMILIES[config.model.decoder_block].vision is None:
+    yield Problem(
+      f"{said} does nothing: {config.model.decoder_block} models have no vision tower", ("vision_tower", "decoder_block"),
+      "leave it out",
+    )  # fmt: skip
+  elif not config.vision.use_multimodal:
+    yield Problem(
+      f"{said} with use_multimodal: false, where no tower is built", ("vision_tower", "use_multimodal"),
+      "set use_multimodal to true, or leave vision_tower out",
+    )  # fmt: skip
+  if t.trainable_parameters_mask:
+    yield Problem(
+      f"{said} with trainable_parameters_mask, which says what is trained of the tower too",
+      ("vision_tower", "trainable_parameters_mask"), "leave one of them out; the tower's parameters are vision.*",
+    )  # fmt: skip
+  if t.vision_tower == "adapted" and not rank:
+    yield Problem(
+      f"{said} with lora_rank: 0, where there is no adapter", ("vision_tower", "lora_rank"),
+      "set lora_rank, as in lora_rank=16, or vision_tower to trained, projector or frozen",
+    )  # fmt: skip
+  if t.vision_tower in ("projector", "trained") and rank:
+    yield Problem(
+      f"{said} with lora_rank = {rank}: beside an adapter no weight is trained itself", ("vision_tower", "lora_rank"),
+      "vision_tower=adapted gives the tower additions, vision_tower=frozen leaves it as it is",
+    )  # fmt: skip
 
 
 def _epoch_problems(config: Config) -> Iterator[Problem]:

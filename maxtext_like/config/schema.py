@@ -16,7 +16,7 @@ from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.problems import Checked, Problem, above_zero, alternatives, at_least
-from maxtext_like.config.vision import VisionConfig
+from maxtext_like.config.vision import VisionConfig, VisionTower
 from maxtext_like.data.registry import DATASETS, OF_FILES
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
@@ -61,6 +61,7 @@ class TrainingConfig(Checked):
   z_loss_multiplier: float
   num_vocab_tiling: int
   trainable_parameters_mask: tuple[str, ...]
+  vision_tower: VisionTower | None
   finite_check_steps: int
   max_skipped_steps: int
   replay_failed_step: bool

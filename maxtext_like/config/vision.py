@@ -6,10 +6,13 @@ Names are MaxText's where MaxText has the same. Sizes of the tower are 0 in a mo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
+
+VisionTower = Literal["frozen", "projector", "trained", "adapted"]
+"""What training does to a tower; "projector" trains that alone of it."""
 
 _NEEDED = (
   "patch_size_for_vit",

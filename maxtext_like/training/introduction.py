@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
 from maxtext_like.config.load import base_values
@@ -10,6 +11,7 @@ from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.layers.param import count
 from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding.mesh import in_words
 from maxtext_like.training import memory
 from maxtext_like.training.program import TrainProgram
@@ -47,6 +49,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines.append(f"note    {copied}")
   if program.adapter is not None:
     lines.append(f"adapter {described(program.adapter)}")
+  if "vision" in program.model.spec:
+    lines.append(f"vision  {tower_described(program)}")
   if (base := program.model.base) is not None:
     names = sorted({".".join(path[2:] or path) for path in base.weights})  # without stack and layer
     lines.append(f"base    {base.form.name}: {', '.join(names)}; the rest {p.weight_dtype}")
@@ -72,6 +76,23 @@ def described(adapter: Adapter) -> str:
   counts = ", ".join(f"{weight} {len(found)}" for weight, found in sorted(layers.items()))
   places = {number for found in layers.values() for number in found if number}
   return f"LoRA of rank {adapter.rank} times {adapter.scale:g} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
+
+
+def tower_described(program: TrainProgram) -> str:
+  """What is trained of the vision tower, with counts."""
+  declared = program.model.decoder.params()["vision"]
+  trained = program.selection.split(program.spec)[0]
+  own, whole = count(trained["vision"]), count([p for p in jax.tree.leaves(declared) if p.trainable])
+  if own in (0, whole):
+    text = f"{'trained' if own else 'frozen'}: {whole:,} parameters"
+  else:
+    parts = [name for name, part in trained["vision"].items() if jax.tree.leaves(part)]
+    text = f"{own:,} of {whole:,} parameters trained: {', '.join(parts)}"
+  if program.adapter is not None and (names := sorted(n for n in program.adapter.names if n.startswith("vision."))):
+    short = [name.removeprefix("vision.").removeprefix("layers.") for name in names]
+    layers = program.config.vision.num_hidden_layers_for_vit
+    text += f"; adapted with {count(trained[ADAPTER]['vision']):,} more in {layers} layers: {', '.join(short)}"
+  return text
 
 
 def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: DataConfig) -> str:

@@ -244,11 +244,11 @@ def make_program(
   objective: Objective = make_objective(t.objective, model)
   adapter = None
   if config.adapter.lora_rank:
-    names = adapted_names(decoder, config.model.decoder_block, config.adapter.lora_modules)
+    names = adapted_names(decoder, config.model.decoder_block, config.adapter.lora_modules, vision_tower=t.vision_tower)
     adapter = make_adapter(decoder, decoder.params(), names, rank=config.adapter.lora_rank, scale=config.adapter.scale)
     objective = Adapted(objective, adapter, model.base)
   spec = objective.params()
-  selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter)
+  selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter, t.vision_tower)
   optimizer = make_optimizer(t, selection.split(spec)[0], "float32" if adapter else config.precision.weight_dtype)
   # Where a mask, an adapter or the model says what is trained, the biases of the routers stay as they are.
   everything = not t.trainable_parameters_mask and not config.model.trained_part and not adapter

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import Adapter
@@ -54,8 +55,19 @@ def merge(trained: Tree, frozen: Tree) -> Tree:
   return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
 
 
+def _held(name: str, vision_tower: VisionTower | None) -> bool:
+  """Whether the key keeps a parameter of the tower as it is."""
+  projector = name.startswith("vision.projector")
+  return name.startswith("vision.") and (vision_tower == "frozen" or (vision_tower == "projector" and not projector))
+
+
 def select(
-  decoder: Decoder, spec: Tree, model: ModelConfig, patterns: tuple[str, ...], adapter: Adapter | None = None
+  decoder: Decoder,
+  spec: Tree,
+  model: ModelConfig,
+  patterns: tuple[str, ...],
+  adapter: Adapter | None = None,
+  vision_tower: VisionTower | None = None,
 ) -> Selection:
   """Decides for every parameter whether it is trained.
 
@@ -65,6 +77,7 @@ def select(
     model: may have one part of a layer trained alone, as the indexer of DeepSeek V3.2 in its dense warm-up.
     patterns: regular expressions, searched in names like ``layers.7.mlp.down``; none: all.
     adapter: of whose factors those of its own layers are trained.
+    vision_tower: what is trained of the tower's own weights; an adapter has its own names.
 
   Raises:
     UserError: nothing would be trained, or a pattern fits no parameter.
@@ -77,7 +90,8 @@ def select(
     hits = [c for c in compiled if c.search(name)]
     used.update((c.pattern, True) for c in hits)
     adapted = adapter is None or name.rpartition(".")[0] in adapter.names
-    return adapted and bool(hits or not compiled) and (not part or f".{part}." in name)
+    held = adapter is None and _held(name, vision_tower)
+    return adapted and not held and bool(hits or not compiled) and (not part or f".{part}." in name)
 
   leaves, rows = [], []
   for path, p in jax.tree_util.tree_leaves_with_path(spec):

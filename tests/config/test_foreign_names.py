@@ -38,6 +38,7 @@ ANSWERS = {
   "lora_r": "lora_rank=7",
   "lora_target_modules": "lora_modules=7",
   "use_rslora": "lora_rslora=7",
+  "freeze_vision_tower": "vision_tower=frozen",
   "lora_dropout": "LoRA and rsLoRA, on weights that are not quantised",
   "use_dora": "LoRA and rsLoRA",
   "load_in_4bit": "weights are quantised below an adapter alone",

@@ -337,11 +337,11 @@ def test_what_is_decided_otherwise_is_listed(load):
   assert rows["remat_policy"] == ["none", "full"]
   assert rows["max_position_embeddings"] == ["131072", "163840"]
   assert {"weight decay", "steps", "float32_logits", "tokenizer", "dataset"} <= set(rows)
-  assert not {"float32_gate_logits", "indexer_sparse_training", "vision tower", "size of an image"} & set(rows)
+  assert not {"float32_gate_logits", "indexer_sparse_training", "vision_tower", "size of an image"} & set(rows)
   words = ("learning_rate=1", "remat_policy=full", "use_multimodal=true")
   less = rows_of(load("gemma3-4b", FILES["gemma3-4b"], *words).notes)
   assert set(rows) - set(less) == {"learning_rate", "remat_policy"}
-  assert less["vision tower"][0] == "trained"
+  assert less["vision_tower"][0] == "trained"
   said = rows_of(load("gemma3-27b", FILES["gemma3-27b"]).notes)  # which sets precision flags
   assert not {"float32_qk_product", "float32_logits"} & set(said)
   assert "max_position_embeddings" not in rows_of(load("deepseek3-671b", FILES["deepseek3-671b"]).notes)

@@ -52,6 +52,15 @@ def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
     ("gemma4-tiny", ["head_dim_for_vit=10", "use_multimodal=true"], "which 4 does not divide"),
     ("gemma4-tiny", ["num_position_embeddings_for_vit=47", "use_multimodal=true"], "has 48 patches in a line"),
     ("gemma4-tiny", ["max_images_per_row=0"], "max_images_per_row = 0 is below 1"),
+    ("qwen3-tiny", ["vision_tower=frozen"], "qwen3 models have no vision tower"),
+    ("gemma3-tiny", ["vision_tower=frozen"], "vision_tower = frozen with use_multimodal: false, where no tower is built"),
+    ("gemma3-tiny", ["vision_tower=adapted", "use_multimodal=true"], "adapted with lora_rank: 0, where there is no adapter"),
+    ("gemma4-tiny", ["vision_tower=trained", "use_multimodal=true", "lora_rank=4"], "beside an adapter no weight is trained"),
+    (
+      "gemma4-tiny",
+      ["vision_tower=projector", "use_multimodal=true", "trainable_parameters_mask=[mlp]"],
+      "vision_tower = projector with trainable_parameters_mask",
+    ),
     ("gemma4-tiny", ["pooling_size_for_vit=0"], "pooling_size_for_vit = 0 is below 1"),
   ],
 )

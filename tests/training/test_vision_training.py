@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,18 +19,23 @@ from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
+from maxtext_like.errors import UserError
+from maxtext_like.training.batches import first_batch
+from maxtext_like.training.introduction import tower_described
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.step import UNKNOWN
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 SMALL = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=32", "mlp_dim=48"]
-SMALL += ["num_hidden_layers_for_vit=1", "intermediate_size_for_vit=32"]
+SMALL += ["intermediate_size_for_vit=32"]
 SMALL += ["max_target_length=40", "per_device_batch_size=4", "lr_schedule_type=constant"]
 SMALL += ["use_multimodal=true", "dataset=jsonl", "warmup_steps_fraction=0", "learning_rate=1e-2", "enable_tensorboard=false"]
 
 
+WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")  # linear maps of a tower's layers
 QUICK = {"xla_backend_optimization_level": 0}  # the time of these tests is XLA's
 
 
@@ -139,6 +145,102 @@ def test_a_run_on_images_and_text_in_float16(model: str, pictures: Path, tmp_pat
   assert all(np.isfinite([row["loss"], row["grad_norm"], row["param_norm"]]).all() for row in rows)
   assert not any(row["skipped"] for row in rows)
   assert rows[-1]["loss"] < rows[0]["loss"] / 2
+
+
+E2B = ["num_kv_shared_layers=0", "use_double_wide_mlp=false"]
+LORA = ["lora_rank=2", "learning_rate=0.1"]
+TOWERS = {
+  "trained": ["vision_tower=trained"],
+  "projector": ["vision_tower=projector"],
+  "frozen": ["vision_tower=frozen"],
+  "frozen below an adapter": ["vision_tower=frozen", *LORA],
+  "adapted": ["vision_tower=adapted", *LORA],
+  "adapted over nf4": ["vision_tower=adapted", "lora_modules=[q_proj, v_proj]", "base_weights=nf4", *LORA],
+}
+
+
+def tower_program(model: str, name: str, *words: str) -> TrainProgram:
+  settings = [*SMALL, *(E2B if "e2b" in model else []), "per_device_batch_size=2", "dtype=float16", *TOWERS[name], *words]
+  return make_program(load_config(model, settings).config)
+
+
+def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict]:
+  """Parameters before and after so many steps on the same batch."""
+  state = program.lower_init().compile(compiler_options=QUICK)(np.uint32(0))
+  step, known = jax.jit(dataclasses.replace(program.step, careful=True), compiler_options=QUICK), UNKNOWN
+  before = jax.tree.map(np.asarray, state["params"])
+  for _ in range(count):
+    state, metrics = step(state, batch, known)
+    assert np.isfinite(metrics["loss"])
+    assert not metrics["skipped"]
+    known = metrics["known"]
+  return before, jax.tree.map(np.asarray, state["params"])
+
+
+def test_what_the_start_says_of_the_tower():
+  said = {name: tower_described(tower_program("gemma3-tiny", name, "dataset_path=x")) for name in TOWERS}
+  assert said["trained"] == "trained: 32,608 parameters"
+  assert said["projector"] == "1,584 of 32,608 parameters trained: projector"
+  assert said["frozen"] == said["frozen below an adapter"] == "frozen: 32,608 parameters"
+  assert said["adapted"] == (
+    "frozen: 32,608 parameters; adapted with 2,176 more in 2 layers: "
+    "attention.k, attention.o, attention.q, attention.v, mlp.down, mlp.up"
+  )
+  # Where nobody says anything.
+  unsaid = lambda *words: tower_described(make_program(load_config("gemma3-tiny", [*SMALL, "dataset_path=x", *words]).config))
+  assert unsaid() == said["trained"]
+  assert unsaid(*LORA) == said["frozen"]
+  assert unsaid(*LORA, "lora_modules=[k_proj, vision.projector]").endswith("in 2 layers: attention.k, projector.kernel")
+  assert unsaid(*LORA, "lora_modules=[k_proj]", "vision_tower=frozen") == said["frozen"]
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules means no weight of its"),
+    (["vision_tower=frozen", "lora_modules=[q_proj, vision]"], "'vision' is no weight of this model but of its vision tower"),
+  ],
+)
+def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
+  with pytest.raises(UserError, match=said):
+    make_program(load_config("gemma3-tiny", [*SMALL, "dataset_path=x", *LORA, *words]).config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("model", "name"),
+  [
+    *(("gemma3-tiny", name) for name in TOWERS),
+    *(("gemma4-e2b-tiny", name) for name in ("trained", "projector", "frozen", "adapted")),
+  ],
+)
+def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, name: str, pictures: Path):
+  program = tower_program(model, name, f"dataset_path={pictures}", "packing=false", "eval_fraction=0", "max_images_per_row=1")
+  program, batch = first_batch(program, program.config.checkpoint, pictures.parent / "none")
+  shown = [bool(np.any(batch["pixel_values"][row])) for row in range(2)]
+  if all(shown):  # the row beside the picture is one of text alone, whatever the order of the records
+    batch["pixel_values"] = batch["pixel_values"].at[1].set(0)
+    batch["tokens"] = jnp.where(jnp.arange(2)[:, None] == 1, 5, batch["tokens"])
+  before, after = steps_of(program, batch, 3)
+  changed = jax.tree_util.tree_map_with_path(
+    lambda path, a, b: (jax.tree_util.keystr(path, simple=True, separator="."), not np.array_equal(a, b)), before, after
+  )
+  moved = {name for name, is_other in jax.tree.leaves(changed, is_leaf=lambda x: isinstance(x, tuple)) if is_other}
+  tower = {name for name in moved if name.startswith("vision.")}
+  trainable = {
+    jax.tree_util.keystr(path, simple=True, separator=".")
+    for path, p in jax.tree_util.tree_leaves_with_path({"vision": program.model.decoder.params()["vision"]})
+    if p.trainable
+  }
+  projector = {name for name in trainable if name.startswith("vision.projector")}
+  assert tower == {"trained": trainable, "projector": projector}.get(name, set())  # all of it, bit by bit
+  assert any(name.startswith("stack_0.") for name in moved) == (program.adapter is None)
+  factors = {name.removeprefix("adapter.") for name in moved if name.startswith("adapter.")}
+  assert bool(factors) == (program.adapter is not None)
+  in_tower = {name.rpartition(".")[0] for name in factors if name.startswith("vision.")}
+  layers = {name for name in trainable if name.startswith("vision.layers.") and name.rpartition(".")[2] in WEIGHTS}
+  few = {name for name in layers if name.endswith((".q", ".v"))}
+  assert in_tower == {"adapted": layers, "adapted over nf4": few}.get(name, set())
 
 
 @pytest.mark.slow  # three processes, three whole programs

@@ -102,7 +102,7 @@ def write_adapter(
 
 def _name(decoder: Decoder, piece: Piece) -> str:
   names = row_names(decoder, piece.path)
-  return names[piece.index[0]] if len(names) > 1 or piece.index else names[0]
+  return names[piece.index[0]] if len(names) > 1 else names[0]
 
 
 def _module(tensor: Tensor, nested: bool) -> str:
