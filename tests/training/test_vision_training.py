@@ -197,7 +197,7 @@ def test_what_the_start_says_of_the_tower():
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules means no weight of its"),
+    (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules means no weight"),
     (["vision_tower=frozen", "lora_modules=[q_proj, vision]"], "'vision' is no weight of this model but of its vision tower"),
   ],
 )
