@@ -17,9 +17,14 @@ FILE_NAME = "best.json"
 _log = logging.getLogger(__name__)
 
 
+def written(step: int, eval_loss: float) -> str:
+  """What stands in the file."""
+  return json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
+
+
 def name_best(checkpoints: Path | Place, step: int, eval_loss: float) -> None:
   """Writes it down. OSError: the disk or the store does not take it."""
-  content = json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
+  content = written(step, eval_loss)
   if isinstance(checkpoints, Place):
     (checkpoints / FILE_NAME).write_bytes(content.encode())
     return
@@ -34,6 +39,15 @@ def name_best(checkpoints: Path | Place, step: int, eval_loss: float) -> None:
 
 def named_best(checkpoints: Path | Place) -> int | None:
   """The step that is written down; None: none is. OSError: a store does not answer."""
-  with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-    return int(json.loads((checkpoints / FILE_NAME).read_bytes())["step"])
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    if (found := parsed((checkpoints / FILE_NAME).read_bytes())) is not None:
+      return found[0]
+  return None
+
+
+def parsed(content: bytes) -> tuple[int, float] | None:
+  """The step and its loss that stand in the file; None where it is not whole."""
+  with contextlib.suppress(ValueError, KeyError, TypeError):
+    values = json.loads(content)
+    return int(values["step"]), float(values["eval_loss"])
   return None

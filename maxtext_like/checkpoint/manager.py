@@ -332,13 +332,14 @@ class CheckpointManager:
       return
     try:
       with self._watch("save", "the removal of old checkpoints"):
-        if self._mirror is not None and isinstance(self._steps, StepDirectories):
-          self._mirror.offer(self._steps.path(pending.step))
-        spare = set(self._mirror.needed) if self._mirror is not None else set()
-        if pending.best is not None:
-          spare.add(pending.best[0])
-          if named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
+        spare = set() if pending.best is None else {pending.best[0]}
+        try:
+          if pending.best is not None and named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
             name_best(self.directory, *pending.best)
+        finally:  # the mirror looks which is named
+          if self._mirror is not None and isinstance(self._steps, StepDirectories):
+            self._mirror.offer(self._steps.path(pending.step))
+            spare |= self._mirror.needed
         self._steps.drop_old(self._max_to_keep, spare)
     except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)

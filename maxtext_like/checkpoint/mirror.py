@@ -3,6 +3,7 @@
 Layout: ``<checkpoint_mirror>/<run_name>/checkpoints/N``, the same as in the run's directory, so a mirror on a disk is a run to
 every command. A step is copied after it was proved whole, on a thread of its own, file by file with its hashes and the
 manifest last; until then a file ``COPYING`` marks it as ours and unfinished. What fails is told, tried again, and ends no run.
+The step that the run names as its best is there as long as the run keeps it, and named there in the same way.
 
 Every checkpoint holds the name of its run's life, drawn at random at its first start: two runs that happen to share a name, and
 so a place in the mirror, are told apart by it and refused.
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import xxhash
 
 from maxtext_like import atomic
 from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.best import FILE_NAME as BEST_FILE
+from maxtext_like.checkpoint.best import name_best, parsed, written
 from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
@@ -37,7 +41,7 @@ class Mirror:
     place: a path, or a URL that fsspec knows.
     run_name: of the run.
     own: where the run itself keeps its steps.
-    keep: newest steps that are kept; None: all.
+    keep: newest steps that are kept beside the best; None: all.
 
   Raises:
     UserError: as ``require_usable``; or it is the run's own directory.
@@ -54,12 +58,13 @@ class Mirror:
     self._root = f"{root.rstrip('/')}/{run_name}/checkpoints"
     self._name = f"checkpoint_mirror {masked(place)}"
     self._local = isinstance(self._files, LocalFileSystem)
-    self._keep = keep
+    self._own, self._keep = own, keep
     if self._local and os.path.realpath(self._root) == os.path.realpath(own):
       raise UserError(f"checkpoint_mirror = {place} is where the run itself writes\n  fix: another place, on another disk")
     self._condition = threading.Condition()
     self._wanted: Path | None = None
     self._copying: Path | None = None
+    self._copying_best: Path | None = None
     self._forgotten: tuple[int, str] | None = None  # steps after this one, of this run, are to go
     self._failure: str | None = None
     self._closing = False
@@ -96,7 +101,7 @@ class Mirror:
   def needed(self) -> set[int]:
     """The own steps that are to be copied or are being copied, which must not be dropped meanwhile."""
     with self._condition:
-      return {int(path.name) for path in (self._wanted, self._copying) if path is not None}
+      return {int(path.name) for path in (self._wanted, self._copying, self._copying_best) if path is not None}
 
   def close(self, seconds: float) -> None:
     """Waits for what was handed over, at most so long; what is still not there is told. The next start offers it again."""
@@ -153,10 +158,51 @@ class Mirror:
       delay = _FIRST_RETRY_SECONDS
 
   def _copy(self, step: Path) -> None:
+    """A step, and the best one where it is not there: it may have waited while others were copied, and been passed over."""
+    if (stored := self._copy_step(step)) is None:
+      return
+    best = self._own_best()
+    self._drop_old(stored, best and best[0])
+    if best is None:
+      return
+    try:
+      with self._condition:
+        self._copying_best = self._own / str(best[0])
+      self._copy_step(self._copying_best)
+      if self._best() != best:
+        self._name_best(*best)
+    finally:
+      with self._condition:
+        self._copying_best = None
+
+  def _own_best(self) -> tuple[int, float] | None:
+    """The step that the run keeps as its best, and its loss."""
+    try:
+      best = parsed((self._own / BEST_FILE).read_bytes())
+    except FileNotFoundError:
+      return None
+    return best if best is not None and manifest.is_whole(self._own / str(best[0]), best[0]) else None
+
+  def _best(self) -> tuple[int, float] | None:
+    """The same of what is written down in the mirror, whether that step is there or not."""
+    try:
+      content: Any = self._files.cat_file(f"{self._root}/{BEST_FILE}")
+    except FileNotFoundError:
+      return None
+    return parsed(content)
+
+  def _name_best(self, step: int, eval_loss: float) -> None:
+    if self._local:
+      name_best(Path(self._root), step, eval_loss)
+    else:
+      self._write(f"{self._root}/{BEST_FILE}", written(step, eval_loss).encode())
+
+  def _copy_step(self, step: Path) -> manifest.Manifest | None:
+    """Copies a step that is not there yet; returns its manifest, None for one that cannot be told from another run's."""
     text = (step / manifest.FILE_NAME).read_text(encoding="utf-8")
     stored = manifest.parse(text, str(step))
     if not stored.run:
-      return  # of a version that did not tell runs apart
+      return None  # of a version that did not tell runs apart
     there = f"{self._root}/{step.name}"
     self._files.invalidate_cache()
     if self._manifest(stored.step) != stored:
@@ -168,7 +214,7 @@ class Mirror:
       if self._manifest(stored.step) != stored:
         raise OSError("the manifest reads back otherwise than it was written")
       self._files.rm_file(f"{there}/{_MARKER}")
-    self._drop_old(stored)
+    return stored
 
   def _copy_file(self, source: Path, target: str, expected: str) -> None:
     if self._files.exists(target) and self._hash(target) == expected:  # of a copy that was interrupted
@@ -200,14 +246,15 @@ class Mirror:
         digest.update(chunk)
     return digest.hexdigest()
 
-  def _drop_old(self, newest: manifest.Manifest) -> None:
+  def _drop_old(self, newest: manifest.Manifest, best: int | None) -> None:
     for number in self._numbered():
       there = f"{self._root}/{number}"
-      if number < newest.step and self._files.exists(f"{there}/{_MARKER}"):  # a copy that was never finished
+      if number < newest.step and number != best and self._files.exists(f"{there}/{_MARKER}"):  # a copy that was never finished
         self._files.rm(there, recursive=True)
     mine = sorted(number for number, stored in self.steps().items() if stored.run == newest.run)
     for number in mine[: -self._keep] if self._keep else []:
-      self._remove(number)
+      if number != best:
+        self._remove(number)
 
   def _remove_after(self, step: int, run: str) -> None:
     for number, stored in self.steps().items():
@@ -227,7 +274,8 @@ class Mirror:
     return {number: stored for number, stored in found.items() if stored is not None}
 
   def bring_back(self, own: StepDirectories, *, resume: bool) -> int | None:
-    """Copies the newest step back where the run's own steps are gone or older; returns it, None when there was no need.
+    """Copies the newest step, and the best one, back where the run's own steps are gone or older; returns the newest, None when
+    there was no need.
 
     Raises:
       UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some; or as ``own.make``.
@@ -261,12 +309,24 @@ class Mirror:
       mine = own.complete()  # a save that only lacked its name has it now
     except OSError as error:
       raise RetryableError(f"{own.directory}: {error.strerror}") from error
+    best = self._there_and_best(theirs)
+    if best is not None and best[0] < max(theirs) and not own.has(best[0]):
+      self.fetch(best[0], own)  # first: with the newest one in its place nobody asks again
     for number in sorted(theirs, reverse=True):
       if mine and mine[-1] >= number:
         return None
-      if self.fetch(number, own):
+      if own.has(number) or self.fetch(number, own):
+        if best is not None and own.has(best[0]):
+          name_best(own.directory, *best)
         return number
     raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is whole, see above")
+
+  def _there_and_best(self, theirs: Collection[int]) -> tuple[int, float] | None:
+    try:
+      best = self._best()
+    except Exception as error:  # fsspec's many kinds
+      raise RetryableError(f"{self._name}: {BEST_FILE} cannot be read: {error}") from error
+    return best if best is not None and best[0] in theirs else None
 
   def fetch(self, number: int, own: StepDirectories) -> bool:
     """Copies one step back under its hashes; False, and told, when it is not there or not whole.

@@ -13,9 +13,11 @@ from fsspec.registry import _registry
 
 from maxtext_like import storage
 from maxtext_like.checkpoint import manifest, mirror
+from maxtext_like.checkpoint.best import named_best
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import RetryableError, UserError
 
 STATE = {"x": jnp.arange(7.0)}
@@ -34,11 +36,11 @@ def quick(monkeypatch):
   monkeypatch.setattr(mirror, "_FIRST_RETRY_SECONDS", 0.01)
 
 
-def save(own, place, *steps, keep=2, wait=60.0):
+def save(own, place, *steps, keep=2, wait=60.0, best=None):
   made = Mirror(place, "run", own, keep)
   with CheckpointManager(own, mirror=made, mirror_seconds=wait, max_to_keep=keep, config={"model": {}}) as manager:
     for step in steps:
-      manager.save_and_wait(step, STATE)
+      manager.save_and_wait(step, STATE, best=best)
       deadline = time.monotonic() + wait
       while made.needed and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -73,6 +75,35 @@ def test_a_lost_run_comes_back(place, tmp_path):
     assert manager._run == made.steps()[20].run  # the same life
   assert made.bring_back(StepDirectories(own), resume=True) is None
   assert sorted(entry.name for entry in own.iterdir()) == ["20"]
+
+
+def test_the_best_is_kept_and_named_there_and_comes_back(place, tmp_path):
+  own, best = tmp_path / "own", (20, 0.5)
+  save(own, place, 10, keep=1, best=(10, 1.0))
+  made = save(own, place, 20, 30, 40, keep=1, best=best)
+  assert sorted(made.steps()) == StepDirectories(own).complete() == [20, 40]
+  assert json.loads(made._files.cat_file(f"{made._root}/best.json")) == {"step": 20, "eval_loss": 0.5}
+  if made._local:  # a run to every command
+    assert find_step(tmp_path / "m/irror/run/checkpoints/best") == tmp_path / "m/irror/run/checkpoints/20"
+  shutil.rmtree(own)
+  assert made.bring_back(StepDirectories(own), resume=True) == 40
+  assert find_step(own / "best") == own / "20"
+  assert sorted(save(own, place, 50, keep=1, best=best).steps()) == StepDirectories(own).complete() == [20, 50]
+  assert sorted(save(own, place, 60, keep=1, best=(60, 0.25)).steps()) == [60]
+
+
+def test_a_best_that_was_passed_over_or_lost_its_files_there(place, tmp_path, caplog):
+  own, best = tmp_path / "own", (20, 0.5)
+  with CheckpointManager(own, max_to_keep=1, config={"model": {}}) as manager:
+    for step in (20, 30):
+      manager.save_and_wait(step, STATE, best=best)
+  assert sorted(save(own, place, keep=1).steps()) == [20, 30]  # the newest alone was handed over
+  shutil.rmtree(own)
+  flip(place, 20)
+  assert Mirror(place, "run", own, 1).bring_back(StepDirectories(own), resume=True) == 30
+  assert "step 20 is damaged" in caplog.text
+  assert StepDirectories(own).complete() == [30]
+  assert named_best(own) is None
 
 
 def test_bringing_back_goes_on_from_a_killed_one_and_not_through_a_link_to_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from unittest.mock import MagicMock
 
 import pytest
@@ -138,16 +139,19 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
   assert "<td>all<td>2.0000<td>4<td>2.2500<td>9.488<td>4" in report
   assert numbers(metrics(workplace, "whole"))[:4] == numbers(unbroken)
 
-  # Three lives; the first is stopped before its last evaluation, which the second has to make up for.
+  # Three lives; the first is stopped before its last evaluation, which the second has to make up for. Before the third the
+  # checkpoints are lost, but for those in the mirror.
+  words = [*WORDS, f"checkpoint_mirror={workplace}/mirror"]
   played(2, 4, leave={4})
-  assert train(workplace, "pieces", "steps=4", *WORDS) == 0
+  assert train(workplace, "pieces", "steps=4", *words) == 0
   assert last(workplace, "pieces", 4)["best"] == {"step": 2, "eval_loss": 3.0, "waited": 0, "evaluated": 2}
   played(4, 6)
-  assert train(workplace, "pieces", "steps=7", *WORDS) == 0
+  assert train(workplace, "pieces", "steps=7", *words) == 0
   assert last(workplace, "pieces", 7)["best"] == {"step": 4, "eval_loss": 2.0, "waited": 1, "evaluated": 6}
-  assert kept(workplace, "pieces") == {4, 7}
+  assert kept(workplace, "pieces") == kept(workplace / "mirror", "pieces") == {4, 7}
+  shutil.rmtree(workplace / "pieces/checkpoints")
   played(8)
-  assert train(workplace, "pieces", "steps=20", *WORDS) == 0
+  assert train(workplace, "pieces", "steps=20", *words) == 0
   one, other = (last(workplace, name, 8) for name in ("whole", "pieces"))
   assert one == other
   both = [Run(workplace / name, "").metrics for name in ("whole", "pieces")]
