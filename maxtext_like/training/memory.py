@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
 
 GB = 1e9
+
+Numbers = Callable[[tuple[int, ...]], int]
+"""How many numbers an array of a shape takes the place of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,13 @@ class Limit:
   source: str
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Any, numbers: Numbers = math.prod) -> int:
   """Of one device's part of a tree of shapes."""
   total = 0
   for x in jax.tree.leaves(tree):
     sharding = getattr(x, "sharding", None)
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
-    total += math.prod(shape) * x.dtype.itemsize
+    total += numbers(shape) * x.dtype.itemsize
   return total
 
 
@@ -73,7 +76,7 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
   """What ``jax.vjp`` of the loss keeps on one device for its part of the rows, beside the parameters and the batch themselves.
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
-  residual stream is whole on all devices of the tensor axis.
+  residual stream is whole on all devices of the tensor axis. Logits, which a loss in one piece keeps, are counted as such.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))
@@ -92,7 +95,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
   params = abstract(objective.params())
   # Gradients that are made in the forward pass are kept too, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
-  kept = jax.eval_shape(residuals, params, batch)
+  vocabulary = program.config.model.vocab_size
+  kept = [x for x in jax.eval_shape(residuals, params, batch) if x.ndim < 3 or x.shape[-1] != vocabulary]
   stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
   split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
   return (_bytes(stream) + split) // model.ways("sequence") - _bytes(gradients)
@@ -108,30 +112,34 @@ def activation_bytes(program: TrainProgram) -> tuple[int, int]:
   return kept, _saved_bytes(objective.with_decoder(everything), program)
 
 
-def estimate(program: TrainProgram) -> MemoryEstimate:
+def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstimate:
   """The memory that the train step needs on one device, from shapes and shardings, in about a second.
 
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
   count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
 
   It is meant to refuse what cannot run, and compared with XLA's own count in docs/compile.md.
+
+  Args:
+    program: of the run.
+    numbers: of the state and the gradients, where they lie in tiles.
   """
   t = program.config.training
   state = program.abstract_state
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
-  gradients = _bytes(gradient)
+  gradients = _bytes(gradient, numbers)
   looped = t.scan_layers and t.gradient_accumulation_steps == 1
   copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
-    gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained))
+    gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
   objective, model = program.objective, program.model
   activations, everything = activation_bytes(program)
   if t.remat_policy != "none":
     activations += everything // len(model.decoder.layers)
   return MemoryEstimate(
-    parameters=_bytes(state["params"]),
-    optimizer=_bytes({k: v for k, v in state.items() if k != "params"}),
+    parameters=_bytes(state["params"], numbers),
+    optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
     gradients=gradients,
     copies=copies,
     activations=activations,

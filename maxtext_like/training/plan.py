@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
+from maxtext_like.layers import tiles
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training import memory
+from maxtext_like.training import memory, tpu_memory
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import Transfer
 from maxtext_like.training.flops import train_flops
@@ -27,9 +28,9 @@ from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.roofline import Roofline, roofline
 from maxtext_like.training.topologies import Cpus, GpuHost, Topology, assumed_gpu
 
-GAPS = 1.15
-"""What a TPU's compiler lays out is so much more than what is in use at the fullest instant: arrays of several times lie
-around each other. 1.02 to 1.25 in the programs of docs/compile.md."""
+GAPS = 1.06
+"""What a TPU's compiler lays out beside a program's arguments is so much more than what is in use at the fullest instant, as
+arrays of several times lie around each other: 1.00 to 1.21, the mean of the programs of docs/compile.md."""
 
 PASSES = 11.5
 """How often what a layer keeps without remat goes through memory in a step with remat, temporaries included: of the same."""
@@ -90,20 +91,19 @@ def plan(config: Config, target: Target) -> Plan:
   except UserError as error:
     raise UserError(f"topology={target.name}: {error}") from error
   with assumed_gpu():
-    need = memory.estimate(program)
+    need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod)
     kept, everything = memory.activation_bytes(program)
-  weights, head = _gathered(program)
+  fetched = tpu_memory.fetched(program)
+  weights = tpu_memory.by_part(fetched)
+  head = weights.pop(tpu_memory.TABLE, 0)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
-  worked = need.activations - kept + need.copies
   everything -= _casts(program)
   if platform == "tpu":
-    # A layer's own activations, computed again, and its weights, whole.
     again = 0 if config.training.remat_policy == "none" else everything / len(program.model.decoder.layers)
-    layer = max(weights.values(), default=0.0)
-    loss, backward = kept + head + need.logits, kept + need.gradients + again + layer + need.dequantised
-    classes["temporaries"] = max(0, int(GAPS * max(loss, backward)) - kept - need.gradients)
+    most = GAPS * tpu_memory.in_use(program, need, kept, again, fetched)
+    classes["temporaries"] = max(0, int(most) - kept - need.gradients)
   else:
-    classes["temporaries"] = worked + need.logits + need.dequantised
+    classes["temporaries"] = need.activations - kept + need.copies + need.logits + need.dequantised
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
@@ -137,29 +137,6 @@ def _chip(target: Target) -> Any:
   return find_chip(target.card) if isinstance(target, GpuHost) else None
 
 
-def _gathered(program: TrainProgram) -> tuple[dict[str, float], float]:
-  """Bytes of one device when the fsdp axis is gathered, in ``dtype``: of each layer's weights by its name, times its rows
-  ({"stack_0/layer_3": ...} of a row; "all": of all layers), and of the table that makes logits."""
-  mesh, item = program.model.mesh, jnp.dtype(program.config.precision.dtype).itemsize
-  ways = mesh.shape["fsdp"]
-  layers: dict[str, float] = {}
-  head = 0.0
-  for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state["params"]):
-    keys = path_keys(path)
-    split = "fsdp" in str(x.sharding.spec)
-    if ways == 1 or not split:
-      continue
-    size = math.prod(x.sharding.shard_shape(x.shape)) * ways * item
-    if keys[0].startswith("stack_"):
-      rows = x.shape[0]
-      for row in range(rows):
-        name = f"{keys[0]}/{row}/{keys[1]}"
-        layers[name] = layers.get(name, 0.0) + size / rows
-    elif keys[0] == ("head" if not program.model.decoder.cfg.tied else "embedding"):
-      head += size
-  return layers, head
-
-
 def _casts(program: TrainProgram) -> int:
   """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs."""
   precision = program.config.precision
@@ -191,7 +168,7 @@ def _recomputed(program: TrainProgram) -> float:
   return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
 
 
-def _transfers(program: TrainProgram, weights: dict[str, float], head: float) -> Iterator[Transfer]:
+def _transfers(program: TrainProgram, weights: dict[str, int], head: int) -> Iterator[Transfer]:
   """What every step has to move: weights of layers to the products of both passes, gradients back, sums over data."""
   config, mesh = program.config, program.model.mesh
   t, ways = config.training, mesh.shape["fsdp"]

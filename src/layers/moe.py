@@ -18,7 +18,7 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import by_token, free_mesh, on_devices, vary
+from maxtext_like.layers.partition import as_stored, by_token, free_mesh, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, cast, product
@@ -193,7 +193,7 @@ class Experts:
     mesh = free_mesh()
     layout = None if mesh is None else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
     if mesh is None or layout is None or not layout.every:
-      return self._on_device(p, x_BTD, weights, experts, by)
+      return self._on_device({name: as_stored(w) for name, w in p.items()}, x_BTD, weights, experts, by)
     # Each device sorts its own tokens: sorted globally, every token would cross the network.
 
     def on_device(p, x, w, e):

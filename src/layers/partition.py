@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
+from maxtext_like.layers import tiles
 from maxtext_like.layers.rules import MeshAxes, Rules, free_axes
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -103,6 +105,7 @@ class Held:
 
   def gather(self, weight: Any) -> Any:
     """The weight with all that multiplies on this device; its gradient is scattered again as the weight lies."""
+    weight = as_stored(weight)
     for dimension, axes in enumerate(self.over):
       if axes:
         weight = gathered(weight, axes, dimension)
@@ -134,9 +137,27 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """The arrays, on a mesh of TPUs none of them to be used before all are there. Their compiler puts off what nothing waits
   for, as gradients of weights, and holds what they are made of until then; and of a parameter that is read in another layout
   at both ends of a step it keeps the copy in between."""
+  return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and _on_tpu() else arrays
+
+
+def as_stored(weight: Any) -> Any:
+  """One layer of a stacked weight, its gradient too, on TPUs in the order of axes in which the stack lies (``tiles.order``).
+
+  A kernel reads the declared order. Of a weight that lies in another, the compiler would make a copy of all layers before the
+  loop, with tiles filled up, and keep it for the whole step, and the gradient of all layers in that order beside it; so it
+  turns a layer at a time. What is no plain array stays as it is, and what the partitioner is still to split.
+  """
   mesh = free_mesh()
-  device = None if mesh is None else mesh.abstract_mesh.abstract_device
-  return jax.lax.optimization_barrier(arrays) if device is not None and device.platform == "tpu" else arrays
+  if not isinstance(weight, jax.Array) or not _on_tpu() or (mesh is not None and mesh.size > 1):
+    return weight
+  order = tiles.order(weight.shape)
+  return weight if order == tuple(range(weight.ndim)) else with_layout_constraint(weight, Layout(order))
+
+
+def _on_tpu() -> bool:
+  mesh = jax.sharding.get_abstract_mesh()
+  device = None if mesh.empty else mesh.abstract_device
+  return device is not None and device.platform == "tpu"
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

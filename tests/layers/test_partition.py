@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import pytest
 from equations import named
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from maxtext_like.layers.param import shardings
+from maxtext_like.layers.partition import Held, on_devices
 from maxtext_like.layers.rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -65,3 +66,19 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
   weights = PartitionSpec(None, "fsdp") if default else PartitionSpec("data")  # gathered inside; or tokens travel
   down = PartitionSpec(None, None, "fsdp") if default else PartitionSpec("data")
   assert set(local.params["in_specs"]) == {stream, weights, down}
+
+
+def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_does():
+  weight, rows = jax.ShapeDtypeStruct((128, 64, 72), "float32"), PartitionSpec(None, "fsdp")
+  held = Held(rows, ((), ("fsdp",), ()))
+
+  def orders(platform):
+    kinds = (AxisType.Auto,)
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=kinds, abstract_device=AbstractDevice("any", 1, platform))
+    product = on_devices(lambda w: held.gather(w).sum()[None], mesh, rows, PartitionSpec("fsdp"))
+    with jax.sharding.use_abstract_mesh(mesh):
+      found = named(jax.grad(lambda w: product(w).sum()), weight, name="layout_constraint")
+    return [e.params["layout"].major_to_minor for e in found]
+
+  assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], which fills tiles by its 128
+  assert orders("cpu") == []

@@ -31,3 +31,17 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
   layer = 3 * D * F + 2 * D * HEADS + 2 * D * KV_HEADS
   assert moved["reduce-scatter"] == (LAYERS * layer + 2 * VOCABULARY * D) * 4 * 7 / 8
   assert moved["all-reduce"] < D * KV_HEADS * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_weights_of_experts_are_turned_a_layer_at_a_time():
+  """They lie in an order that fills tiles, and kernels read another: no copy of all layers is made for that."""
+  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+
+  mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
+  words = [mesh, "num_experts=128", "moe_mlp_dim=192", "dtype=bfloat16", "remat_policy=full"]
+  step = compile_step(load_config("gemma4-moe-tiny", words).config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
+  stacked = r"f32\[2,128,16,192\]"
+  assert re.search(rf"{stacked}{{1,3,2,0", step.hlo)  # 128 experts fill the lanes, 192 would not
+  assert not re.findall(rf"= {stacked}\S* copy\(", step.hlo)

@@ -6,10 +6,13 @@ import json
 import pytest
 
 from maxtext_like.cli.main import main
+from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.training import plan as plan_module
 from maxtext_like.training.plan import Plan, plan, search
 from maxtext_like.training.topologies import GIB, find_cpus, find_gpus, find_topology
+
+TPU = configs_folder().parent / "tpu"
 
 
 def planned(model: str, topology: str, *words: str) -> Plan:
@@ -17,24 +20,46 @@ def planned(model: str, topology: str, *words: str) -> Plan:
   return plan(load_config(model, list(words)).config, target)
 
 
+def slow(*values):
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-  ("model", "words", "gib", "tflop", "gathered"),
+  ("model", "topology", "words", "gib", "tflop"),
   [
-    # What `compile ... topology=v6e-32 machine_code=false` said on 2026-11-22.
-    ("gemma4-31b", ["max_target_length=2048"], 17.68, 518.9, 135.4),
-    ("gemma4-31b", ["weight_dtype=bfloat16"], 14.57, 1058, 140.8),
-    ("gemma3-27b", [], 18.02, 898.2, None),
+    # What `compile ... machine_code=false` said on 2026-11-22 (docs/compile.md): dense; a table whose parts fill no tiles;
+    # experts that travel to tokens, and tokens to experts; a loss in one piece.
+    ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
+    slow("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
+    slow("gemma3-27b", "v6e-32", [], 17.48, 898.2),
+    slow("gemma4-31b", "v6e-64", [], 15.43, 1058),
+    slow("gemma3-27b", "v6e-256", [], 9.74, 898.2),
+    slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
+    slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
+    ("deepseek3-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml"], 29.57, 659),
+    slow("deepseek3.2-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml", "max_target_length=1024"], 28.65, 335.1),
   ],
 )
-def test_what_libtpu_laid_out(model, words, gib, tflop, gathered):
-  p = planned(model, "v6e-32", *words)
-  assert p.bytes / GIB == pytest.approx(gib, rel=0.15)
-  assert p.flops / 1e12 == pytest.approx(tflop, rel=0.05)
+def test_what_libtpu_laid_out(model, topology, words, gib, tflop):
+  p = planned(model, topology, *words)
+  assert p.bytes / GIB == pytest.approx(gib, rel=0.1)
+  assert p.flops / 1e12 == pytest.approx(tflop, rel=0.1)
   assert p.fits
-  if gathered:
-    assert sum(t.bytes for t in p.transfers if t.kind == "all-gather") / 1e9 == pytest.approx(gathered, rel=0.15)
   assert p.roofline is not None
   assert p.roofline.step > max(p.roofline.bounds.values())
+
+
+@pytest.mark.slow
+def test_what_libtpu_gathers():
+  for words, gathered in ((["max_target_length=2048"], 135.4), (["weight_dtype=bfloat16"], 140.8)):
+    p = planned("gemma4-31b", "v6e-32", *words)
+    assert sum(t.bytes for t in p.transfers if t.kind == "all-gather") / 1e9 == pytest.approx(gathered, rel=0.15)
+
+
+def test_a_logit_is_counted_once():
+  """A loss in one piece keeps them for its backward pass; they are gone when the layers' begins."""
+  whole, pieces = (planned("gemma3-tiny", "v6e-8", *words) for words in ([], ["num_vocab_tiling=4"]))
+  assert whole.classes["activations"] == pytest.approx(pieces.classes["activations"], rel=1e-3)
 
 
 def test_remat_takes_what_it_computes_again():
