@@ -140,7 +140,10 @@ def read_merged(
   Raises:
     UserError: the weights below are gone, or others than they were; as ``read_adapter``.
   """
-  base, below = Base.from_json(stored.extra[EXTRA]), with_base(model, section(ADAPTER, stored.config))
+  # What the run cast when it read the weights below is cast again; the fingerprint says whether they are the same.
+  config = dataclasses.replace(model.config, checkpoint=dataclasses.replace(model.config.checkpoint, allow_dtype_change=True))
+  below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
+  base = Base.from_json(stored.extra[EXTRA])
   params, found = read_base(below, base.source, base.seed, read_weights)
   if model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype"):
     base.require(found, step)  # in another dtype every number may be another

@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
   found = look_at_data(config, *overrides, show=options.show, documents=options.documents)
   colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
   for record in found.records:
-    print(_record(record, colour))
+    print(_record(record, found.length, colour))
   if found.template is not None:
     print(f"template {found.template}")
   for name, counts in found.counts.items():
@@ -50,12 +50,13 @@ def _options(parser):
   return parser
 
 
-def _record(record: "ShownRecord", colour: bool) -> str:
+def _record(record: "ShownRecord", length: int, colour: bool) -> str:
   from maxtext_like.cli.main import printable
 
   begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
   text = "".join(f"{begin}{printable(part)}{end}" if learned else printable(part) for part, learned in record.parts)
-  return f"--- {printable(record.place)}: {record.tokens:,} tokens, {record.learned:,} learned\n{text}"
+  cut = "" if record.kept is None else f", {record.kept:,} of them within max_target_length={length}, where it is cut"
+  return f"--- {printable(record.place)}: {record.tokens:,} tokens, {record.learned:,} learned{cut}\n{text}"
 
 
 def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:

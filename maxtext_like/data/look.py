@@ -31,12 +31,14 @@ class ShownRecord:
     parts: its text in order, and whether it is learned.
     tokens: how many it has,
     learned: and how many of them are learned.
+    kept: how many of these are left where it is longer than a row, and cut; None: it is not.
   """
 
   place: str
   parts: tuple[tuple[str, bool], ...]
   tokens: int
   learned: int
+  kept: int | None
 
 
 @dataclass(frozen=True)
@@ -113,19 +115,27 @@ def look(
   counts = {}
   for name, documents in open_documents(data, vision, "train", None, whole).items():
     tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), rules)
-    records += _shown(documents, tokenise, tokenizer, rules, show)
+    row = length if rules.chat or not data.packing else None
+    records += _shown(documents, tokenise, tokenizer, rules, show, row)
     counts[name] = _count(documents, tokenise, data, rules, length, most)
   return DataLook(tuple(records), counts, rules.chat.renderer.name if rules.chat else None, length)
 
 
-def _shown(documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int) -> list[ShownRecord]:
+def _shown(
+  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: int | None
+) -> list[ShownRecord]:
+  """The first records; ``row``: tokens that one is cut to, None where it goes on in the next row."""
   names = {i: spelling for spelling, i in tokenizer.special.items()}
   names |= rules.chat.encoder.spellings if rules.chat else {}
   for kind in ("pad", "eos", "bos"):
     token = getattr(tokenizer, f"{kind}_id")
     if token is not None:
       names.setdefault(token, f"<{kind}>")
-  image = rules.multimodal.vision.image_token_id if rules.multimodal else None
+  image = None
+  if rules.multimodal:
+    image = rules.multimodal.vision.image_token_id
+    for kind in ("boi", "eoi"):
+      names.setdefault(getattr(rules.multimodal.vision, f"{kind}_token_id"), f"<{kind}>")
   found = []
   for number in range(len(documents)):
     if len(found) == show:
@@ -134,7 +144,8 @@ def _shown(documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules
     if document.ids is not None:
       learned = _learned(document)
       parts = tuple(_parts(document.ids.tolist(), learned.tolist(), tokenizer, names, image))
-      found.append(ShownRecord(documents.place(number), parts, len(learned), int(learned.sum())))
+      kept = None if row is None or len(learned) <= row else int(learned[:row].sum())
+      found.append(ShownRecord(documents.place(number), parts, len(learned), int(learned.sum()), kept))
   return found
 
 

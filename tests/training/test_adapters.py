@@ -94,6 +94,17 @@ def test_another_rank_is_refused(workplace, capsys):
   assert "adapter.lora_rank: checkpoint 3, this run 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_weights_that_were_cast_are_cast_again(workplace, tmp_path):
+  """A recipe's bfloat16 over a run of float32: whoever reads the adapter has to read what it was trained on."""
+  words = (f"init_from={workplace}/base", *LORA, "weight_dtype=bfloat16", "allow_dtype_change=true", "base_weights=nf4")
+  assert train(workplace, "cast", *words, "steps=2") == 0
+  merged = maxtext_like.load(workplace / "cast", dtype="float32").logits([[5, 6, 7]])
+  maxtext_like.export_checkpoint(workplace / "cast", tmp_path / "hf", dtype="bfloat16")
+  exported = maxtext_like.load(tmp_path / "hf", dtype="float32", weight_dtype="bfloat16", tokenizer="bytes").logits([[5, 6, 7]])
+  np.testing.assert_array_equal(exported, merged)
+
+
 def test_peft_s_files_come_back_as_the_same_model(workplace, tmp_path):
   written = maxtext_like.export_adapter(workplace / "adapter", tmp_path / "peft")
   assert (written.maps, written.rank, written.base) == (14, 3, str(workplace / "base"))

@@ -1,5 +1,6 @@
 """Conversations as a run's documents: rendered by one template, with one tokenizer, and learned in part."""
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,14 @@ def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord
   return read
 
 
+@functools.cache
+def _tell_of_bytes() -> None:
+  """Once, however many splits and sources there are."""
+  logger.warning(
+    "the tokenizer is bytes, which has no special tokens: the template's are spelt out, and no different in a user's text"
+  )
+
+
 @dataclass
 class Chat:
   """What makes tokens of the conversations of a run.
@@ -57,9 +66,7 @@ class Chat:
     """As a configuration has it. `published`: the template of the model's family. Raises UserError."""
     renderer = choose(data.chat_template, published, tokenizer)
     if isinstance(tokenizer, BytesTokenizer):
-      logger.warning(
-        "the tokenizer is bytes, which has no special tokens: the template's are spelt out, and no different in a user's text"
-      )
+      _tell_of_bytes()
     encoder = ChatEncoder(renderer, tokenizer, multimodal.vision if multimodal else None)
     return cls(renderer, encoder, data.train_on, multimodal)
 

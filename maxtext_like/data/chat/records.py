@@ -48,7 +48,8 @@ class _Reader:
 
   def read(self, record: object) -> Conversation:
     if not isinstance(record, Mapping):
-      raise self._bad(f"the record is {type(record).__name__}, expected an object")
+      one = ": of a file that is one list each entry has to be a line of its own" if isinstance(record, list) else ""
+      raise self._bad(f"the record is {type(record).__name__}, expected an object{one}")
     # Tables have a column for every field of any row: what is null is not there.
     record = {key: value for key, value in record.items() if value is not None}
     if "messages" in record:
