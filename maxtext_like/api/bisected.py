@@ -145,7 +145,7 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   seed = np.uint32(config.training.seed % 2**32)
   params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
   if program.adapter is not None:
-    params |= program.lower_beside().compile()(seed)
+    params = program.lower_around().compile()(params, seed)["params"]
   return Bisection(config, params, batch, tolerance, steps, say)
 
 

@@ -19,6 +19,7 @@ from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.low_rank import one_layer
+from maxtext_like.models.adapter import Adapter, make_adapter
 from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.models.placed import Model
 from maxtext_like.models.quantised_base import make_base
@@ -154,6 +155,34 @@ def adapted_names(
       f"  fix: name some, as in {key}=[{ALL_LINEAR}] or {key}=[q_proj, v_proj], or leave vision_tower out"
     )
   return frozenset(chosen)
+
+
+def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: VisionTower | None) -> Adapter:
+  """The adapter of a model that a configuration describes; vision_tower: as of ``adapted_names``.
+
+  Raises:
+    UserError: as ``adapted_names``.
+  """
+  block = model.config.model.decoder_block
+  names = adapted_names(model.decoder, block, settings.lora_modules, vision_tower=vision_tower)
+  return make_adapter(model.decoder, names, settings)
+
+
+def require_dropout(adapter: Adapter, model: Model) -> None:
+  """Refuses dropout before additions whose inputs are no rows of the batch in their order: those of experts, which are sorted,
+  of routers, which each device runs on its own tokens, and of the head, which has a piece of every row at a time.
+
+  Raises:
+    UserError: names them.
+  """
+  apart = {"experts", "router", "head", "embedding"} | ({"kv_b"} if model.ways("sequence") > 1 else set())
+  found = sorted({_LAYER.sub("", name) for name in adapter.names if apart & set(name.split("."))})
+  if adapter.dropout and found:
+    raise UserError(
+      f"lora_dropout = {adapter.dropout:g}: there is no dropout before {', '.join(found)}"
+      f"{' with ici_context_parallelism' if found == ['attention.kv_b'] else ''}\n"
+      "  fix: lora_dropout=0, or lora_modules without them"
+    )
 
 
 def with_base(model: Model, settings: AdapterConfig) -> Model:

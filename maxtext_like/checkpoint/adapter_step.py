@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
-from maxtext_like.checkpoint.adapted_weights import adapted_names, with_base
+from maxtext_like.checkpoint.adapted_weights import configured_adapter, with_base
 from maxtext_like.checkpoint.fingerprint import fingerprint
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.errors import UserError
-from maxtext_like.models.adapter import Adapter, Merged, make_adapter
+from maxtext_like.models.adapter import Adapter, Merged
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, placed
 from maxtext_like.sharding.mesh import replicated
@@ -88,9 +88,8 @@ def holds_adapter_alone(stored: manifest.Manifest) -> bool:
 
 def stored_adapter(stored: manifest.Manifest, model: Model) -> Adapter:
   """The adapter that a step holds, for a model that is the one it was trained on."""
-  settings, tower = section(ADAPTER, stored.config), stored.config.get("training", {}).get("vision_tower")
-  names = adapted_names(model.decoder, model.config.model.decoder_block, settings.lora_modules, vision_tower=tower)
-  return make_adapter(model.decoder, model.decoder.params(), names, rank=settings.lora_rank, scale=settings.scale)
+  tower = stored.config.get("training", {}).get("vision_tower")
+  return configured_adapter(model, section(ADAPTER, stored.config), tower)
 
 
 def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) -> tuple[Adapter, Any]:

@@ -15,6 +15,7 @@ from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import UserError
+from maxtext_like.layers.low_rank import Layout, factors, with_magnitude
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model
 
@@ -30,6 +31,11 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
   Raises:
     UserError: one is neither, is damaged, or is of another model.
   """
+  if len(directories) > 1 and (scaled := [str(d) for d in directories if _has_magnitudes(d)]):
+    raise UserError(
+      f"{', '.join(scaled)}: DoRA\n  why: it sets the norms of the weights that it was trained on, which others would change\n"
+      "  fix: one adapter with DoRA, and no other"
+    )
   params = _rounded(params, model, directories)
   for directory in directories:
     if peft.is_adapter(directory):
@@ -37,6 +43,12 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
     else:
       params = _of_a_run(params, model, directory)
   return params
+
+
+def _has_magnitudes(directory: Path) -> bool:
+  if peft.is_adapter(directory):
+    return bool(peft.read_settings(directory).get("use_dora"))
+  return section(ADAPTER, _step_of(directory)[1].config).lora_dora
 
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
@@ -82,18 +94,33 @@ def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
 
 def _of_peft(params: Any, model: Model, directory: Path) -> Any:
   adapter = peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
-  leaves = flatten(params)
+  leaves, spec = flatten(params), flatten(model.decoder.params())
   sums: dict[str, np.ndarray] = {}
-  for piece, addition in adapter.additions():
+  norms: dict[str, np.ndarray] = {}
+  for piece, addition, magnitude in (found for own in adapter.maps for found in own.additions()):
     name = ".".join(piece.path)
     total = sums.setdefault(name, np.zeros(leaves[name].shape, np.float32))
     total[piece.index] += addition
-  add = jax.jit(lambda x, y: (x.astype(jnp.float32) + y).astype(x.dtype))
+    if magnitude is not None:
+      outputs = factors(spec[name], 1, dora=True)["lora_magnitude"].shape
+      own = norms.setdefault(name, np.full(outputs, np.nan, np.float32))
+      own[piece.index] = magnitude.reshape(own[piece.index].shape)
+
+  def add(x, y, norms, layout):
+    exact = x.astype(jnp.float32) + y
+    if norms is not None:  # layers without an adapter stay as they are
+      axes = tuple(i - layout.rank for i in layout.summed)
+      exact = jnp.where(jnp.isnan(jnp.expand_dims(norms, axes)), exact, with_magnitude(exact, layout, norms))
+    return exact.astype(x.dtype)
+
+  add = jax.jit(add, static_argnums=3)
 
   def added(path: tuple[str, ...], node: Any) -> Any:
     if isinstance(node, dict):
       return {key: added((*path, key), value) for key, value in node.items()}
-    total = sums.get(".".join(path))
-    return node if total is None else add(node, jax.device_put(total, node.sharding))
+    name = ".".join(path)
+    if name not in sums:
+      return node
+    return add(node, jax.device_put(sums[name], node.sharding), norms.get(name), Layout.of(spec[name]))
 
   return added((), params)

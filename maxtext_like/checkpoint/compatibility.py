@@ -19,7 +19,7 @@ _STATE_KEYS = frozenset(
   | {"precision.dtype", "vision.use_multimodal"}
   | {
     f"adapter.{key}"
-    for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_modules", "base_weights", "base_weights_modules")
+    for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules", "base_weights", "base_weights_modules")
   }
 )
 # What says how long a run is.

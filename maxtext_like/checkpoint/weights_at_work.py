@@ -60,6 +60,7 @@ class WeightsAtWork:
       node = self._factors
       for key in path:
         node = node[key]
-      a, b = (node[name] if row is None else node[name][row] for name in ("lora_a", "lora_b"))
-      x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.scale)
+      own = {name: value if row is None else value[row] for name, value in node.items()}
+      a, b, magnitude = own["lora_a"], own["lora_b"], own.get("lora_magnitude")
+      x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.scale, magnitude)
     return np.asarray(x, np.float32)

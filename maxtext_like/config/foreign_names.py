@@ -42,7 +42,7 @@ def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
 
 _AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a size each (docs/parallelism.md)"
 _HUB = "nothing is downloaded or uploaded by this program"
-_ADAPTERS = "of adapters this version has LoRA and rsLoRA, on weights that are not quantised"
+_ADAPTERS = "of adapters this version has LoRA, rsLoRA and DoRA, on quantised weights too"
 _LORA = "lora_rank=16 lora_modules=[all-linear]"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
 _CALL = "or in Python maxtext_like."
@@ -184,6 +184,7 @@ NAMES: dict[str, Foreign] = {
   **_renamed("lora_rank", "lora_r", "lora_dim"),
   **_renamed("lora_modules", "lora_target", "lora_target_modules", "target_modules"),
   **_renamed("lora_rslora", "use_rslora"),
+  **_renamed("lora_dora", "use_dora"),
   **_told(
     "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=frozen",
     "freeze_vision_tower", "freeze_vision_encoder_params", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner",

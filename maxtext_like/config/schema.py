@@ -134,6 +134,8 @@ class AdapterConfig(Checked):
   lora_rank: int
   lora_alpha: float | None
   lora_rslora: bool
+  lora_dora: bool
+  lora_dropout: float
   lora_modules: tuple[str, ...]
   base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
   base_weights_modules: tuple[str, ...]
@@ -142,6 +144,8 @@ class AdapterConfig(Checked):
     """Every contradiction among the values."""
     yield from at_least(self, 0, "lora_rank")
     yield from above_zero(self, "lora_alpha")
+    if not 0 <= self.lora_dropout < 1:
+      yield Problem(f"lora_dropout = {self.lora_dropout} is outside [0, 1)", ("lora_dropout",))
     if self.lora_rank and not self.lora_modules:
       yield Problem(
         f"lora_rank = {self.lora_rank} without lora_modules: nothing would be trained", ("lora_rank", "lora_modules"),
@@ -153,7 +157,7 @@ class AdapterConfig(Checked):
         ("base_weights_modules", "base_weights"), "say how, as in base_weights=nf4, or leave it out",
       )  # fmt: skip
     if not self.lora_rank:
-      for name in ("lora_alpha", "lora_rslora", "base_weights"):
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", "lora_dropout", "base_weights"):
         if getattr(self, name):
           yield Problem(
             f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),

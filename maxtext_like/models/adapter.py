@@ -1,10 +1,11 @@
-"""The adapter of a model: low-rank additions to some of its weights (LoRA), a tree of parameters beside the model's own.
+"""The adapter of a model: low-rank additions to some of its weights (LoRA, DoRA), a tree of parameters beside the model's own.
 
 The model's tree is what it is without them, so that weights are read, written and named as ever. The additions stand under
 ``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called.
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,9 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.dropout import Dropout, folded
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.layers.param import Param
+from maxtext_like.layers.precision import Precision
 from maxtext_like.models.naming import ADAPTER, path_keys, row_names
 from maxtext_like.models.quantised_base import QuantisedBase
 
@@ -49,28 +53,60 @@ class Adapter:
     names: of the weights, a layer's own each: ``layers.7.attention.q``. A stack of which some layers alone are among them
       has factors for all, of which the others stay zero.
     weights: the declared weights, by path.
+    dora: the norms of the outputs are trained too.
+    dropout: share of the inputs of the additions that are zero in training.
   """
 
   rank: int
   scale: float
   names: frozenset[str]
   weights: Mapping[Path, Param]
+  dora: bool = False
+  dropout: float = 0.0
 
   def params(self) -> dict[str, Any]:
     """The declared factors, "lora_a" and "lora_b" where the weight stands; see ``low_rank.factors``."""
-    return _nested({path: factors(p, self.rank) for path, p in self.weights.items()})
+    return _nested({path: factors(p, self.rank, dora=self.dora) for path, p in self.weights.items()})
 
-  def attach(self, params: dict[str, Any]) -> dict[str, Any]:
+  def attach(self, params: dict[str, Any], rows: jax.Array | None = None) -> dict[str, Any]:
     """The model's tree as the decoder takes it, each weight with its addition.
 
     Args:
       params: the model's tree, and the additions under ``ADAPTER``.
+      rows: uint32 [B, 2], the keys of a batch's rows (``dropout.ROWS``), in training; None: there is no dropout.
     """
 
     def join(base, ab, path):
-      return LowRank(base, ab["lora_a"], ab["lora_b"], Layout.of(self.weights[path]), self.scale)
+      p, dropout = self.weights[path], None
+      if rows is not None and self.dropout:
+        keys = folded(rows, jnp.array(zlib.crc32("/".join(path).encode()), jnp.uint32))
+        dropout = Dropout(keys if p.rows is None else folded(keys, jnp.arange(p.rows)), self.dropout)
+      magnitude = ab.get("lora_magnitude")
+      return LowRank(base, ab["lora_a"], ab["lora_b"], Layout.of(p), self.scale, magnitude, dropout)
 
     return self._joined(params, join)
+
+  def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
+    """The model's tree and its additions, whose magnitudes are the norms that its weights have now.
+
+    Args:
+      params: as of ``attach``.
+      precision: in which the weights are multiplied.
+      base: how they are stored; None: as they are declared.
+    """
+    if not self.dora:
+      return params
+
+    found: dict[Path, Any] = {}
+
+    def measure(below, ab, path):
+      p = self.weights[path]
+      weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), self.scale)
+      norms = lambda weight: weight.norms(precision)
+      found[path] = ab | {"lora_magnitude": norms(weight) if p.rows is None else jax.lax.map(norms, weight)}
+
+    self._joined(params if base is None else base.attach(params), measure)
+    return {**params, ADAPTER: _nested(found)}
 
   def merge(self, params: dict[str, Any], dtype: Any = None, base: QuantisedBase | None = None) -> "Merged":
     """The model's tree with every addition added to its weight, in float32 and rounded once, one layer at a time.
@@ -88,7 +124,7 @@ class Adapter:
       def one(row):
         stored, ab = row
         below = base.values(path, stored, "float32") if base and path in base.weights else stored.astype("float32")
-        exact = merged(below, ab["lora_a"], ab["lora_b"], layout, self.scale)
+        exact = merged(below, ab["lora_a"], ab["lora_b"], layout, self.scale, ab.get("lora_magnitude"))
         out = exact.astype(dtype or p.dtype)
         return out, jnp.stack([jnp.sum(jnp.square(x)) for x in (out.astype("float32") - exact, exact - below)])
 
@@ -113,21 +149,21 @@ class Adapter:
     return walk(base, params[ADAPTER], ())
 
 
-def make_adapter(decoder: Decoder, spec: Any, names: frozenset[str], *, rank: int, scale: float) -> Adapter:
+def make_adapter(decoder: Decoder, names: frozenset[str], settings: AdapterConfig) -> Adapter:
   """The adapter of some weights of a model.
 
   Args:
-    decoder: for the names of its parameters.
-    spec: its declared parameters.
+    decoder: the model.
     names: of the weights.
-    rank, scale: of the additions.
+    settings: of the adapter.
   """
   weights = {
     path_keys(path): p
-    for path, p in jax.tree_util.tree_leaves_with_path(spec)
+    for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())
     if names & set(row_names(decoder, path_keys(path)))
   }
-  return Adapter(rank, scale, names, weights)
+  s = settings
+  return Adapter(s.lora_rank, s.scale, names, weights, dora=s.lora_dora, dropout=s.lora_dropout)
 
 
 def _nested(leaves: dict[Path, Any]) -> dict[str, Any]:

@@ -68,14 +68,16 @@ def passes(program: TrainProgram, data: DataSource) -> str:
 
 
 def described(adapter: Adapter) -> str:
-  """Rank, scale, and which arrays of how many layers have an addition."""
+  """Kind, rank, scale, dropout, and which arrays of how many layers have an addition."""
   layers: dict[str, set[str]] = {}
   for name in adapter.names:
     number, weight = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
     layers.setdefault(weight, set()).add(number or "")
   counts = ", ".join(f"{weight} {len(found)}" for weight, found in sorted(layers.items()))
   places = {number for found in layers.values() for number in found if number}
-  return f"LoRA of rank {adapter.rank} times {adapter.scale:g} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
+  kind = f"{'DoRA' if adapter.dora else 'LoRA'} of rank {adapter.rank} times {adapter.scale:g}"
+  kind += f", dropout {adapter.dropout:g}," if adapter.dropout else ""
+  return f"{kind} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
 
 
 def tower_described(program: TrainProgram) -> str:

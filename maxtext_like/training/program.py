@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.checkpoint.adapted_weights import adapted_names, with_base
+from maxtext_like.checkpoint.adapted_weights import configured_adapter, require_dropout, with_base
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, count, init
 from maxtext_like.layers.partition import Mesh, axes_of
 from maxtext_like.layers.rules import free_axes
-from maxtext_like.models.adapter import Adapter, make_adapter
+from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
@@ -104,6 +104,8 @@ class TrainProgram:
     given = given or self.model.draw(key)
     missing = {name: spec for name, spec in self.spec.items() if name not in given}
     params = {**given, **init(missing, key)}
+    if self.adapter is not None and ADAPTER in missing:
+      params = self.adapter.started(params, self.model.decoder.precision, self.model.base)
     state: State = {
       "step": jnp.zeros((), jnp.int32),
       "params": params,
@@ -164,14 +166,6 @@ class TrainProgram:
     with use_mesh(self.model.mesh):
       places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
       return jax.jit(self.initial_state, out_shardings=places).lower(jax.ShapeDtypeStruct((), jnp.uint32))
-
-  def lower_beside(self) -> Any:
-    """The program that draws, from a seed (uint32 scalar), what stands beside the model's own parameters, as an adapter."""
-    spec = {name: part for name, part in self.spec.items() if name not in self.model.spec}
-    places = jax.tree.map(lambda x: x.sharding, {name: self.abstract_state["params"][name] for name in spec})
-    with use_mesh(self.model.mesh):
-      draw = jax.jit(lambda seed: init(spec, jax.random.key(seed)), out_shardings=places)
-      return draw.lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
   def lower_around(self) -> Any:
     """The program that makes the state at step 0 of the model's parameters, whose memory it takes, and a seed (uint32 scalar)
@@ -244,8 +238,8 @@ def make_program(
   objective: Objective = make_objective(t.objective, model)
   adapter = None
   if config.adapter.lora_rank:
-    names = adapted_names(decoder, config.model.decoder_block, config.adapter.lora_modules, vision_tower=t.vision_tower)
-    adapter = make_adapter(decoder, decoder.params(), names, rank=config.adapter.lora_rank, scale=config.adapter.scale)
+    adapter = configured_adapter(model, config.adapter, t.vision_tower)
+    require_dropout(adapter, model)
     objective = Adapted(objective, adapter, model.base)
   spec = objective.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter, t.vision_tower)
@@ -265,6 +259,7 @@ def make_program(
     probed_stacks={s.name: (s.repeats, len(s.layers)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     summed_once=_summed_once(decoder, spec, model.mesh) if t.gradient_accumulation_steps > 1 else (),
+    dropout_seed=t.seed if adapter and adapter.dropout else None,
     careful=not optimizer.usually_proved,
   )
   return TrainProgram(model, objective, selection, step, adapter)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import sinks
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
@@ -58,6 +59,7 @@ class TrainStep:
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
     summed_once: mesh axes that split rows and no parameter: over them the gradients of microbatches are added up once, behind
       the last one.
+    dropout_seed: of the masks of dropout; None: there is none.
     careful: looks at an update that is not proved finite, instead of doing nothing.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
       it holds, so that nothing hides behind the finiteness check, and the metrics have "watched", floats that carry every
@@ -76,6 +78,7 @@ class TrainStep:
   probed_stacks: dict[str, tuple[int, int]] | None = None
   rounding: StochasticRounding | None = None
   summed_once: tuple[str, ...] = ()
+  dropout_seed: int | None = None
   careful: bool = True
   watch: Callable[[str, Any], Any] | None = None
 
@@ -100,7 +103,7 @@ class TrainStep:
     """
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
-    grads, losses = self.gradients(params, frozen, batch, scaling["scale"] if scaling else None)
+    grads, losses = self.gradients(params, frozen, self.keyed(batch, state["step"]), scaling["scale"] if scaling else None)
     loss = sum(losses["loss"].values())
 
     if self.probed_stacks:
@@ -193,13 +196,19 @@ class TrainStep:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | _optional(losses, scaling)
 
+  def keyed(self, batch: Batch, step: jax.Array) -> Batch:
+    """The batch with the keys of its rows, where there is dropout."""
+    if self.dropout_seed is None:
+      return batch
+    return {**batch, dropout.ROWS: dropout.row_keys(self.dropout_seed, step, batch["segments"].shape[0])}
+
   def gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
     """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32.
 
     Args:
       params: the trained leaves.
       frozen: the others.
-      batch: as in ``__call__``.
+      batch: as in ``__call__``, ``keyed`` where dropout is wanted.
       scale: the loss is multiplied by it for the backward pass, and the gradients divided again; None: 1.
 
     Returns:

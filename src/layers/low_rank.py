@@ -1,9 +1,11 @@
-"""A weight with a trained low-rank addition: LoRA (Hu et al. 2021), ``W + scale * A B``.
+"""A weight with a trained low-rank addition: LoRA (Hu et al. 2021), ``W + scale * A B``; and DoRA (Liu et al. 2024), which
+trains the norm of each output beside it, ``m * (W + scale * A B) / |W + scale * A B|``.
 
 It stands in the tree of parameters where the weight stood, so that no layer knows of it. The factors of every weight follow
 from its ``Param``: the axes that products sum over go to A, the others to B, and experts have factors of their own.
 
-R rank. [*groups, *summed, R] and [*groups, R, *kept]: ``groups`` is the axis of experts, where a weight has one.
+R rank. [*groups, *summed, R] and [*groups, R, *kept], and magnitudes [*groups, *kept]: ``groups`` is the axis of experts, where
+a weight has one.
 """
 
 import dataclasses
@@ -13,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.dropout import Dropout
 from maxtext_like.layers.param import Param, constant, fan_in, stack
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.weight import Equation, Groups, Weight, cast, lookup, product
+from maxtext_like.layers.weight import Equation, Groups, Weight, cast, lookup, product, values
 
 LETTERS = "abcdefg"
 
@@ -62,12 +65,13 @@ def one_layer(p: Param) -> Param:
   return p if p.rows is None else dataclasses.replace(p, shape=p.shape[1:], axes=p.axes[1:], rows=None)
 
 
-def factors(p: Param, rank: int) -> dict[str, Param]:
-  """The declared factors of a weight: "lora_a", drawn as wide as its inputs, and "lora_b", zeros; both float32.
+def factors(p: Param, rank: int, *, dora: bool = False) -> dict[str, Param]:
+  """The declared factors of a weight: "lora_a", drawn as wide as its inputs, and "lora_b", zeros; all float32.
 
   Args:
     p: the weight, of one layer or stacked.
     rank: R.
+    dora: with "lora_magnitude", which begins as the norms of the weight (``LowRank.norms``): nobody can draw them.
   """
   own, layout = one_layer(p), Layout.of(p)
   pick = lambda of, axes: tuple(of[i] for i in axes)
@@ -82,6 +86,9 @@ def factors(p: Param, rank: int) -> dict[str, Param]:
       constant(0.0),
     ),
   }
+  if dora:
+    outputs = (*layout.group, *layout.kept)
+    spec["lora_magnitude"] = Param(pick(own.shape, outputs), pick(own.axes, outputs), "float32", constant(1.0))
   return spec if p.rows is None else stack(spec, p.rows)
 
 
@@ -95,6 +102,8 @@ class LowRank(Weight):
     a, b: float32, see ``factors``.
     layout: which axes are whose.
     scale: alpha / R, or alpha / sqrt(R) (Kalajdzievski 2023).
+    magnitude: float32, the norm that each output has (DoRA); None: that which comes of the sum.
+    dropout: of what a multiplies, in training. Looked up rows have none.
   """
 
   base: Any
@@ -102,6 +111,8 @@ class LowRank(Weight):
   b: jax.Array
   layout: Layout = dataclasses.field(metadata={"static": True})
   scale: float = dataclasses.field(metadata={"static": True})
+  magnitude: jax.Array | None = None
+  dropout: Dropout | None = None
 
   def product(
     self,
@@ -122,29 +133,83 @@ class LowRank(Weight):
     inner = "".join(c for c in e.x if c not in summed) + "r"
     wide = {} if groups is not None else {"float32": True, "unbounded": unbounded}
     given = {"groups": groups, "float32": float32, "unbounded": unbounded}
+    scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):
-      low = product(precision, f"{e.x},{group}{summed}r->{inner}", x, self.a, groups=groups, **wide) * self.scale
+      seen = x if self.dropout is None else self.dropout(x)
+      low = product(precision, f"{e.x},{group}{summed}r->{inner}", seen, self.a, groups=groups, **wide) * scale
       added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, self.b, **given)
-    return product(precision, equation, x, self.base, **given) + added
+    out = product(precision, equation, x, self.base, **given) + added
+    if self.magnitude is None:
+      return out
+    with jax.named_scope("dora"):
+      factor = self._factor(precision)
+      if groups is not None:  # each row has its expert's
+        factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=out.shape[0])
+      else:
+        factor = factor[tuple(slice(None) if c in group + kept else None for c in e.result if c != ".")]
+      return (out.astype(jnp.float32) * factor).astype(out.dtype)  # rounded once more, by a factor of about one
+
+  def _factor(self, precision: Precision) -> jax.Array:
+    """float32 [*groups, *kept]: what brings each output to its magnitude."""
+    assert self.magnitude is not None
+    return self.magnitude / self.norms(precision)
+
+  def norms(self, precision: Precision) -> jax.Array:
+    """float32 [*groups, *kept]: the norm of each output of base + scale * a b, 1 where it is zero. No gradient goes through it,
+    as in the paper (4.3).
+
+    |w + s A b|^2 = |w|^2 + 2 s (A^T w) b + s^2 b^T (A^T A) b: of the size of the weight nothing is made but itself.
+    """
+    base, a, b = jax.lax.stop_gradient((self.base, self.a, self.b))
+    w = values(precision, base)
+    letters = LETTERS[: self.layout.rank]
+    group, summed, kept = (
+      "".join(letters[i] for i in axes) for axes in (self.layout.group, self.layout.summed, self.layout.kept)
+    )
+    crossed = precision.einsum(f"{group}{summed}r,{letters}->{group}r{kept}", a, w, float32=True)
+    inner = jnp.einsum(f"{group}{summed}r,{group}{summed}q->{group}rq", a, a, precision="highest")
+    total = crossed * 2 + self.scale * jnp.einsum(f"{group}rq,{group}q{kept}->{group}r{kept}", inner, b, precision="highest")
+    own = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=self.layout.summed)
+    squares = own + self.scale * jnp.sum(b * total, axis=len(group))
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 1)
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Rows of the table and of the addition."""
-    rows = self.a[index] if 0 in self.layout.summed else jnp.moveaxis(self.b[:, index], 0, -1)
-    if 0 in self.layout.summed:
-      added = jnp.tensordot(rows, self.b, 1)
-    else:
-      added = jnp.tensordot(rows, jnp.moveaxis(self.a, -1, 0), 1)
-    return lookup(precision, self.base, index) + precision.cast(added * self.scale)
+    by_row = 0 not in self.layout.summed
+    rows = jnp.moveaxis(self.b[:, index], 0, -1) if by_row else self.a[index]
+    other = jnp.moveaxis(self.a, -1, 0) if by_row else self.b
+    out = lookup(precision, self.base, index) + precision.cast(jnp.tensordot(rows, other, 1) * self.scale)
+    if self.magnitude is None:
+      return out
+    factor = self._factor(precision)
+    factor = factor[index].reshape(*index.shape, *(1,) * (out.ndim - index.ndim)) if by_row else factor
+    return precision.cast(out.astype(jnp.float32) * factor)
+
+  def values(self, dtype: str) -> jax.Array:
+    """The sum as it stands, in a dtype."""
+    return merged(values(Precision(dtype=dtype), self.base), self.a, self.b, self.layout, self.scale, self.magnitude).astype(
+      dtype
+    )
 
   def cast(self, precision: Precision) -> "LowRank":
     """The base in ``dtype``; the factors are cast by their products."""
     return dataclasses.replace(self, base=cast(precision, self.base))
 
 
-def merged(base: jax.Array, a: jax.Array, b: jax.Array, layout: Layout, scale: float) -> jax.Array:
-  """The weight that base and addition stand for, float32; a stack's rows lead in all three."""
+def merged(
+  base: jax.Array, a: jax.Array, b: jax.Array, layout: Layout, scale: float, magnitude: jax.Array | None = None
+) -> jax.Array:
+  """The weight that base and addition stand for, float32; a stack's rows lead in all of them."""
   letters = LETTERS[: layout.rank]
   pick = lambda axes: "".join(letters[i] for i in axes)
   group = pick(layout.group)
   spec = f"...{group}{pick(layout.summed)}r,...{group}r{pick(layout.kept)}->...{letters}"
-  return base.astype(jnp.float32) + scale * jnp.einsum(spec, a, b, precision="highest")
+  total = base.astype(jnp.float32) + scale * jnp.einsum(spec, a, b, precision="highest")
+  return total if magnitude is None else with_magnitude(total, layout, magnitude)
+
+
+def with_magnitude(total: jax.Array, layout: Layout, magnitude: jax.Array) -> jax.Array:
+  """A weight in float32 whose outputs have the norms of ``magnitude``; a stack's rows lead in both."""
+  axes = tuple(i - layout.rank for i in layout.summed)
+  norms = jnp.sqrt(jnp.sum(jnp.square(total), axis=axes, keepdims=True))
+  return total * (jnp.expand_dims(magnitude, axes) / jnp.where(norms > 0, norms, 1))

@@ -56,6 +56,10 @@ class Weight(abc.ABC):
     """See the function of this name."""
 
   @abc.abstractmethod
+  def values(self, dtype: str) -> jax.Array:
+    """The array that it stands for, in a dtype."""
+
+  @abc.abstractmethod
   def cast(self, precision: Precision) -> "Weight":
     """See the function of this name."""
 
@@ -100,6 +104,11 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   every = by_copy(jnp.broadcast_to(weight, (copies, *weight.shape)))
   rows = jax.vmap(lambda table, i: table[i])(every, index.reshape(copies, -1, *index.shape[1:]))
   return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
+
+
+def values(precision: Precision, weight: Any) -> jax.Array:
+  """The array that products multiply by, in ``dtype``."""
+  return weight.values(precision.dtype) if isinstance(weight, Weight) else precision.cast(weight)
 
 
 def cast(precision: Precision, weight: Any) -> Any:

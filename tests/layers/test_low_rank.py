@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.dropout import Dropout, row_keys
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.layers.param import Param, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.weight import product
+from maxtext_like.layers.quantised import FORMS, Quantised, quantise
+from maxtext_like.layers.weight import Groups, lookup, product
 
 OUTPUT = Param((2, 4, 5), ("heads", "head_dim", "embed"), "bfloat16", fan_in(0, 1))
 EXPERTS = Param((3, 5, 7), ("expert", "embed", "mlp"), "float32", fan_in(1))
@@ -84,3 +86,76 @@ def test_an_addition_on_an_addition():
   x, exact = draw(3, 4, 5), dataclasses.replace(Precision(), dtype="float32")
   got = product(exact, "EXD,EDF->EXF", x, outer)
   np.testing.assert_allclose(got, jnp.einsum("EXD,EDF->EXF", x, both), rtol=1e-4, atol=1e-4)
+
+
+def magnitudes(p: Param, seed: int = 2) -> LowRank:
+  """DoRA over drawn numbers, whose magnitudes are no norms of theirs."""
+  rng, spec = np.random.default_rng(seed), factors(p, 3, dora=True)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)
+  a, b, magnitude = (draw(*spec[f"lora_{name}"].shape) for name in ("a", "b", "magnitude"))
+  return LowRank(draw(*p.shape), a, b, Layout.of(p), 0.7, 1 + jnp.abs(magnitude))
+
+
+def exact_weight(w: LowRank) -> jax.Array:
+  assert w.magnitude is not None
+  total = merged(w.base, w.a, w.b, w.layout, w.scale)
+  norms = jnp.sqrt(jnp.sum(jnp.square(total), axis=w.layout.summed, keepdims=True))
+  return total / jax.lax.stop_gradient(norms) * jnp.expand_dims(w.magnitude, w.layout.summed)
+
+
+@pytest.mark.parametrize(
+  ("p", "equation", "x"), [(OUTPUT, "BTNH,NHD->BTD", (2, 3, 2, 4)), (EXPERTS, "EXD,EDF->EXF", (3, 4, 5))]
+)
+def test_dora_is_the_weight_whose_outputs_have_the_magnitudes(p, equation, x):
+  w, x = magnitudes(p), jnp.asarray(np.random.default_rng(3).normal(size=x), jnp.float32)
+  exact = Precision(dtype="float32", matmul_precision="highest")
+  run = lambda plain: lambda w: jnp.sum(jnp.sin(product(exact, equation, x, exact_weight(w) if plain else w)))
+  (got, d_got), (want, d_want) = (jax.jit(jax.value_and_grad(run(plain)))(w) for plain in (False, True))
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  for name in ("base", "a", "b", "magnitude"):
+    assert float(jnp.max(jnp.abs(getattr(d_want, name)))) > 1e-2
+    np.testing.assert_allclose(getattr(d_got, name), getattr(d_want, name), atol=2e-5, err_msg=name)
+  assert w.magnitude is not None
+  whole = merged(w.base, w.a, w.b, w.layout, w.scale, w.magnitude)
+  np.testing.assert_allclose(whole, exact_weight(w), atol=1e-6)
+  norms = jnp.sqrt(jnp.sum(jnp.square(whole), axis=w.layout.summed))
+  np.testing.assert_allclose(norms, w.magnitude, rtol=1e-5)
+
+
+def test_dora_of_rows_sorted_by_expert():
+  w, x = magnitudes(EXPERTS), jnp.asarray(np.random.default_rng(3).normal(size=(8, 5)), jnp.float32)
+  exact, groups = Precision(dtype="float32", matmul_precision="highest"), Groups(jnp.array([3, 0, 5], jnp.int32))
+  got = product(exact, "MD,EDF->MF", x, w, groups=groups)
+  np.testing.assert_allclose(got, product(exact, "MD,EDF->MF", x, exact_weight(w), groups=groups), atol=2e-5)
+
+
+@pytest.mark.parametrize("summed", [0, 1])
+def test_dora_of_a_table(summed):
+  w = magnitudes(Param((9, 4), ("vocab", "embed"), contracts=(summed,)))
+  index = jnp.array([[3, 0], [8, 3]])
+  np.testing.assert_allclose(lookup(Precision(dtype="float32"), w, index), exact_weight(w)[index], atol=1e-5)
+
+
+def test_dora_begins_with_the_weight_as_it_is():
+  """Whatever it is stored in, and where an output is zero."""
+  x = jnp.asarray(np.random.default_rng(4).normal(size=EXPERTS.shape), jnp.float32).at[1, :, 2].set(0)
+  precision = Precision(dtype="bfloat16")
+  base = Quantised(quantise(FORMS["int8"], EXPERTS, x), FORMS["int8"], EXPERTS)
+  drawn = init(factors(EXPERTS, 3), jax.random.key(0))
+  w = LowRank(base, drawn["lora_a"], drawn["lora_b"], Layout.of(EXPERTS), 1.0)
+  w = dataclasses.replace(w, magnitude=jax.jit(lambda w: w.norms(precision))(w))
+  rows = jnp.asarray(np.random.default_rng(5).normal(size=(3, 4, 5)), jnp.bfloat16)
+  run = lambda w: np.asarray(jax.jit(lambda w: product(precision, "EXD,EDF->EXF", rows, w))(w), np.float32)
+  np.testing.assert_array_equal(run(w), run(base))
+
+
+def test_dropout_is_of_the_addition_s_input_alone():
+  w = magnitudes(OUTPUT)
+  w = dataclasses.replace(w, magnitude=None, dropout=Dropout(row_keys(0, jnp.array(0), 2), 0.25))
+  x, exact = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 2, 4)), jnp.float32), Precision(dtype="float32")
+  assert w.dropout is not None
+  dropped = w.dropout(x) / 0.75
+  zeros = float(jnp.mean(dropped == 0))
+  assert 0.05 < zeros < 0.6
+  want = jnp.einsum("BTNH,NHD->BTD", x, w.base) + 0.7 * jnp.einsum("BTNH,NHR,RD->BTD", dropped, w.a, w.b)
+  np.testing.assert_allclose(product(exact, "BTNH,NHD->BTD", x, w), want, atol=1e-5)

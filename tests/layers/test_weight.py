@@ -28,15 +28,15 @@ static = dataclasses.field(metadata={"static": True})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled(Weight):
-  """values * scale, with a scale for each entry of the axes that products do not sum over."""
+  """codes * scale, with a scale for each entry of the axes that products do not sum over."""
 
-  values: jax.Array
+  codes: jax.Array
   scale: jax.Array
   param: Param = static
 
   def product(self, precision, equation, x, *, groups=None, **flags):
     e = Equation.of(equation)
-    y = product(precision, equation, x, self.values, groups=groups, **flags)
+    y = product(precision, equation, x, self.codes, groups=groups, **flags)
     if groups is not None:
       return y * jnp.repeat(self.scale[:, 0], groups.sizes, axis=0, total_repeat_length=y.shape[0])
     return y * jnp.einsum(f"{e.weight}->{''.join(c for c in e.result if c in e.weight)}", self.scale)[self._spread(e)]
@@ -47,7 +47,10 @@ class Scaled(Weight):
 
   def lookup(self, precision, index):
     scale = self.scale[index] if self.scale.shape[0] > 1 else self.scale[0]
-    return precision.cast(self.values[index] * scale)
+    return precision.cast(self.codes[index] * scale)
+
+  def values(self, dtype):
+    return merged(self).astype(dtype)
 
   def cast(self, precision):
     return self
@@ -64,13 +67,14 @@ def low_rank(p: Param, base: Any, rng) -> Any:
   if not p.contracts:
     return base
   draw = lambda q: jnp.asarray(rng.normal(size=q.shape) * 0.3, jnp.float32)
-  return LowRank(base, **{name[5:]: draw(q) for name, q in factors(p, RANK).items()}, layout=Layout.of(p), scale=SCALE)
+  drawn = {name: draw(q) for name, q in factors(p, RANK).items()}
+  return LowRank(base, drawn["lora_a"], drawn["lora_b"], Layout.of(p), SCALE)
 
 
 def merged(w: Any) -> Any:
   """The array that a weight stands for."""
   if isinstance(w, Scaled):
-    return w.values.astype(jnp.float32) * w.scale
+    return w.codes.astype(jnp.float32) * w.scale
   if not isinstance(w, LowRank):
     return w
   return addition_merged(w.base, w.a, w.b, w.layout, w.scale)
@@ -113,7 +117,7 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
   decoder = tiny_decoder(family)
   spec = decoder.params()
   p = jax.tree.map(scaled, spec, random_params(spec))
-  assert {str(w.values.dtype) for w in jax.tree.leaves(p, is_leaf=is_weight) if is_weight(w)} == {"int8"}
+  assert {str(w.codes.dtype) for w in jax.tree.leaves(p, is_leaf=is_weight) if is_weight(w)} == {"int8"}
   loss = lambda p: objective(decoder)(p, batch)[0]
   both = lambda p: (loss(p), loss(jax.tree.map(merged, p, is_leaf=is_weight)))
   value, expected = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
@@ -165,16 +169,19 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
 
   @dataclasses.dataclass(frozen=True)
   class Told(Weight):
-    values: Any
+    codes: Any
     param: Param = static
 
     def product(self, precision, equation, x, **flags):
       e = Equation.of(equation)
       seen.append((e, self.param))
-      return product(precision, equation, x, self.values, **flags)
+      return product(precision, equation, x, self.codes, **flags)
 
     def lookup(self, precision, index):
-      return lookup(precision, self.values, index)
+      return lookup(precision, self.codes, index)
+
+    def values(self, dtype):
+      return self.codes.astype(dtype)
 
     def cast(self, precision):
       return self

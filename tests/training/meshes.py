@@ -103,7 +103,7 @@ def descend(model: str, words: list[str], devices: int, start: Any = None) -> tu
 
   def step(params, batch):
     trained, frozen = program.selection.split(params)
-    grads, out = program.step.gradients(trained, frozen, batch, None)
+    grads, out = program.step.gradients(trained, frozen, program.step.keyed(batch, jnp.int32(5)), None)
     return merge(jax.tree.map(lambda p, g: p - 0.05 * g, trained, grads), frozen), grads, sum(out["loss"].values())
 
   losses, first = [], None

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,12 +12,15 @@ import maxtext_like
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.training.program import make_program
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 WORDS += ["dataset=text", "eval_fraction=0", "dtype=float32"]
 LORA = ["lora_rank=3", "lora_alpha=6", "lora_modules=[all-linear]", "learning_rate=0.02", "checkpoint_interval=2"]
+DORA = [*LORA, "lora_dora=true", "lora_dropout=0.2", "base_weights=int8"]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,8 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
   ("change", "said"),
   [
     ({"peft_type": "IA3"}, "not a LoRA adapter"),
-    ({"use_dora": True}, "use_dora = True is not supported"),
+    ({"use_dora": True}, "of lora_A, lora_B, lora_magnitude_vector there is lora_A, lora_B"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out = True is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"lora_alpha": "big"}, "lora_alpha = big is no number"),
   ],
@@ -145,3 +150,95 @@ def test_what_is_no_adapter_is_refused(workplace, tmp_path):
     maxtext_like.export_adapter(workplace / "base", tmp_path / "peft")
   with pytest.raises(UserError, match="no adapter"):
     _ = maxtext_like.load(workplace / "base", adapters=tmp_path).params
+
+
+def dropped(*words: str) -> np.ndarray:
+  """Losses of a batch without dropout, and with that of steps 3, 4 and 3."""
+  small = [*WORDS, *LORA, "inhomogeneous_layer_cycle_interval=1", "dataset=synthetic", "lora_dropout=0.5", *words]
+  program = make_program(load_config("gemma3-tiny", small).config)
+  batch = {name: jnp.ones(x.shape, x.dtype) for name, x in program.abstract_batch.items()}
+  batch["tokens"] = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
+
+  def losses(seed):
+    params = program.initial_state(seed)["params"]
+    params["adapter"] = jax.tree.map(lambda x: x + 0.1, params["adapter"])  # where B is zero nothing is added
+    batches = [batch, *(program.step.keyed(batch, jnp.int32(step)) for step in (3, 4, 3))]
+    return [program.step.apply(params, b)[0] for b in batches]
+
+  return np.array(jax.jit(losses)(np.uint32(0)))
+
+
+def test_dropout_is_of_training_alone_and_follows_from_the_step():
+  without, *found = dropped()
+  assert found[0] == found[2]
+  assert len({without, *found}) == 3
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_through_every_face_and_of_layers_by_themselves():
+  want = dropped()
+  for words in (["module_api=linen", "remat_policy=full"], ["scan_layers=false"]):
+    np.testing.assert_allclose(dropped(*words), want, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def dora(workplace):
+  """A run with DoRA and dropout on weights in 8 bits, stopped and gone on with."""
+  for steps in (2, 4):
+    words = (f"init_from={workplace}/base", *DORA, "lr_schedule_steps=4", f"steps={steps}")
+    assert train(workplace, "dora", *words, f"eval_path={workplace}/text.txt", "eval_interval=2", "eval_steps=1") == 0
+  return workplace / "dora"
+
+
+@pytest.mark.slow
+def test_dora_begins_as_lora_does_and_trains_magnitudes(workplace, dora, capsys):
+  assert train(workplace, "lora8", f"init_from={workplace}/base", *LORA, "base_weights=int8", "steps=1") == 0
+  assert losses(workplace, "dora")[0] == pytest.approx(losses(workplace, "lora8")[0], rel=1e-6)
+  assert losses(workplace, "dora")[-1] < losses(workplace, "dora")[0] - 0.05
+  leaves = manifest.read(dora / "checkpoints/4").leaves
+  assert leaves["params.adapter.stack_0.layer_0.attention.q.lora_magnitude"]["shape"] == [1, 4, 32]
+
+
+@pytest.mark.slow
+def test_dora_with_dropout_goes_on_to_the_bit(workplace, dora):
+  words = (
+    f"init_from={workplace}/base",
+    *DORA,
+    "steps=4",
+    f"eval_path={workplace}/text.txt",
+    "eval_interval=2",
+    "eval_steps=1",
+  )
+  assert train(workplace, "dora-in-one-go", *words) == 0
+  rows = [[json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+          for place in (dora, workplace / "dora-in-one-go")]  # fmt: skip
+  for name in ("loss", "grad_norm"):
+    assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
+
+
+@pytest.mark.slow
+def test_dora_is_the_same_model_however_it_is_written(workplace, dora, tmp_path):
+  load = lambda *args, **more: maxtext_like.load(*args, dtype="float32", **more).logits([[5, 6, 7]])
+  run = load(dora)
+  np.testing.assert_allclose(load(workplace / "base", adapters=dora), run, atol=1e-5)
+  maxtext_like.export_checkpoint(dora, tmp_path / "hf", dtype="float32")
+  np.testing.assert_allclose(load(tmp_path / "hf", tokenizer="bytes"), run, atol=1e-5)
+  words = [word for word in DORA if "int8" not in word and "dropout" not in word]
+  assert train(workplace, "whole", f"init_from={workplace}/base", *words, "steps=3") == 0
+  maxtext_like.export_adapter(workplace / "whole", tmp_path / "peft")
+  np.testing.assert_allclose(load(workplace / "base", adapters=tmp_path / "peft"), load(workplace / "whole"), atol=1e-5)
+  with pytest.raises(UserError, match="DoRA\n  why: it sets the norms"):
+    _ = maxtext_like.load(workplace / "base", adapters=[tmp_path / "peft", workplace / "adapter"]).params
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["lora_dropout=0.1", "lora_modules=[all-linear, embed_tokens]"], "there is no dropout before embedding.table"),
+    (["lora_dropout=1"], "lora_dropout = 1.0 is outside [0, 1)"),
+    (["lora_rank=0", "lora_dora=true"], "lora_dora = true does nothing with lora_rank: 0"),
+  ],
+)
+def test_what_cannot_be_is_refused(workplace, capsys, words, said):
+  assert train(workplace, "refused", "lora_rank=2", *words, "steps=1") == 2
+  assert said in capsys.readouterr().err

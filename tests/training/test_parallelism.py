@@ -56,13 +56,14 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
   ("form", "model", "meshes"),
   [
     ("nf4", "qwen3-moe-tiny", ["fsdp", "expert-context-tensor"]),
-    ("int8", "qwen3-tiny", ["data-fsdp-tensor"]),
+    ("int8", "qwen3-tiny", ["data-fsdp-tensor", "two-parts-data"]),
     ("fp8_block", "qwen3-tiny", ["data-fsdp-tensor"]),
   ],
 )
 def test_an_adapter_on_quantised_weights(form, model, meshes):
-  """With fsdp=8 each device has a part of every block of 64, of which a weight has two."""
+  """With fsdp=8 each device has a part of every block of 64, of which a weight has two. Norms (DoRA) and masks too."""
   words = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3", f"base_weights={form}"]
+  words += ["lora_dropout=0.3"] if model == "qwen3-tiny" else ["lora_dora=true"]
   words += ["moe_mlp_dim=128", "lora_modules=[all-linear,experts]"] if model in EXPERTS else []
   assert_equal(run("tests.training.meshes", model, *words, *meshes))
 

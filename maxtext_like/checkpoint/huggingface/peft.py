@@ -1,7 +1,8 @@
 """Adapters as peft writes and loads them: adapter_config.json and adapter_model.safetensors (peft 0.21, ``LoraConfig``).
 
 Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R];
-what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A.
+what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector``
+[out] has the norm of each row of the sum.
 """
 
 import math
@@ -28,6 +29,9 @@ from maxtext_like.strict_json import parse_file, printable
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LINEAR = ("linear", "linear2")
+_TENSOR = re.compile(
+  r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
+)
 
 
 def write_adapter(
@@ -77,6 +81,8 @@ def write_adapter(
     shapes = piece.hf_shape()
     sources.append(Source(f"{_PREFIX}{module}.lora_A.weight", "F32", (adapter.rank, shapes[1]), _a(ab, piece)))
     sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], adapter.rank), _b(ab, piece)))
+    if adapter.dora:
+      sources.append(Source(f"{_PREFIX}{module}.lora_magnitude_vector", "F32", (shapes[0],), _magnitude(ab, piece)))
   alpha = adapter.scale * (math.sqrt(adapter.rank) if rslora else adapter.rank)
   config = {
     "peft_type": "LORA",
@@ -84,9 +90,9 @@ def write_adapter(
     "base_model_name_or_path": base,
     "r": adapter.rank,
     "lora_alpha": alpha,
-    "lora_dropout": 0.0,
+    "lora_dropout": adapter.dropout,
     "use_rslora": rslora,
-    "use_dora": False,
+    "use_dora": adapter.dora,
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -137,24 +143,41 @@ def _b(ab: dict[str, Any], piece: Piece) -> Any:
   return values
 
 
+def _magnitude(ab: dict[str, Any], piece: Piece) -> Any:
+  """The norms as peft has them, [out]."""
+  return lambda: np.asarray(ab["lora_magnitude"][piece.index], np.float32).reshape(-1)
+
+
 @dataclass(frozen=True)
-class PeftAdapter:
-  """An adapter that peft wrote, matched with a model.
+class AdaptedMap:
+  """A linear map of a model, and what peft adds to it.
 
   Attributes:
-    directory: of it.
-    pairs: (tensor of the model, A [R, in], B [out, R], scale) each.
+    tensor: of the model.
+    a, b: float32 [R, in] and [out, R].
+    scale: of b a.
+    magnitude: float32 [out], the norms of the outputs (DoRA); None: they come of the sum.
   """
 
-  directory: Path
-  pairs: tuple[tuple[Tensor, np.ndarray, np.ndarray, float], ...]
+  tensor: Tensor
+  a: np.ndarray
+  b: np.ndarray
+  scale: float
+  magnitude: np.ndarray | None
 
-  def additions(self) -> Iterator[tuple[Piece, np.ndarray]]:
-    """What is added to each of our parameters: its place, and float32 in our layout."""
-    for tensor, a, b, scale in self.pairs:
-      product = scale * (b.astype(np.float32) @ a.astype(np.float32))
-      for piece in tensor.pieces:
-        yield piece, piece.to_ours(product)
+  def additions(self) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None]]:
+    """What is added to each of our parameters: its place, and float32 in our layout; and the norms of its outputs."""
+    product = self.scale * (self.b @ self.a)
+    for piece in self.tensor.pieces:
+      yield piece, piece.to_ours(product), self.magnitude
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+  """An adapter that peft wrote, matched with a model."""
+
+  directory: Path
+  maps: tuple[AdaptedMap, ...]
 
 
 def is_adapter(directory: Path) -> bool:
@@ -162,47 +185,60 @@ def is_adapter(directory: Path) -> bool:
   return (directory / CONFIG).is_file()
 
 
+def read_settings(directory: Path) -> dict[str, Any]:
+  """adapter_config.json.
+
+  Raises:
+    UserError: malformed, or of another kind than LoRA.
+  """
+  config = parse_file(directory / CONFIG, limit=4 << 20)
+  if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    kind = printable(config.get("peft_type")) if isinstance(config, dict) else "?"
+    raise UserError(f"{printable(directory / CONFIG)}: not a LoRA adapter (peft_type {kind})")
+  return config
+
+
 def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftAdapter:
   """Reads an adapter of peft's.
 
   Raises:
-    UserError: malformed, of another kind than LoRA, of another model, or with parts that are not for linear maps.
+    UserError: as ``read_settings``; of another model, or with parts that are not for linear maps.
   """
-  where = printable(directory / CONFIG)
-  config = parse_file(directory / CONFIG, limit=4 << 20)
-  if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-    raise UserError(
-      f"{where}: not a LoRA adapter (peft_type {printable(config.get('peft_type')) if isinstance(config, dict) else '?'})"
-    )
-  for key in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "target_parameters"):
+  where, config = printable(directory / CONFIG), read_settings(directory)
+  for key in ("lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "target_parameters"):
     if config.get(key):
-      raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: an adapter of plain LoRA or rsLoRA")
+      raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: an adapter of LoRA, rsLoRA or DoRA")
   file = SafetensorsFile(directory / WEIGHTS)
   tensors = {_bare(t.name): t for t in tensor_table(decoder, FAMILIES[decoder_block].huggingface) if t.rule.kind in _LINEAR}
   found: dict[str, dict[str, np.ndarray]] = {}
   for name in file.entries:
-    match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+    match = _TENSOR.fullmatch(name)
     if match is None:
       raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' is none of a LoRA adapter of linear maps")
-    found.setdefault(match[1], {})[match[2]] = file.tensor(name)
-  pairs = []
-  for module, both in sorted(found.items()):
+    part = match[2] or "magnitude_vector"
+    found.setdefault(match[1], {})[f"lora_{part}"] = np.asarray(file.tensor(name), np.float32)
+  parts = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config.get("use_dora") else [])]
+  maps = []
+  for module, own in sorted(found.items()):
     tensor = tensors.get(_bare(module))
-    if tensor is None or set(both) != {"A", "B"}:
-      lacks = "the model has no such map" if tensor is None else "lora_A or lora_B is missing"
+    if tensor is None or set(own) != set(parts):
+      lacks = "the model has no such map" if tensor is None else f"of {', '.join(parts)} there is {', '.join(sorted(own))}"
       raise UserError(f"{printable(file.path)}: '{printable(module)}': {lacks}")
-    a, b = both["A"], both["B"]
+    a, b, magnitude = own["lora_A"], own["lora_B"], own.get("lora_magnitude_vector")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tensor.shape:
       raise UserError(
         f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} make no map of "
         f"{list(tensor.shape)}"
       )
-    if not (np.isfinite(a.astype(np.float32)).all() and np.isfinite(b.astype(np.float32)).all()):
+    if magnitude is not None and magnitude.size != tensor.shape[0]:
+      raise UserError(f"{printable(file.path)}: '{printable(module)}': {magnitude.size} norms of {tensor.shape[0]} outputs")
+    if not all(np.isfinite(x).all() for x in own.values()):
       raise UserError(f"{printable(file.path)}: '{printable(module)}' holds numbers that are not finite")
-    pairs.append((tensor, a, b, _scale(config, module, a.shape[0], where)))
-  if not pairs:
+    magnitude = None if magnitude is None else magnitude.reshape(-1)
+    maps.append(AdaptedMap(tensor, a, b, _scale(config, module, a.shape[0], where), magnitude))
+  if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
-  return PeftAdapter(directory, tuple(pairs))
+  return PeftAdapter(directory, tuple(maps))
 
 
 def _bare(module: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.dropout import ROWS
 from maxtext_like.layers.param import Param
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
@@ -57,11 +58,11 @@ class Adapted:
     cotangent: jax.Array | None = None,
     probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
-    return self.inner(self.attach(p), batch, cotangent, probes)
+    return self.inner(self.attach(p, batch.get(ROWS)), batch, cotangent, probes)
 
-  def attach(self, p: Any) -> Any:
-    """The parameters as the decoder takes them."""
-    return self.adapter.attach(p if self.base is None else self.base.attach(p))
+  def attach(self, p: Any, rows: jax.Array | None = None) -> Any:
+    """The parameters as the decoder takes them; rows: as of ``Adapter.attach``."""
+    return self.adapter.attach(p if self.base is None else self.base.attach(p), rows)
 
   def with_decoder(self, decoder: Decoder) -> "Adapted":
     return dataclasses.replace(self, inner=self.inner.with_decoder(decoder))
