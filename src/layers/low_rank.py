@@ -187,9 +187,9 @@ class LowRank(Weight):
 
   def values(self, dtype: str) -> jax.Array:
     """The sum as it stands, in a dtype."""
-    return merged(values(Precision(dtype=dtype), self.base), self.a, self.b, self.layout, self.scale, self.magnitude).astype(
-      dtype
-    )
+    return merged(
+      values(Precision(dtype="float32"), self.base), self.a, self.b, self.layout, self.scale, self.magnitude
+    ).astype(dtype)
 
   def cast(self, precision: Precision) -> "LowRank":
     """The base in ``dtype``; the factors are cast by their products."""
