@@ -126,6 +126,7 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
   from maxtext_like.training.batches import first_batch
+  from maxtext_like.training.initial_state import with_given_adapter
 
   if (place := launchers.place()) is not None:
     raise UserError(
@@ -145,7 +146,7 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   seed = np.uint32(config.training.seed % 2**32)
   params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
   if program.adapter is not None:
-    params = program.lower_around().compile()(params, seed)["params"]
+    params = with_given_adapter(program, program.lower_around().compile()(params, seed))["params"]
   return Bisection(config, params, batch, tolerance, steps, say)
 
 

@@ -48,7 +48,7 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
 def _has_magnitudes(directory: Path) -> bool:
   if peft.is_adapter(directory):
     return bool(peft.read_settings(directory).get("use_dora"))
-  return section(ADAPTER, _step_of(directory)[1].config).lora_dora
+  return section(ADAPTER, step_of_adapter(directory)[1].config).lora_dora
 
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
@@ -57,7 +57,7 @@ def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
   Raises:
     UserError: they were trained on different ones.
   """
-  settings = {d: section(ADAPTER, _step_of(d)[1].config) for d in directories if not peft.is_adapter(d)}
+  settings = {d: section(ADAPTER, step_of_adapter(d)[1].config) for d in directories if not peft.is_adapter(d)}
   found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
   if len(found) > 1:
     (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
@@ -72,8 +72,15 @@ def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
   return jax.jit(base.rounded, out_shardings=places, donate_argnums=0)(params)
 
 
-def _step_of(directory: Path) -> tuple[Path, manifest.Manifest]:
-  """The step of a run that trained an adapter, and its manifest."""
+def step_of_adapter(directory: Any) -> tuple[Any, manifest.Manifest]:
+  """The step of a run that trained an adapter, and its manifest.
+
+  Args:
+    directory: the run, or a step of it, here or in a store.
+
+  Raises:
+    UserError: it has none, or is damaged.
+  """
   step = find_step(directory)
   if step is None:
     raise UserError(
@@ -89,7 +96,7 @@ def _step_of(directory: Path) -> tuple[Path, manifest.Manifest]:
 
 
 def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
-  return adapter_step.merged(params, *_step_of(directory), model).params
+  return adapter_step.merged(params, *step_of_adapter(directory), model).params
 
 
 def _of_peft(params: Any, model: Model, directory: Path) -> Any:

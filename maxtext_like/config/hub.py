@@ -13,7 +13,7 @@ from maxtext_like.config.paths import existing_path, local_path
 from maxtext_like.errors import UserError
 from maxtext_like.storage import is_remote, require_usable
 
-KEYS = ("init_from", "tokenizer")
+KEYS = ("init_from", "lora_from", "tokenizer")
 """Keys of a configuration whose value may be such a name."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

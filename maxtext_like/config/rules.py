@@ -48,13 +48,13 @@ def cross_problems(
       "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
       "leave it out: nothing is rounded where weights are stored in float32",
     )  # fmt: skip
-  if config.adapter.lora_rank and config.training.trainable_parameters_mask:
+  if config.adapter.trained and config.training.trainable_parameters_mask:
     yield Problem(
       f"trainable_parameters_mask with lora_rank = {config.adapter.lora_rank}", ("trainable_parameters_mask", "lora_rank"),
       "the adapter alone is trained: say in lora_modules which weights have one, and leave trainable_parameters_mask out",
     )  # fmt: skip
   yield from _tower_problems(config)
-  if config.training.stochastic_rounding and config.adapter.lora_rank:
+  if config.training.stochastic_rounding and config.adapter.trained:
     yield Problem(
       "stochastic_rounding = true does nothing with lora_rank: an adapter is stored in float32",
       ("stochastic_rounding", "lora_rank"), "leave it out",
@@ -100,7 +100,7 @@ def cross_problems(
 
 def _tower_problems(config: Config) -> Iterator[Problem]:
   """``vision_tower`` where there is no tower, or where something else says what is trained."""
-  t, rank = config.training, config.adapter.lora_rank
+  t, rank, trained = config.training, config.adapter.lora_rank, config.adapter.trained
   if t.vision_tower is None:
     return
   said = f"vision_tower = {t.vision_tower}"
@@ -119,12 +119,12 @@ def _tower_problems(config: Config) -> Iterator[Problem]:
       f"{said} with trainable_parameters_mask, which says what is trained of the tower too",
       ("vision_tower", "trainable_parameters_mask"), "leave one of them out; the tower's parameters are vision.*",
     )  # fmt: skip
-  if t.vision_tower == "adapted" and not rank:
+  if t.vision_tower == "adapted" and not trained:
     yield Problem(
       f"{said} with lora_rank: 0, where there is no adapter", ("vision_tower", "lora_rank"),
       "set lora_rank, as in lora_rank=16, or vision_tower to trained, projector or frozen",
     )  # fmt: skip
-  if t.vision_tower in ("projector", "trained") and rank:
+  if t.vision_tower in ("projector", "trained") and trained:
     yield Problem(
       f"{said} with lora_rank = {rank}: beside an adapter no weight is trained itself", ("vision_tower", "lora_rank"),
       "vision_tower=adapted gives the tower additions, vision_tower=frozen leaves it as it is",

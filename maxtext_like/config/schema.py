@@ -137,6 +137,7 @@ class AdapterConfig(Checked):
   lora_dora: bool
   lora_dropout: float
   lora_modules: tuple[str, ...]
+  lora_from: str | None
   base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
   base_weights_modules: tuple[str, ...]
 
@@ -157,12 +158,18 @@ class AdapterConfig(Checked):
         ("base_weights_modules", "base_weights"), "say how, as in base_weights=nf4, or leave it out",
       )  # fmt: skip
     if not self.lora_rank:
-      for name in ("lora_alpha", "lora_rslora", "lora_dora", "lora_dropout", "base_weights"):
+      of_it = ("lora_dropout", "base_weights")  # which any adapter has, a given one too
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", *(() if self.lora_from else of_it)):
         if getattr(self, name):
           yield Problem(
             f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),
             "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
           )  # fmt: skip
+
+  @property
+  def trained(self) -> bool:
+    """Whether there is an adapter, of these settings or of those that come with a given one."""
+    return bool(self.lora_rank or self.lora_from)
 
   @property
   def scale(self) -> float:

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, manifest, restore
+from maxtext_like.checkpoint.given_adapter import read_given
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.weight_sources import find_step, located, no_checkpoint
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
@@ -61,5 +63,19 @@ def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
-    return program.lower_around().compile()(read_weights(located(source), program.model), seed)
-  return program.lower_init().compile()(seed)
+    state = program.lower_around().compile()(read_weights(located(source), program.model), seed)
+  else:
+    state = program.lower_init().compile()(seed)
+  return with_given_adapter(program, state)
+
+
+def with_given_adapter(program: TrainProgram, state: State) -> State:
+  """The state at step 0 with the adapter that ``lora_from`` names, where it names one.
+
+  Raises:
+    UserError: as ``given_adapter.read_given``.
+  """
+  if program.adapter is None or program.config.adapter.lora_from is None:
+    return state
+  params = state["params"]
+  return {**state, "params": {**params, ADAPTER: read_given(program.model, program.adapter, params[ADAPTER])}}

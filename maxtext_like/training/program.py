@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, require_dropout, with_base
+from maxtext_like.checkpoint.given_adapter import with_given
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, count, init
@@ -233,7 +234,9 @@ def make_program(
     UserError: as ``make_model``; nothing to train, an objective that does not fit the rows.
   """
   t = config.training
-  model = with_base(make_model(config, mesh=mesh, platform=platform), config.adapter)
+  model = with_given(make_model(config, mesh=mesh, platform=platform))
+  config = model.config
+  model = with_base(model, config.adapter)
   decoder = model.decoder
   objective: Objective = make_objective(t.objective, model)
   adapter = None

@@ -20,7 +20,7 @@ from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
 from maxtext_like.training.goodput import Goodput
-from maxtext_like.training.initial_state import base_weights
+from maxtext_like.training.initial_state import base_weights, with_given_adapter
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress, compile_notice, duration
 from maxtext_like.training.spikes import EXTRA as SPIKES
@@ -89,9 +89,11 @@ def prepare(
       if restored is not None:
         step, state = restored.step, program.completed(restored.state, below)
       elif initial is not None:
-        step, state = 0, initial.result()(np.uint32(program.config.training.seed % 2**32))
+        state = initial.result()(np.uint32(program.config.training.seed % 2**32))
       else:
-        step, state = 0, program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
+        state = program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
+      if restored is None:
+        step, state = 0, with_given_adapter(program, state)
       look = looking.result()
       if program.adapter is not None and base is None:
         base = Base.of(state["params"], program.config.checkpoint.init_from, program.config.training.seed)

@@ -1,6 +1,7 @@
 """Runs that train an adapter: what stays, what is kept, what goes on, what is written for peft, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -241,4 +242,66 @@ def test_dora_is_the_same_model_however_it_is_written(workplace, dora, tmp_path)
 )
 def test_what_cannot_be_is_refused(workplace, capsys, words, said):
   assert train(workplace, "refused", "lora_rank=2", *words, "steps=1") == 2
+  assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def for_peft(workplace):
+  maxtext_like.export_adapter(workplace / "adapter", workplace / "for-peft")
+  return workplace / "for-peft"
+
+
+@pytest.fixture(scope="module")
+def gone_on(workplace, for_peft):
+  """The first losses of runs that begin with what a run trained: (with its whole model, its adapter, its export for peft)."""
+  same = [f"init_from={workplace}/base", "steps=2", "learning_rate=0.02"]
+  assert train(workplace, "of-merged", f"init_from={workplace}/adapter", *LORA, "steps=1") == 0
+  assert train(workplace, "of-run", *same, f"lora_from={workplace}/adapter") == 0
+  assert train(workplace, "of-peft", *same, f"lora_from={for_peft}") == 0
+  return [losses(workplace, name) for name in ("of-merged", "of-run", "of-peft")]
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_given_adapter(workplace, gone_on):
+  merged, of_run, of_peft = gone_on
+  assert of_run[0] == pytest.approx(merged[0], rel=1e-5)
+  assert of_run == pytest.approx(of_peft, rel=1e-6)
+  assert of_run[1] < of_run[0] < losses(workplace, "adapter")[0] - 0.05
+  stored = manifest.read(workplace / "of-peft/checkpoints/2").config["adapter"]
+  assert (stored["lora_rank"], stored["lora_alpha"]) == (3, 6.0)
+  assert stored["lora_modules"] == [
+    "attention.k",
+    "attention.o",
+    "attention.q",
+    "attention.v",
+    "mlp.down",
+    "mlp.gate",
+    "mlp.up",
+  ]
+
+
+@pytest.mark.slow
+def test_a_run_that_began_with_an_adapter_goes_on(workplace, gone_on):
+  words = [f"init_from={workplace}/base", "learning_rate=0.02", f"lora_from={workplace}/for-peft"]
+  assert train(workplace, "in-one-go", *words, "steps=3") == 0
+  assert train(workplace, "of-peft", *words, "steps=3") == 0
+  assert losses(workplace, "of-peft") == losses(workplace, "in-one-go")
+
+
+@pytest.mark.parametrize(
+  ("words", "change", "said"),
+  [
+    (["lora_rank=4"], {}, "lora_rank: 3 there, 4 here"),
+    (["lora_rank=3"], {}, "lora_alpha: 6.0 there, None here"),
+    (["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]"], {}, "lora_modules: "),
+    ([], {"alpha_pattern": {"q_proj": 3}}, "alpha_pattern = {'q_proj': 3}: a run has one rank and one scale"),
+    ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
+    (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_rank: 0"),
+  ],
+)
+def test_an_adapter_that_is_not_the_run_s_is_refused(workplace, for_peft, tmp_path, capsys, words, change, said):
+  shutil.copytree(for_peft, tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | change))
+  assert train(workplace, "refused", f"init_from={workplace}/base", f"lora_from={tmp_path}/peft", *words, "steps=1") == 2
   assert said in capsys.readouterr().err

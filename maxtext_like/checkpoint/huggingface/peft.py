@@ -61,7 +61,7 @@ def write_adapter(
   refused: dict[str, None] = {}
   for tensor in tensor_table(decoder, family):
     for piece in tensor.pieces:
-      if piece.path not in adapter.weights or _name(decoder, piece) not in adapter.names:
+      if piece.path not in adapter.weights or name_of(decoder, piece) not in adapter.names:
         continue
       own = ".".join(piece.path[2:])
       # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
@@ -106,7 +106,8 @@ def write_adapter(
   return len(found)
 
 
-def _name(decoder: Decoder, piece: Piece) -> str:
+def name_of(decoder: Decoder, piece: Piece) -> str:
+  """Our name of the weight that a piece is, ``layers.7.attention.q``."""
   names = row_names(decoder, piece.path)
   return names[piece.index[0]] if len(names) > 1 else names[0]
 

@@ -1,0 +1,158 @@
+"""The adapter that a run begins with (``lora_from``): of peft, or of a run here; its settings, and its factors."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint import adapter_step
+from maxtext_like.checkpoint.adapted_weights import adapted_names, configured_adapter
+from maxtext_like.checkpoint.added_adapters import step_of_adapter
+from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.checkpoint.stored_config import section
+from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
+from maxtext_like.config.schema import AdapterConfig
+from maxtext_like.errors import UserError
+from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.naming import ADAPTER
+from maxtext_like.models.placed import Model
+from maxtext_like.storage import Place, failed
+from maxtext_like.strict_json import printable
+
+
+def with_given(model: Model) -> Model:
+  """The model whose configuration has the settings of the adapter that ``lora_from`` names, where ``lora_rank`` says nothing;
+  ``base_weights`` too, unless it is given.
+
+  Raises:
+    UserError: there is none, it is of another model or of a kind that cannot be trained, or the configuration says otherwise.
+  """
+  settings = model.config.adapter
+  if settings.lora_from is None:
+    return model
+  found = _settings(settings.lora_from, model)
+  if settings.lora_rank:
+    _require_same(settings, found, model)
+    return model
+  below = settings if settings.base_weights else found
+  found = dataclasses.replace(
+    found, lora_from=settings.lora_from, lora_dropout=settings.lora_dropout, base_weights=below.base_weights,
+    base_weights_modules=below.base_weights_modules,
+  )  # fmt: skip
+  return dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=found))
+
+
+def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
+  """The factors of the adapter that ``lora_from`` names, on the model's devices.
+
+  Args:
+    model: its configuration names the adapter.
+    adapter: as the run has it.
+    drawn: its arrays; what the given one has not, as layers that peft left out, stays as it is.
+
+  Raises:
+    UserError: as ``with_given``; damaged.
+  """
+  source = model.config.adapter.lora_from
+  assert source is not None
+  place = _peft_place(source)
+  if place is None:
+    step, stored = step_of_adapter(located(source))
+    return adapter_step.read_adapter(step, stored, model)[1]
+  return factors(peft.read_adapter(place, model.decoder, model.config.model.decoder_block), drawn)
+
+
+def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
+  """Drawn factors with those of peft in their places."""
+  found: dict[str, np.ndarray] = {}
+  for own in given.maps:
+    (piece,) = own.tensor.pieces  # see ``peft_settings``
+    node = drawn
+    for key in piece.path:
+      node = node[key]
+    parts = {"lora_a": own.a.T, "lora_b": own.b.T} | ({} if own.magnitude is None else {"lora_magnitude": own.magnitude})
+    for name, values in parts.items():
+      whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
+      whole[piece.index] = values.reshape(whole[piece.index].shape)
+
+  def placed(path: Any, x: Any) -> Any:
+    name = ".".join(str(entry.key) for entry in path)
+    return jax.make_array_from_callback(x.shape, x.sharding, found[name].__getitem__) if name in found else x
+
+  return jax.tree_util.tree_map_with_path(placed, drawn)
+
+
+def peft_settings(directory: Path, model: Model) -> AdapterConfig:
+  """The settings of an adapter of peft as keys of ours.
+
+  Raises:
+    UserError: as ``peft.read_adapter``; ranks or scales that differ from map to map, maps that two weights of ours share.
+  """
+  config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
+  where = printable(directory / peft.CONFIG)
+  for key in ("rank_pattern", "alpha_pattern"):
+    if len({own.a.shape[0] if key == "rank_pattern" else own.scale for own in given.maps}) > 1:
+      raise UserError(
+        f"{where}: {key} = {printable(config.get(key))}: a run has one rank and one scale for all maps\n"
+        "  fix: generate --adapter and export take it; train with lora_rank and lora_modules of your own"
+      )
+  if shared := [own.tensor.name for own in given.maps if len(own.tensor.pieces) > 1]:
+    raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
+  names = frozenset(peft.name_of(model.decoder, own.tensor.pieces[0]) for own in given.maps)
+  first = given.maps[0]
+  rslora = bool(config.get("use_rslora"))
+  rank = first.a.shape[0]
+  alpha = first.scale * (rank**0.5 if rslora else rank)
+  return dataclasses.replace(
+    model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),
+    lora_modules=_entries(names, model), lora_from=None,
+  )  # fmt: skip
+
+
+def _entries(names: frozenset[str], model: Model) -> tuple[str, ...]:
+  """``lora_modules`` that mean these weights: without the layers' numbers, where all layers have them."""
+  short = tuple(sorted({re.sub(r"^layers\.\d+\.", "", name) for name in names}))
+  same = adapted_names(model.decoder, model.config.model.decoder_block, short) == names
+  return short if same else tuple(sorted(names))
+
+
+def _settings(source: str, model: Model) -> AdapterConfig:
+  place = _peft_place(source)
+  if place is not None:
+    return peft_settings(place, model)
+  return section(ADAPTER, step_of_adapter(located(source))[1].config)
+
+
+def _peft_place(source: str) -> Path | None:
+  """Where what peft wrote is on this machine; None: it is none of peft's."""
+  place = located(source)
+  if isinstance(place, Place):
+    try:
+      return hugging_face_here(place) if (place / peft.CONFIG).entry() is not None else None
+    except OSError as error:
+      raise failed(error) from error
+  return place if peft.is_adapter(place) else None
+
+
+def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -> None:
+  """Refuses settings that are not the given adapter's."""
+  tower = model.config.training.vision_tower
+  own, given = (configured_adapter(model, s, tower) for s in (settings, found))
+  differ = [
+    f"{key}: {getattr(found, key)} there, {getattr(settings, key)} here"
+    for key, same in {
+      "lora_rank": own.rank == given.rank,
+      "lora_alpha": abs(own.scale - given.scale) <= 1e-6 * given.scale,
+      "lora_dora": own.dora == given.dora,
+      "lora_modules": own.names == given.names,
+    }.items()
+    if not same
+  ]
+  if differ:
+    raise UserError(
+      f"lora_from: {settings.lora_from} is another adapter than this run's\n  " + "\n  ".join(differ) + "\n"
+      "  fix: leave lora_rank and the rest out, and they are those of the adapter"
+    )
