@@ -13,7 +13,7 @@ from maxtext_like.storage import CONDITIONAL, is_remote
 LOCAL_KEYS = ("compilation_cache_dir",)
 """Keys whose value names something in the file system of this machine."""
 
-PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "checkpoint_mirror", "output_dir")
+PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "lora_from", "checkpoint_mirror", "output_dir")
 """Keys whose value is a path or a URL of a store."""
 
 # Any scheme with two slashes; of the ones for storage also what pathlib makes of them.

@@ -145,6 +145,8 @@ class AdapterConfig(Checked):
     """Every contradiction among the values."""
     yield from at_least(self, 0, "lora_rank")
     yield from above_zero(self, "lora_alpha")
+    if self.lora_from == "":
+      yield Problem("lora_from is empty", ("lora_from",), "name a directory, or null for a fresh adapter")
     if not 0 <= self.lora_dropout < 1:
       yield Problem(f"lora_dropout = {self.lora_dropout} is outside [0, 1)", ("lora_dropout",))
     if self.lora_rank and not self.lora_modules:
