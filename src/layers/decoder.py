@@ -22,6 +22,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
+from maxtext_like.layers.weight import Weight
 
 RematPolicy = Literal["none", "minimal", "full", "save_attention"]
 
@@ -403,28 +404,38 @@ class Decoder:
   def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux]]:
     """Runs one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""
     parts, outs = s.split(self.layers), []
-    leaves, tree = jax.tree.flatten(rows)
     if self.cfg.scan_layers and s.repeats > 1:
       sizes = [count for count, _ in parts]
+      mixed, tree = jax.tree.flatten(rows, is_leaf=_cuts_rows)
+      leaves = [x for x in mixed if not _cuts_rows(x)]
+      if len(leaves) < len(mixed):
+        leaves.append(jnp.arange(s.repeats))
       # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
       for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
         # A scan of one row is no loop once it is compiled.
         alone = len(s.layers) == 1 and len(part[0]) > 1
 
-        def body(carry, row, layers=layers, alone=alone):
+        def body(carry, own, layers=layers, alone=alone):
+          each = iter(own)
+          row = jax.tree.unflatten(tree, [x.in_row(own[-1]) if _cuts_rows(x) else next(each) for x in mixed])
           return self.run_row(s, layers, carry, row, ctx, alone_in_scan=alone)
 
         with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
-          carry, aux = jax.lax.scan(body, carry, jax.tree.unflatten(tree, part))
+          carry, aux = jax.lax.scan(body, carry, list(part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+    leaves, tree = jax.tree.flatten(rows)
     every = [layers for count, layers in parts for _ in range(count)]
     for i, (layers, row) in enumerate(zip(every, zip(*map(jnp.unstack, leaves), strict=True), strict=True)):
       with jax.named_scope(f"row_{i}"):
         carry, aux = self.run_row(s, layers, carry, jax.tree.unflatten(tree, row), ctx)
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+
+def _cuts_rows(x: Any) -> bool:
+  return isinstance(x, Weight) and x.cuts_rows
 
 
 def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:

@@ -143,15 +143,14 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def as_stored(weight: Any) -> Any:
   """One layer of a stacked weight, its gradient too, on TPUs in the order of axes in which the stack lies (``tiles.order``).
 
-  A kernel reads the declared order. Of a weight that lies in another, the compiler would make a copy of all layers before the
-  loop, with tiles filled up, and keep it for the whole step, and the gradient of all layers in that order beside it; so it
-  turns a layer at a time. What is no plain array stays as it is, and what the partitioner is still to split.
+  What multiplies it may read another, as a kernel the declared one. The compiler would make a copy of all layers in that order
+  before the loop, and keep it for the whole step, and the gradient of all layers beside it; so it turns a layer at a time.
+  What is no plain array stays as it is, and what the partitioner is still to split.
   """
   mesh = free_mesh()
   if not isinstance(weight, jax.Array) or not _on_tpu() or (mesh is not None and mesh.size > 1):
     return weight
-  order = tiles.order(weight.shape)
-  return weight if order == tuple(range(weight.ndim)) else with_layout_constraint(weight, Layout(order))
+  return with_layout_constraint(weight, Layout(tiles.order(weight.shape)))
 
 
 def _on_tpu() -> bool:

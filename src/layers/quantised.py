@@ -20,6 +20,7 @@ import numpy as np
 
 from maxtext_like.layers.low_rank import Layout, one_layer
 from maxtext_like.layers.param import Param, constant, stack
+from maxtext_like.layers.partition import as_stored
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, Weight, product
@@ -348,7 +349,8 @@ class Quantised(Weight):
   """A weight of one layer that is stored in a form, and is not trained.
 
   Attributes:
-    stored: see ``Form``.
+    stored: see ``Form``; with a row, of all layers of a stack.
+    row: which layer of the stack it is, int32; None: what is stored is of one layer.
     form: of it.
     param: the weight that it stands for.
     rules: how it is split over the mesh in use. What is stored is fetched from the devices that share it before it is
@@ -356,7 +358,10 @@ class Quantised(Weight):
     dtype: that it is dequantised to; None: the ``dtype`` of whatever multiplies it.
   """
 
+  cuts_rows: ClassVar[bool] = True
+
   stored: Arrays
+  row: jax.Array | None = dataclasses.field(default=None, kw_only=True)
   form: Form = dataclasses.field(metadata={"static": True})
   param: Param = dataclasses.field(metadata={"static": True})
   rules: Rules = dataclasses.field(default=RULES, metadata={"static": True})
@@ -367,8 +372,23 @@ class Quantised(Weight):
     """The weight as it is declared."""
     plan = Plan.of(self.param)
     axes = {name: p.axes for name, p in self.form.params(plan).items()}
-    stored = {name: self.rules.whole(x, *axes[name]) for name, x in self.stored.items()}
+    stored = {name: self.rules.whole(self._of_row(x), *axes[name]) for name, x in self.stored.items()}
     return plan.declared(self.form.values(plan, stored, dtype))
+
+  def _of_row(self, x: jax.Array) -> jax.Array:
+    return x if self.row is None else as_stored(jax.lax.dynamic_index_in_dim(x, self.row, keepdims=False))
+
+  def in_row(self, number: jax.Array) -> "Quantised":
+    """Cut out where it multiplies: what all layers of a row store, a compiler would cut out before the first of them."""
+    return dataclasses.replace(self, row=number)
+
+  def after(self, x: jax.Array) -> tuple[jax.Array, "Quantised"]:
+    """x, and the weight, which is dequantised no sooner than x is there: as it depends on nothing else, a compiler would make
+    the weights of all layers of a row whole before the first of them."""
+    if self.row is None:
+      return jax.lax.optimization_barrier((x, self))
+    x, row = jax.lax.optimization_barrier((x, self.row))
+    return x, dataclasses.replace(self, row=row)
 
   def product(
     self,
@@ -417,12 +437,8 @@ class _How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> Any:
-  """The product; its backward pass dequantises again.
-
-  Each time no sooner than what is multiplied is there: as it depends on nothing else, a compiler would make the weights of all
-  layers of a row whole before the first of them.
-  """
-  x, weight = jax.lax.optimization_barrier((x, weight))
+  """The product; its backward pass dequantises again."""
+  x, weight = weight.after(x)
   return how(x, sizes, weight)
 
 
@@ -432,7 +448,7 @@ def _product_forward(how, x, sizes, weight):
 
 def _product_backward(how, saved, g):
   x, sizes, weight = saved
-  g, weight = jax.lax.optimization_barrier((g, weight))
+  g, weight = weight.after(g)
   (dx,) = jax.vjp(lambda x: how(x, sizes, weight), x)[1](g)
   return dx, None, None
 

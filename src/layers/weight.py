@@ -12,7 +12,7 @@ import abc
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,13 @@ class Groups:
 
 class Weight(abc.ABC):
   """A weight that is no plain array. A subclass is registered as a pytree, whose leaves are what is stored and trained."""
+
+  cuts_rows: ClassVar[bool] = False
+  """A loop over the rows of a stack hands it all rows' leaves and the row's number (``in_row``), and not its own leaves."""
+
+  def in_row(self, number: jax.Array) -> "Weight":
+    """The weight of a row, where the leaves are those of all rows: see ``cuts_rows``."""
+    raise NotImplementedError
 
   @abc.abstractmethod
   def product(

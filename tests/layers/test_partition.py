@@ -69,10 +69,11 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
 
 
 def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_does():
-  weight, rows = jax.ShapeDtypeStruct((128, 64, 72), "float32"), PartitionSpec(None, "fsdp")
+  rows = PartitionSpec(None, "fsdp")
   held = Held(rows, ((), ("fsdp",), ()))
 
-  def orders(platform):
+  def orders(platform, columns=72):
+    weight = jax.ShapeDtypeStruct((128, 64, columns), "float32")
     kinds = (AxisType.Auto,)
     mesh = AbstractMesh((8,), ("fsdp",), axis_types=kinds, abstract_device=AbstractDevice("any", 1, platform))
     product = on_devices(lambda w: held.gather(w).sum()[None], mesh, rows, PartitionSpec("fsdp"))
@@ -81,4 +82,5 @@ def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_
     return [e.params["layout"].major_to_minor for e in found]
 
   assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], which fills tiles by its 128
+  assert orders("tpu", columns=256) == [(0, 1, 2)] * 2
   assert orders("cpu") == []

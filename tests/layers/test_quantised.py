@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from equations import named
 
 from maxtext_like.layers.low_rank import one_layer
-from maxtext_like.layers.param import Param, fan_in, init, stack
+from maxtext_like.layers.param import Param, abstract, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantised import FORMS, NF4, Form, Quantised, dynamic_map, dynamic_number, quantise, stored_params
 from maxtext_like.layers.weight import Weight, product
@@ -184,6 +185,23 @@ def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params,
   (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   close(got, expected, 1e-3)
+
+
+def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(tiny_decoder, batch):
+  """In both passes: no loop over rows is handed a row's codes, which would lie there for all layers of the row at once."""
+  decoder = tiny_decoder("gemma3", remat_policy="full")
+  spec = decoder.params()
+  arrays = abstract(spec)
+  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), arrays)
+  loss = lambda table, p: objective(decoder)({**p, "embedding": table}, batch)[0]
+  seen = 0
+  for e in named(jax.grad(loss), p["embedding"], p, name="scan"):
+    consts = e.params["num_consts"]
+    codes = [i for i, v in enumerate(e.invars) if v.aval.dtype == jnp.uint8]
+    assert all(i < consts for i in codes)
+    assert not [v for v in e.outvars if v.aval.dtype == jnp.uint8]
+    seen += bool(codes)
+  assert seen >= 2
 
 
 def test_drawn_weights_are_those_that_are_drawn_whole():
