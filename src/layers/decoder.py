@@ -22,7 +22,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
-from maxtext_like.layers.weight import Weight
+from maxtext_like.layers.weight import cuts_rows
 
 RematPolicy = Literal["none", "minimal", "full", "save_attention"]
 
@@ -406,8 +406,8 @@ class Decoder:
     parts, outs = s.split(self.layers), []
     if self.cfg.scan_layers and s.repeats > 1:
       sizes = [count for count, _ in parts]
-      mixed, tree = jax.tree.flatten(rows, is_leaf=_cuts_rows)
-      leaves = [x for x in mixed if not _cuts_rows(x)]
+      mixed, tree = jax.tree.flatten(rows, is_leaf=cuts_rows)
+      leaves = [x for x in mixed if not cuts_rows(x)]
       if len(leaves) < len(mixed):
         leaves.append(jnp.arange(s.repeats))
       # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
@@ -418,7 +418,7 @@ class Decoder:
 
         def body(carry, own, layers=layers, alone=alone):
           each = iter(own)
-          row = jax.tree.unflatten(tree, [x.in_row(own[-1]) if _cuts_rows(x) else next(each) for x in mixed])
+          row = jax.tree.unflatten(tree, [x.in_row(own[-1]) if cuts_rows(x) else next(each) for x in mixed])
           return self.run_row(s, layers, carry, row, ctx, alone_in_scan=alone)
 
         with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
@@ -432,10 +432,6 @@ class Decoder:
         carry, aux = self.run_row(s, layers, carry, jax.tree.unflatten(tree, row), ctx)
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
-
-
-def _cuts_rows(x: Any) -> bool:
-  return isinstance(x, Weight) and x.cuts_rows
 
 
 def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:

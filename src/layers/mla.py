@@ -25,7 +25,7 @@ from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, 
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.rules import Rules
-from maxtext_like.layers.weight import Weight, product
+from maxtext_like.layers.weight import Weight, alone, product
 
 Axes = tuple[str, ...]
 
@@ -295,4 +295,4 @@ class MLA:
 
     of_queries = {name: place if name == "q" else rows for name in queries}
     specs = (held.spec, of_queries, rows, rows)
-    return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(kv_b, queries, keys, tokens)
+    return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(alone(kv_b), queries, keys, tokens)

@@ -21,7 +21,7 @@ from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import as_stored, by_token, free_mesh, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
-from maxtext_like.layers.weight import Groups, cast, product
+from maxtext_like.layers.weight import Groups, alone, cast, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class Experts:
 
     tokens = layout.tokens
     specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
-    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(p, x_BTD, weights, experts)
+    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(alone(p), x_BTD, weights, experts)
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
     """The weighted sum for the tokens of one device, whose experts are all of them or those of a layout."""
@@ -341,7 +341,7 @@ class MoE:
     """
     c = self.cfg
     read = x_BTD if router_input is None else router_input
-    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), p["router"], read)
+    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), alone(p["router"]), read)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
     ctx.note("rescued", rescued)
     if c.shared_experts:

@@ -382,6 +382,9 @@ class Quantised(Weight):
     """Cut out where it multiplies: what all layers of a row store, a compiler would cut out before the first of them."""
     return dataclasses.replace(self, row=number)
 
+  def alone(self) -> "Quantised":
+    return dataclasses.replace(self, stored={name: self._of_row(x) for name, x in self.stored.items()}, row=None)
+
   def after(self, x: jax.Array) -> tuple[jax.Array, "Quantised"]:
     """x, and the weight, which is dequantised no sooner than x is there: as it depends on nothing else, a compiler would make
     the weights of all layers of a row whole before the first of them."""

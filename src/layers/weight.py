@@ -45,6 +45,10 @@ class Weight(abc.ABC):
     """The weight of a row, where the leaves are those of all rows: see ``cuts_rows``."""
     raise NotImplementedError
 
+  def alone(self) -> "Weight":
+    """With the leaves of its own row."""
+    return self
+
   @abc.abstractmethod
   def product(
     self,
@@ -121,6 +125,16 @@ def values(precision: Precision, weight: Any) -> jax.Array:
 def cast(precision: Precision, weight: Any) -> Any:
   """The weight as products read it, before it travels to the devices that do: in ``dtype``, if it is a plain array."""
   return weight.cast(precision) if isinstance(weight, Weight) else precision.cast(weight)
+
+
+def cuts_rows(x: Any) -> bool:
+  """Whether it is a weight that does: see ``Weight.cuts_rows``."""
+  return isinstance(x, Weight) and x.cuts_rows
+
+
+def alone(weights: Any) -> Any:
+  """A tree of weights, each with the leaves of its own row: what enters ``shard_map``, which splits leaves."""
+  return jax.tree.map(lambda w: w.alone() if cuts_rows(w) else w, weights, is_leaf=cuts_rows)
 
 
 @dataclass(frozen=True)
