@@ -79,7 +79,7 @@ def batch_of(program: Any) -> dict[str, np.ndarray]:
   return arrays
 
 
-def descend(model: str, words: list[str], devices: int, start: Any = None) -> tuple[list[float], Any, Any]:
+def descend(model: str, words: list[str], devices: list[Any], start: Any = None) -> tuple[list[float], Any, Any]:
   """Losses of three steps, the first gradients, and the numbers that it started from (``start``, where they are given)."""
   import jax
   import jax.numpy as jnp
@@ -89,8 +89,8 @@ def descend(model: str, words: list[str], devices: int, start: Any = None) -> tu
   from maxtext_like.training.program import make_program
   from maxtext_like.training.trainable import merge
 
-  config = load_config(model, [*SMALL, f"per_device_batch_size={ROWS // devices}", *words]).config
-  program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
+  config = load_config(model, [*SMALL, f"per_device_batch_size={ROWS // len(devices)}", *words]).config
+  program = make_program(config, mesh=make_mesh(config.mesh, devices))
   if start is None:
     start = jax.device_get(jax.jit(lambda: program.initial_state(jnp.uint32(1))["params"])())
     if ADAPTER in start:  # where B is zero A has no gradient
@@ -108,13 +108,23 @@ def descend(model: str, words: list[str], devices: int, start: Any = None) -> tu
 
   losses, first = [], None
   with use_mesh(program.model.mesh):
-    params, batch = jax.device_put(start, places), program.place(batch_of(program))
+    params = jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, x.__getitem__), start, places)
+    batch = program.place(batch_of(program))
     run = jax.jit(step, out_shardings=(places, program.selection.split(places)[0], None)).lower(params, batch).compile()
     for _ in range(3):
       params, grads, loss = run(params, batch)
       losses.append(float(loss))
-      first = jax.device_get(grads) if first is None else first
+      first = first or grads
   return losses, first, start
+
+
+def apart(gradients: Any, wanted: Any) -> float:
+  """Largest difference of this process's parts of the gradients from one device's, as a share of the largest of these."""
+  import jax
+
+  pairs = list(zip(*map(jax.tree.leaves, (gradients, wanted)), strict=True))
+  difference = max(float(np.abs(part.data - one[part.index]).max()) for x, one in pairs for part in x.addressable_shards)
+  return difference / max(float(np.abs(one).max()) for _, one in pairs)
 
 
 def main(model: str, *words: str) -> dict[str, dict[str, Any]]:
@@ -127,14 +137,11 @@ def main(model: str, *words: str) -> dict[str, dict[str, Any]]:
   for name in names:
     parts = tuple(parts_of(name, 1))
     if parts not in one:
-      one[parts] = descend(model, [*keys, *parts, ONE], 1, start)
-      start = one[parts][2]
-    wanted, gradients, _ = one[parts]
-    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(gradients))
-    losses, grads, _ = descend(model, [*keys, *words_of(name)], 8, start)
-    apart = max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (grads, gradients)), strict=True))
-    found[name] = {"losses": losses, "one": wanted, "gradients": apart / largest}
-    print(name, losses, f"{apart / largest:.1e}", file=sys.stderr, flush=True)
+      losses, gradients, start = descend(model, [*keys, *parts, ONE], jax.devices()[:1], start)
+      one[parts] = losses, jax.device_get(gradients)
+    losses, gradients, _ = descend(model, [*keys, *words_of(name)], jax.devices(), start)
+    found[name] = {"losses": losses, "one": one[parts][0], "gradients": apart(gradients, one[parts][1])}
+    print(name, losses, f"{found[name]['gradients']:.1e}", file=sys.stderr, flush=True)
   return found
 
 

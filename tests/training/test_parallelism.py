@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -28,13 +29,17 @@ MODELS = {
 }
 
 
-def run(module: str, *words: str) -> Any:
-  environment = os.environ | {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+def environment(devices: int) -> dict[str, str]:
+  """Of a process with so many CPU devices."""
+  return os.environ | {
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
   }  # fmt: skip
+
+
+def run(module: str, *words: str) -> Any:
   command = [sys.executable, "-m", module, *words]
-  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+  done = subprocess.run(command, cwd=ROOT, env=environment(8), capture_output=True, text=True, timeout=1500, check=False)
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,6 +80,46 @@ def test_every_family_on_every_mesh(model):
   assert_equal(run("tests.training.meshes", model, *MODELS[model], *(mesh for mesh in MESHES if mesh not in skipped)))
 
 
+AXES = {
+  "gemma3-tiny": {"data", "tensor"},
+  "gemma4-tiny": {"fsdp", "context"},
+  "gemma4-moe-tiny": {"data", "expert"},
+  "gemma4-e2b-tiny": {"fsdp", "tensor"},
+  "deepseek3-tiny": {"expert", "context"},
+  "deepseek3.2-tiny": {"expert", "tensor"},
+  "qwen3-tiny": {"data", "context"},
+  "qwen3-moe-tiny": {"fsdp", "expert"},
+}
+"""The axes that have their devices in both processes, each in a mesh of its own: what two cores do in three minutes."""
+
+
+@pytest.mark.slow
+def test_every_family_on_meshes_of_two_processes(tmp_path):
+  """Of four devices each."""
+  keys = {model: [key.replace(LAYERS, "num_decoder_layers=2") for key in keys] for model, keys in MODELS.items()}
+  words = [",".join((model, *keys[model], *axes)) for model, axes in AXES.items()]
+  command = [sys.executable, "-m", "tests.training.meshes_across", *words]
+  with socket.create_server(("", 0)) as free:
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+  both = []
+  for rank in range(2):
+    with open(tmp_path / f"{rank}.out", "w") as out, open(tmp_path / f"{rank}.err", "w") as err:
+      own = environment(4) | place | {"JAX_PROCESS_ID": str(rank)}
+      both.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=out, stderr=err))
+  try:
+    codes = [process.wait(timeout=900) for process in both]
+  finally:
+    for process in both:
+      process.kill()
+      process.wait()
+  assert codes == [0, 0], [(tmp_path / f"{rank}.err").read_text()[-3000:] for rank in range(2)]
+  for rank in range(2):
+    found = json.loads((tmp_path / f"{rank}.out").read_text().splitlines()[-1])
+    assert {model: set(meshes) for model, meshes in found.items()} == AXES
+    for meshes in found.values():
+      assert_equal(meshes)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_on_other_meshes_with_the_same_losses(tmp_path):
   """AdamW's moments too: two steps on fsdp, one on tensor and data, one on a single device, against four in one go."""
@@ -86,12 +131,10 @@ def test_a_checkpoint_goes_on_on_other_meshes_with_the_same_losses(tmp_path):
         f"per_device_batch_size={8 // devices}", "dtype=float32", "max_target_length=32", "dataset=synthetic", *mesh,
         "compilation_cache_dir=null",
       ]  # fmt: skip
-      environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-      }  # fmt: skip
       command = [sys.executable, "-m", "maxtext_like", "train", "qwen3-tiny", *words]
-      done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+      done = subprocess.run(
+        command, cwd=ROOT, env=environment(devices), capture_output=True, text=True, timeout=900, check=False
+      )
       assert done.returncode == 0, done.stderr[-3000:]
   rows = (map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("parts", "whole"))
   parts, whole = ({row["step"]: row["loss"] for row in found} for found in rows)
