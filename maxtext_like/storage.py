@@ -1,8 +1,8 @@
 """Places outside this machine's file system, named by a URL: gs://, s3:// and what else fsspec knows.
 
 What is asked of a store is only what every object store gives: an object is there whole or not at all, what was written is
-what the next reader gets, and names are not moved. What gs:// gives beside it, a write on the condition that the object is
-the one that was read (or is not there), is what locks and publication rest on.
+what the next reader gets, and names are not moved. What gs:// and s3:// give beside it, a write on the condition that the
+object is the one that was read (or is not there), is what locks and publication rest on.
 
 Every error is an OSError with errno, reason and URL, as pathlib's are: FileNotFoundError, FileExistsError, PermissionError
 (credentials too), and EIO for a store that does not answer after the retries of its client.
@@ -11,7 +11,7 @@ Every error is an OSError with errno, reason and URL, as pathlib's are: FileNotF
 import contextlib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -21,7 +21,6 @@ from maxtext_like.masking import masked
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # protocols whose package is an optional extra of ours
-CONDITIONAL = ("gs", "gcs")  # protocols of stores where a write may have a condition
 _REQUEST_SECONDS = 60.0  # gcsfs waits for ever by default
 _CHECKSUMS = {"crc32c": "crc32c", "md5Hash": "md5", "ETag": "etag", "etag": "etag"}  # what listings call them
 
@@ -192,7 +191,7 @@ class Place:
     Raises:
       FileExistsError: there is one.
     """
-    return self._write_on_condition(content, "0")
+    return self._write_on_condition(content, None)
 
   def replace(self, content: bytes, version: str) -> str:
     """Takes the place of the object on the condition that it is this version of it, and returns the new one.
@@ -202,15 +201,12 @@ class Place:
     """
     return self._write_on_condition(content, version)
 
-  def _write_on_condition(self, content: bytes, generation: str) -> str:
+  def _write_on_condition(self, content: bytes, version: str | None) -> str:
     if self.protocol not in CONDITIONAL:
       raise NotImplementedError(f"{self.protocol}:// has no conditions here")
-    bucket, key = self.parts[0], "/".join(self.parts[1:])
     with self._asked() as files:
-      url = f"{files._location}/upload/storage/v1/b/{bucket}/o"
-      condition = {"uploadType": "media", "name": key, "ifGenerationMatch": generation}
       try:
-        return str(files.call("POST", url, **condition, data=content, json_out=True)["generation"])
+        return CONDITIONAL[self.protocol](files, self.parts[0], "/".join(self.parts[1:]), content, version)
       except FileExistsError:
         # Where the answer to a write was lost, its client tried again, and met what it had written itself.
         if (there := self.entry()) is None or self.read_bytes() != content:
@@ -256,6 +252,43 @@ class Place:
     version = about.get("generation") or checksums.get("etag") or f"{about['size']} bytes of {moment}"
     place = Place(f"{self.protocol}://{str(about['name']).lstrip('/')}")
     return Entry(place, int(about["size"]), str(version), checksums, modified)
+
+
+def _write_to_gcs(files: Any, bucket: str, key: str, content: bytes, version: str | None) -> str:
+  url = f"{files._location}/upload/storage/v1/b/{bucket}/o"
+  condition = {"uploadType": "media", "name": key, "ifGenerationMatch": version or "0"}
+  return str(files.call("POST", url, **condition, data=content, json_out=True)["generation"])
+
+
+def _write_to_s3(files: Any, bucket: str, key: str, content: bytes, version: str | None) -> str:
+  condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
+  try:
+    return files.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"].strip('"')
+  except OSError as error:
+    said = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+    # The second: somebody else writes it at this moment. The third: there is none, and it was to be another version of it.
+    if said in ("PreconditionFailed", "ConditionalRequestConflict") or (said == "NoSuchKey" and version is not None):
+      raise FileExistsError from error
+    raise
+
+
+# (file system, bucket, name, content, version that it must be, None for none) -> its new version. FileExistsError: it is not.
+CONDITIONAL: dict[str, Callable[[Any, str, str, bytes, str | None], str]] = {
+  "gs": _write_to_gcs,
+  "gcs": _write_to_gcs,
+  "s3": _write_to_s3,
+}
+"""Protocols of stores where a write may have a condition, and how it has it."""
+
+
+def endpoint() -> dict[str, str]:
+  """Where s3:// is, for TensorStore, which does not know AWS_ENDPOINT_URL and its kin; {}: where Amazon has it."""
+  files = _file_system("s3")
+  files.connect()
+  url = files.s3.meta.endpoint_url
+  if url.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+    return {}
+  return {"endpoint": url, "aws_region": files.s3.meta.region_name or "us-east-1"}
 
 
 def _file_system(protocol: str) -> Any:

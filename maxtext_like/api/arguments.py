@@ -14,7 +14,7 @@ from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import did_you_mean
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
-from maxtext_like.storage import is_remote
+from maxtext_like.storage import Place, is_remote
 
 if TYPE_CHECKING:
   from maxtext_like.training.progress import Shown
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Saved:
   """What a function of the API has written, with its ``directory``; it may be given where a directory may."""
 
-  directory: Path
+  directory: Path | Place
 
   @property
   def place(self) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from maxtext_like.checkpoint.huggingface.export import Origin
   from maxtext_like.checkpoint.manifest import Manifest
   from maxtext_like.models.placed import Model
+  from maxtext_like.storage import Place
 
 FOLDER = "hugging_face"
 
@@ -36,14 +37,14 @@ class Exported(Saved):
   """A Hugging Face checkpoint that was made of one of ours.
 
   Attributes:
-    directory: config.json, safetensors and the rest.
+    directory: config.json, safetensors and the rest; here or in a store.
     tensors: that were written.
     dtype: of them.
     files: that came along, as the tokenizer's.
     notes: on what is missing.
   """
 
-  directory: Path
+  directory: "Path | Place"
   tensors: int
   dtype: str
   files: tuple[str, ...]
@@ -66,8 +67,9 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   """
   from maxtext_like.checkpoint import accompanying_files
   from maxtext_like.checkpoint.huggingface.config import read_config
-  from maxtext_like.checkpoint.huggingface.export import new_directory, read_origin
+  from maxtext_like.checkpoint.huggingface.export import read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
+  from maxtext_like.checkpoint.huggingface.new_directory import new_directory
   from maxtext_like.checkpoint.huggingface.weights import Weights
   from maxtext_like.checkpoint.manager import CheckpointManager
   from maxtext_like.layers.param import shardings
@@ -78,7 +80,8 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   config, loaded = load_checkpoint_config(place, [*tower, *given], length=2048)
   model = make_model(loaded.config, runs_attention=False)
   weights = Weights(place, model.decoder, config)
-  with new_directory(target) as part:
+  with new_directory(target, "model.yml") as new:
+    part = new.path
     params = weights.load(shardings(model.spec, model.mesh, model.decoder.cfg.rules))
     _require_finite(params)
     (part / FOLDER).mkdir()
@@ -116,23 +119,25 @@ def export_checkpoint(
 
   Args:
     source: a run, a directory of steps, a step, or an imported checkpoint.
-    out: a directory that does not exist, or an empty one.
+    out: a directory that does not exist, or an empty one; it may be a URL of a store.
     dtype: of the weights; None: what the model was imported with, else bfloat16.
     shard_size: bytes of one file, also as "5GB" or "500MB".
 
   Raises:
     UserError: no complete checkpoint there, no such dtype, or ``out`` cannot be written.
+    RetryableError: a store does not answer.
   """
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
   from maxtext_like.checkpoint.read_weights import read_merged
   from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.weight_sources import located
 
   dtype = dtype_name(dtype)
   if dtype not in (None, *EXPORT_DTYPES):
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
-  target, size = Path(out).expanduser(), parse_size(str(shard_size))
+  target, size = located(out), parse_size(str(shard_size))
   step, stored = _step_of(source)
   origin, notes = _origin(step, stored), ()
   dtype = dtype or origin.dtype or "bfloat16"
@@ -156,13 +161,13 @@ class ExportedAdapter(Saved):
   """An adapter that was written for peft.
 
   Attributes:
-    directory: adapter_config.json and adapter_model.safetensors.
+    directory: adapter_config.json and adapter_model.safetensors; here or in a store.
     maps: linear maps that it adds to.
     rank: of the additions.
     base: the weights that it was trained on; None: they were drawn from a seed.
   """
 
-  directory: Path
+  directory: "Path | Place"
   maps: int
   rank: int
   base: str | None
@@ -173,7 +178,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
 
   Args:
     source: the run, or a step of it.
-    out: a directory that does not exist, or an empty one.
+    out: a directory that does not exist, or an empty one; it may be a URL of a store.
 
   Raises:
     UserError: it has none, peft has no place for a part of it, or ``out`` cannot be written.
@@ -181,8 +186,9 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   from maxtext_like.checkpoint.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
   from maxtext_like.checkpoint.huggingface.peft import write_adapter
   from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.weight_sources import located
 
-  target, (step, stored) = Path(out).expanduser(), _step_of(source)
+  target, (step, stored) = located(out), _step_of(source)
   if not holds_adapter_alone(stored):
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
   model = _on_one_device(step, stored)

@@ -1,7 +1,7 @@
 """Checkpoints of a run: asynchronous saves that count only when proved whole, and the way back to the newest one.
 
-Orbax writes the arrays; everything that decides whether a step exists is ours, because orbax hides the errors of
-asynchronous saves, lists steps that are not there and has no checksums. Layout of a checkpoint directory::
+Orbax writes the arrays (in s3:// ``zarr_arrays`` does); everything that decides whether a step exists is ours, because orbax
+hides the errors of asynchronous saves, lists steps that are not there and has no checksums. Layout of a checkpoint directory::
 
   120/state/             what orbax writes
   120/COMPLETE.json      our manifest; a step without it is not a checkpoint
@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree, zarr_arrays
 from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
@@ -52,7 +52,7 @@ class CheckpointManager:
   """Saves and restores the steps of one run. Use it as a context manager: leaving it waits for the save under way.
 
   Args:
-    directory: where the steps lie; made if missing; it may be in gs://. The caller holds the run's lock.
+    directory: where the steps lie; made if missing; it may be in gs:// or s3://. The caller holds the run's lock.
     config: this run's configuration (dataclass or mapping of sections), stored and compared on restore.
     interval: steps between two saves, for ``due``.
     max_to_keep: complete steps that are kept; None keeps all.
@@ -264,7 +264,7 @@ class CheckpointManager:
         if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
           raise OSError(*problem)
         path = self._steps.saving(step, self._saves) / manifest.STATE_NAME
-        self._with_others(pending, lambda: self._start_orbax(path, flat))
+        self._with_others(pending, lambda: self._start_writing(path, flat))
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -296,7 +296,11 @@ class CheckpointManager:
       return error.errno or errno.EIO, error.strerror or str(error)
     return None
 
-  def _start_orbax(self, path: Path | Place, flat: dict[str, Any]) -> None:
+  def _start_writing(self, path: Path | Place, flat: dict[str, Any]) -> None:
+    if isinstance(path, Place) and zarr_arrays.are_for(path):
+      self._checkpointer = self._checkpointer or zarr_arrays.Writer(self._peers_seconds)
+      self._checkpointer.save(path, flat)
+      return
     import orbax.checkpoint as ocp
 
     if self._checkpointer is None:

@@ -30,7 +30,8 @@ STATE_NAME = "state"  # what orbax writes, beside the manifest
 PARTS = (STATE_NAME, accompanying_files.FOLDER)
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 16 << 20
-_OF_THE_STORE = ("crc32c", "md5")  # checksums of the content; an etag need not be one
+_OF_THE_STORE = ("crc32c", "md5")  # checksums of the content
+_ETAG = "etag"  # need not be one, but is another for other content: all that s3:// has
 AnyPath = TypeVar("AnyPath", Path, Place, Path | Place)
 
 
@@ -118,6 +119,8 @@ def describe_objects(home: Place) -> dict[str, dict[str, Any]]:
     if name.split("/")[0] not in PARTS:
       continue
     known = {kind: entry.checksums[kind] for kind in _OF_THE_STORE if kind in entry.checksums}
+    if not known and _ETAG in entry.checksums:
+      known = {_ETAG: entry.checksums[_ETAG]}
     if not known:
       raise OSError(errno.ENOTSUP, "the store gives no checksum of it", str(entry.place))
     files[name] = {"size": entry.size, **known}
@@ -226,12 +229,12 @@ def check_objects(step_directory: Place, manifest: Manifest) -> None:
     if found.size != expected["size"]:
       raise DamageError(f"object {place} has {found.size} bytes, {expected['size']} were written")
     # Of a file that ends with its own CRC-32C, as OCDBT's do, the store's is always the same: md5 tells them apart.
-    kinds = [kind for kind in _OF_THE_STORE if kind in expected and kind in found.checksums]
+    kinds = [kind for kind in (*_OF_THE_STORE, _ETAG) if kind in expected and kind in found.checksums]
     if wrong := [kind for kind in kinds if found.checksums[kind] != expected[kind]]:
       raise DamageError(
         f"object {place} is not what was written ({wrong[0]} {found.checksums[wrong[0]]}, not {expected[wrong[0]]})"
       )
-    if not kinds and any(kind in expected for kind in _OF_THE_STORE):
+    if not kinds and any(kind in expected for kind in (*_OF_THE_STORE, _ETAG)):
       raise DamageError(f"object {place}: the store knows no checksum of it any more")
 
 
@@ -264,7 +267,10 @@ def check_hashes(step_directory: Path | Place, manifest: Manifest, below: str = 
     if not name.startswith(below):
       continue
     path = home(step_directory, manifest) / name
-    kind = "xxh3_128" if "xxh3_128" in expected else "crc32c"  # the latter of a copy from a store
+    # The latter two of a copy from a store; what has an etag alone has a checksum of its own in each chunk.
+    kind = next(kind for kind in ("xxh3_128", "crc32c", _ETAG) if kind in expected)
+    if kind == _ETAG:
+      continue
     try:
       digest = hash_file(path)[1] if kind == "xxh3_128" else local_copies.crc32c(path)
     except OSError as error:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint import manifest, zarr_arrays
 from maxtext_like.errors import UserError
 
 _CACHE = 1 << 30  # bytes of decoded chunks that are kept: the slices of one array follow each other
@@ -47,6 +47,8 @@ class StoredArrays:
     return np.asarray(self._open[1][index].read().result(), np.float32)
 
   def _array(self, name: str) -> Any:
+    if zarr_arrays.are_in(self.manifest):
+      return zarr_arrays.opened(self._state / name)
     import tensorstore
 
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._state}/"}, "path": f"{name}/"}

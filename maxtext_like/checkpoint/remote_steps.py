@@ -2,7 +2,7 @@
 
 Layout, beside what ``manifest`` says::
 
-  120/5f0c9a21.7/state/     what orbax writes: the life of the run that wrote it, and its seventh save
+  120/5f0c9a21.7/state/     the arrays: the life of the run that wrote it, and its seventh save
   120/COMPLETE.json         the manifest, written last, on the condition that there is none; names the folder
   110/CORRUPT.json          the manifest of a step that failed its checksums; 90/ABANDONED.json: that the run went back past
 
@@ -32,7 +32,7 @@ class RemoteSteps:
   """The steps below ``directory``, each named by its number; ``StepDirectories`` says what the methods do. OSErrors as Place's.
 
   Args:
-    directory: in a store that writes on conditions, which is gs://.
+    directory: in a store that writes on conditions, which are gs:// and s3://.
     fence: entered around every publication and removal: raises, or does not return, when the run is no longer ours.
     token: of this life of the run, 8 hexadecimal digits.
   """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint import compatibility, manifest, tree
+from maxtext_like.checkpoint import compatibility, manifest, tree, zarr_arrays
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed
 
@@ -71,7 +71,6 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   """
   import jax
   import jax.numpy as jnp
-  import orbax.checkpoint as ocp
 
   wanted = tree.flatten(like)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -80,15 +79,9 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   template = {
     name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name]) for name, leaf in wanted.items()
   }
-  arguments = {
-    name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-    for name, leaf in template.items()
-  }
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    flat = checkpointer.restore(
-      for_orbax(manifest.home(step_directory, stored) / manifest.STATE_NAME),
-      args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=len(wanted) < len(stored.leaves)),
-    )
+  state = manifest.home(step_directory, stored) / manifest.STATE_NAME
+  whole = len(wanted) == len(stored.leaves)
+  flat = zarr_arrays.read(state, template) if zarr_arrays.are_in(stored) else _read_orbax(state, template, whole)
   casts: dict[str, list[str]] = {}
   for name, leaf in wanted.items():
     if stored_dtypes[name] != leaf.dtype:
@@ -97,6 +90,19 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   for change, names in casts.items():
     _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
   return tree.unflatten(like, flat)
+
+
+def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> dict[str, Any]:
+  import orbax.checkpoint as ocp
+
+  arguments = {
+    name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    for name, leaf in template.items()
+  }
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    return checkpointer.restore(
+      for_orbax(state), args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=not whole)
+    )
 
 
 def for_orbax(path: Path | Place) -> Any:

@@ -1,6 +1,6 @@
 """Where weights to begin with may lie: a run, its checkpoints, one step of them, or a Hugging Face directory. Without JAX.
 
-Each of them may be a URL. A step that was written to gs:// is read from there, each process its own part; any other is
+Each of them may be a URL. A step that a run wrote to gs:// or s3:// is read from there, each process its own part; any other is
 copied to this machine first, as are Hugging Face's files, which are mapped.
 """
 
@@ -18,7 +18,7 @@ from maxtext_like.checkpoint.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
-from maxtext_like.storage import Place, failed, is_remote
+from maxtext_like.storage import CONDITIONAL, Place, failed, is_remote
 
 
 def open_steps(
@@ -134,7 +134,7 @@ def copied_step(step: Place) -> Path:
 
 
 def readable_step(step: Path | Place) -> Path | Place:
-  """A step where its arrays can be read: in gs:// where it was written there, else on this machine.
+  """A step where its arrays can be read: in gs:// or s3:// where a run wrote it there, else on this machine.
 
   Raises:
     UserError, RetryableError: as ``copied_step``.
@@ -147,8 +147,7 @@ def readable_step(step: Path | Place) -> Path | Place:
     raise UserError(f"{step} is not a complete checkpoint: {error}") from error
   except OSError as error:
     raise failed(error) from error
-  # orbax knows gs:// alone, and what was hashed on a disk is to have its hashes.
-  return step if written_there and step.protocol in ("gs", "gcs") else copied_step(step)
+  return step if written_there and step.protocol in CONDITIONAL else copied_step(step)  # what was hashed is to have its hashes
 
 
 def require_source(source: Path | Place, named: str = "init_from") -> None:

@@ -4,7 +4,7 @@ import argparse
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import new_place
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Writes the newest complete checkpoint of a run, or what `maxtext-like import` made, as a directory that
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     nargs="?",
     help="a run, one of its checkpoints, or an imported checkpoint",
   )
-  parser.add_argument("--out", type=local_path, metavar="HF_DIR", help="a new directory")
+  parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory; also in a store, as gs://bucket/x")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")
   parser.add_argument("--shard-size", default="5GB", help="bytes of one file, as 5GB or 500MB (default: %(default)s)")
   parser.add_argument(

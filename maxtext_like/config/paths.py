@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_like.config.problems import Problem
 from maxtext_like.errors import UserError
-from maxtext_like.storage import CONDITIONAL, is_remote
+from maxtext_like.storage import CONDITIONAL, Place, is_remote, require_usable
 
 LOCAL_KEYS = ("compilation_cache_dir",)
 """Keys whose value names something in the file system of this machine."""
@@ -42,6 +42,18 @@ def local_path(text: str) -> str:
   if is_url(text):
     raise argparse.ArgumentTypeError(f"{text} is a URL, not a path: {_FIX}")
   return text
+
+
+def new_place(text: str) -> str:
+  """The same of what is to be written where a store will do: a URL is left as it is.
+
+  Raises:
+    UserError: a URL that nothing here can write to.
+  """
+  if not is_remote(text) or text.startswith("file:"):
+    return local_path(text)
+  require_usable("--out", text)
+  return str(Place(text))
 
 
 def existing_path(text: str) -> str:
@@ -78,7 +90,7 @@ def url_problems(config: object) -> Iterator[Problem]:
         yield Problem(f"{key} = {text} is this machine's", (key,), f"write /{rest}")
       elif key == "output_dir" and scheme not in CONDITIONAL:
         yield Problem(
-          f"output_dir = {text}: a run can be in gs:// alone, for orbax writes to no other store",
+          f"output_dir = {text}: a run can be in gs:// or s3://, where a write may have a condition",
           (key,),
           f"a directory of this machine, and checkpoint_mirror={text} for a copy of its checkpoints",
         )

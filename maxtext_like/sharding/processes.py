@@ -24,6 +24,7 @@ from maxtext_like.sharding import launchers, roll_call
 
 _PREFIX = "maxtext_like"
 _LOOK_SECONDS = 0.5  # between two looks whether another process has failed at what all do together
+_GATHER_SECONDS = 0.05  # between two looks whether all are there
 _GOODBYE_SECONDS = 10.0  # between the ends of the first process and the last
 _JAX_SECONDS = 24 * 3600  # JAX must not end a process before we have said which one is lost
 T = TypeVar("T")
@@ -127,6 +128,26 @@ def barrier(name: str, seconds: float) -> None:
   except Exception as error:  # of JAX's own kind, which has no public name
     reason = str(error).splitlines()[0]
     raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s: {reason}") from error
+
+
+def gather(name: str, seconds: float) -> None:
+  """``barrier`` for what runs in ``together``: its thread may be left behind, and must not be in JAX's client when that ends.
+
+  Args:
+    name: of this meeting, the same in all; never used again.
+    seconds: how long to wait for the others.
+
+  Raises:
+    RetryableError: some did not come.
+  """
+  if _joined is None:
+    return
+  put(f"{name}/{_joined.index}", "here")
+  deadline = time.monotonic() + seconds
+  while len(_joined.client.key_value_dir_get(f"{_PREFIX}/{name}/")) < count():
+    if time.monotonic() > deadline:
+      raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s")
+    time.sleep(_GATHER_SECONDS)
 
 
 def everyone(value: str, seconds: float, name: str | None = None) -> list[str]:

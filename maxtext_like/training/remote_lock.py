@@ -1,4 +1,4 @@
-"""The lock of a run whose directory is in gs://: an object that names the holder, made on the condition that there is none.
+"""The lock of a run in gs:// or s3://: an object that names the holder, made on the condition that there is none.
 
 Its holder writes it again every ``BEAT_SECONDS``, on the condition that it is still the one that it wrote; who wants the run
 watches it for change, and takes its place on the condition that it is still the one that was watched. So of all who write it
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from maxtext_like.errors import UserError
 from maxtext_like.storage import Place
 
 BEAT_SECONDS = 10.0
@@ -45,12 +46,14 @@ class RemoteLock:
 
     Raises:
       OSError: as Place's.
+      UserError: the store has no conditions.
     """
     while True:
       entry = self._place.entry()
       try:
         if entry is None:
           self._version = self._place.create(self._content())
+          self._require_conditions()
           break
         holder = holder_of(self._place)
         if holder is not None and self._living(holder, entry.version):
@@ -80,6 +83,19 @@ class RemoteLock:
     with self._writing:
       if self.why_lost() is None:
         self._place.remove()
+
+  def _require_conditions(self) -> None:
+    """Looks whether the store heeds conditions at all, as not every one that speaks like s3:// does."""
+    try:
+      self._place.create(b"{}")
+    except FileExistsError:
+      return
+    self._place.remove()
+    raise UserError(
+      f"{self._place}: the store writes an object that is to be new over one that is there (If-None-Match)\n"
+      "  why: two runs could have one directory\n"
+      "  fix: a directory of this machine as output_dir, and this store as checkpoint_mirror"
+    )
 
   def _content(self) -> bytes:
     return json.dumps({**self._identity, "beats": self._beats}, indent=1).encode()

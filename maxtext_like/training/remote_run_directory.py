@@ -1,4 +1,4 @@
-"""The directory of a run in gs://: files are written on this machine and copied there behind the training.
+"""The directory of a run in gs:// or s3://: files are written on this machine and copied there behind the training.
 
 An object cannot be appended to, so metrics, events and the rest are written to a directory of this machine, where all is as in
 a run that has no other, and a thread copies what has changed. What the store has is what counts: a start begins with its

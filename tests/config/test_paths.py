@@ -63,11 +63,10 @@ def test_configuration_files_may_be_in_a_store(words, monkeypatch, tmp_path):
     load_config("gs:/b/model.yml", [])
 
 
-def test_a_run_can_be_in_one_kind_of_store():
+def test_a_run_can_be_in_two_kinds_of_store():
   load_config("gemma4-tiny", ["output_dir=gs://b/runs"])
-  with pytest.raises(
-    UserError, match=r"(?s)output_dir = s3://b/runs: a run can be in gs:// alone.*checkpoint_mirror=s3://b/runs"
-  ):
-    load_config("gemma4-tiny", ["output_dir=s3://b/runs"])
+  load_config("gemma4-tiny", ["output_dir=s3://b/runs"])
+  with pytest.raises(UserError, match=r"(?s)output_dir = abfs://b/runs: a run can be in gs:// or s3.*mirror=abfs://b/runs"):
+    load_config("gemma4-tiny", ["output_dir=abfs://b/runs"])
   with pytest.raises(UserError, match=r"checkpoint_mirror = /m with output_dir = gs://b/runs"):
     load_config("gemma4-tiny", ["output_dir=gs://b/runs", "checkpoint_mirror=/m"])

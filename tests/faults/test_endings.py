@@ -83,12 +83,12 @@ IN_THE_WAY = """
 import sys
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.cli.main import main
-begin = CheckpointManager._start_orbax
+begin = CheckpointManager._start_writing
 def start_orbax(self, path, flat):
   path.parent.rmdir()
   path.parent.write_text("in the way")
   begin(self, path, flat)
-CheckpointManager._start_orbax = start_orbax
+CheckpointManager._start_writing = start_orbax
 sys.exit(main(sys.argv[1:]))
 """
 

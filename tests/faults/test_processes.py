@@ -193,8 +193,8 @@ def test_one_does_not_come_or_the_port_is_taken(train):
 ONE_SAVE_FAILS = """
 from maxtext_like.checkpoint.manager import CheckpointManager
 times = iter(range(1, 100))
-begin = CheckpointManager._start_orbax
-def start_orbax(self, path, flat):
+begin = CheckpointManager._start_writing
+def start_writing(self, path, flat):
   from orbax.checkpoint._src.serialization import jax_array_handlers
   owner, name = jax_array_handlers{owner}, "{name}"
   if next(times) == 2:
@@ -204,7 +204,7 @@ def start_orbax(self, path, flat):
       raise OSError(28, "No space left on device")
     setattr(owner, name, fails)
   begin(self, path, flat)
-CheckpointManager._start_orbax = start_orbax
+CheckpointManager._start_writing = start_writing
 """
 
 

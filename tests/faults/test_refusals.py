@@ -8,7 +8,7 @@ ABSURD = "1" * 5000  # more digits than Python turns into a number
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ({"output_dir": "s3://bucket/runs"}, "output_dir = s3://bucket/runs: a run can be in gs:// alone"),
+    ({"output_dir": "abfs://bucket/runs"}, "output_dir = abfs://bucket/runs: a run can be in gs:// or s3://"),
     ({"run_name": "x" * 300}, "run_name has 300 bytes"),
     ({"output_dir": "x" * 300}, "File name too long"),
     ({"steps": ABSURD}, "is not an int of 64 bits"),

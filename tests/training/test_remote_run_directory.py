@@ -1,4 +1,4 @@
-"""Tests remote_run_directory.py and remote_lock.py on an emulated gs://: one holder, files that follow, a store that fails."""
+"""Tests remote_run_directory.py and remote_lock.py on emulated stores: one holder, files that follow, a store that fails."""
 
 import itertools
 import json
@@ -13,20 +13,21 @@ from maxtext_like.storage import Place
 from maxtext_like.training import remote_lock, remote_run_directory, run_directory
 from maxtext_like.training.remote_lock import RemoteLock
 from maxtext_like.training.remote_run_directory import RemoteRunDirectory
-from tests.gcs_emulator import BUCKET, emulator
+from tests.gcs_emulator import BUCKET
+from tests.s3_emulator import store_of
 
 NUMBERS = itertools.count()
 
 
-@pytest.fixture
-def place(monkeypatch, tmp_path):
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
+def place(request, monkeypatch, tmp_path):
   """Where runs are, empty; and this machine's cache is."""
-  emulator()
+  store_of(request.param)
   monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
   monkeypatch.setattr(remote_lock, "BEAT_SECONDS", 0.05)
   monkeypatch.setattr(remote_lock, "WATCH_SECONDS", 2.0)
   monkeypatch.setattr(remote_run_directory, "_COPY_SECONDS", 0.05)
-  return Place(f"gs://{BUCKET}/of-runs/{next(NUMBERS)}")
+  return Place(f"{request.param}://{BUCKET}/of-runs/{next(NUMBERS)}")
 
 
 def wait_for(what):
@@ -37,11 +38,11 @@ def wait_for(what):
 
 
 def content(place):
-  return emulator().read("/".join(place.parts[1:]))
+  return store_of(place).read("/".join(place.parts[1:]))
 
 
 def there(place):
-  return emulator().names("/".join([*place.parts[1:], ""]))
+  return store_of(place).names("/".join([*place.parts[1:], ""]))
 
 
 def elsewhere(token="other"):
@@ -56,6 +57,7 @@ def elsewhere(token="other"):
   }
 
 
+@pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
 def test_files_follow_and_are_what_the_next_start_begins_with(place, monkeypatch, tmp_path):
   with RemoteRunDirectory(str(place), "run") as directory:
     assert directory.shown == directory.url == f"{place}/run"
@@ -69,7 +71,7 @@ def test_files_follow_and_are_what_the_next_start_begins_with(place, monkeypatch
   assert content(place / "run" / "metrics.jsonl").count(b"\n") == 2  # the end is there when it is left
   assert [name.rpartition("/")[2] for name in there(place / "run")] == ["config.yml", "metrics.jsonl"]
   monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "another machine" / "copies"))
-  emulator().remove("/".join((place / "run" / "config.yml").parts[1:]))
+  store_of(place).remove("/".join((place / "run" / "config.yml").parts[1:]))
   with RemoteRunDirectory(str(place), "run") as directory:
     assert sorted(path.name for path in directory.path.glob("[!r]*")) == ["metrics.jsonl"]
     assert (directory.path / "metrics.jsonl").read_text().count("\n") == 2
@@ -97,6 +99,7 @@ def test_the_run_of_a_holder_elsewhere_is_refused_while_it_lives_and_taken_over_
   assert there(place / "run") == []
 
 
+@pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
 def test_whoever_lost_the_run_publishes_nothing_more(place, monkeypatch):
   def ended(error):
     raise error
@@ -118,7 +121,7 @@ def test_a_directory_that_is_not_shared(place, monkeypatch):
 
 def test_a_store_that_fails_is_told_once_and_has_all_in_the_end(place, caplog):
   with RemoteRunDirectory(str(place), "run") as directory:
-    with emulator().failing(lambda *_: "403"):
+    with store_of(place).failing(lambda *_: "403"):
       (directory.path / "metrics.jsonl").write_bytes(b"1\n")
       wait_for(lambda: "files of the run cannot be copied there" in caplog.text and "heartbeat failed" in caplog.text)
     wait_for(lambda: "takes the files of the run again" in caplog.text and "heartbeat works again" in caplog.text)
@@ -132,20 +135,20 @@ def test_a_store_that_does_not_answer_holds_nobody_up(place, monkeypatch, caplog
   directory.__enter__()
   answers = threading.Event()
   try:
-    emulator().fault = lambda *_: "503" if answers.wait(60) else None
+    store_of(place).fault = lambda *_: "503" if answers.wait(60) else None
     (directory.path / "metrics.jsonl").write_bytes(b"1\n")
     begin = time.monotonic()
     directory.__exit__(None, None, None)
     assert time.monotonic() - begin < 40
   finally:
-    emulator().fault = None
+    store_of(place).fault = None
     answers.set()
   assert "the store does not answer; what it lacks is in" in caplog.text
 
 
 def test_where_the_store_cannot_be_used_the_start_ends(place):
   with (
-    emulator().failing(lambda *_: "403"),
+    store_of(place).failing(lambda *_: "403"),
     pytest.raises(UserError, match="permission denied"),
     RemoteRunDirectory(str(place), "a"),
   ):

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +13,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import accompanying_files
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
+from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
@@ -24,7 +23,8 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.registry import FAMILIES
-from maxtext_like.strict_json import parse_file, printable
+from maxtext_like.storage import Place
+from maxtext_like.strict_json import parse_file
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 EXPORT_DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float16", "float32")
@@ -77,7 +77,7 @@ def hub_names(table: Sequence[Tensor], model: ModelConfig, *, multimodal: bool) 
 
 
 def export_hugging_face(
-  out: Path,
+  out: Path | Place,
   params: dict,
   decoder: Decoder,
   model: ModelConfig,
@@ -90,7 +90,7 @@ def export_hugging_face(
   """Writes ``out`` as a whole or not at all.
 
   Args:
-    out: a directory that does not exist, or an empty one.
+    out: a directory that does not exist, or an empty one; in a store, config.json comes last.
     params: the parameters of ``decoder``.
     decoder: the model.
     model: its ``model:`` section.
@@ -104,6 +104,7 @@ def export_hugging_face(
 
   Raises:
     UserError: ``out`` is not empty or cannot be written, or a number does not fit ``dtype``.
+    RetryableError: a store does not answer.
   """
   leaves = dict(flatten(params))
   origin = origin or Origin()
@@ -116,8 +117,9 @@ def export_hugging_face(
   table = tensor_table(decoder, family)
   names = hub_names(table, model, multimodal=multimodal)
   sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
-  with new_directory(out) as part:
-    write(part, sources, shard_size=shard_size)
+  with new_directory(out, "config.json") as new:
+    part = new.path
+    write(part, sources, shard_size=shard_size, whole=new.is_whole)
     config = export_config(model, dtype, vision if tower else None)
     if multimodal:
       # The Hub's nested files name the tokens that end an answer at the top, too.
@@ -143,32 +145,6 @@ def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Sour
     return converted
 
   return Source(name, stored, tensor.shape, values)
-
-
-@contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-  """A directory beside ``out`` to write into, which becomes ``out`` when the with statement ends well and is removed when not.
-
-  Raises:
-    UserError: ``out`` exists and is not empty, or cannot be written.
-  """
-  where = printable(out)
-  part = out.with_name(f".{out.name}.{os.getpid()}.part")
-  try:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-      raise UserError(f"{where}: is there already; name a new directory")
-    part.mkdir(parents=True)
-  except OSError as error:
-    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
-  try:
-    yield part
-    if out.exists():
-      out.rmdir()
-    os.rename(part, out)
-  except OSError as error:
-    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
-  finally:
-    shutil.rmtree(part, ignore_errors=True)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.export import new_directory, write_json
+from maxtext_like.checkpoint.huggingface.export import write_json
+from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
@@ -24,6 +25,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import row_names
 from maxtext_like.models.registry import FAMILIES
+from maxtext_like.storage import Place
 from maxtext_like.strict_json import parse_file, printable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,9 +37,16 @@ _TENSOR = re.compile(
 
 
 def write_adapter(
-  out: Path, adapter: Adapter, factors: dict[str, Any], decoder: Decoder, decoder_block: str, *, base: str | None, nested: bool,
+  out: Path | Place,
+  adapter: Adapter,
+  factors: dict[str, Any],
+  decoder: Decoder,
+  decoder_block: str,
+  *,
+  base: str | None,
+  nested: bool,
   rslora: bool,
-) -> int:  # fmt: skip
+) -> int:
   """Writes an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads.
 
   Args:
@@ -100,9 +109,9 @@ def write_adapter(
     # Whole paths: a tower may have modules of the same names.
     "target_modules": sorted(module for module, _, _ in found),
   }
-  with new_directory(out) as part:
-    write(part, sources, shard_size=2**62, single=WEIGHTS)
-    write_json(part / CONFIG, config)
+  with new_directory(out, CONFIG) as new:
+    write(new.path, sources, shard_size=2**62, single=WEIGHTS)
+    write_json(new.path / CONFIG, config)
   return len(found)
 
 

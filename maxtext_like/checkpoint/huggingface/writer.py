@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_like.checkpoint.huggingface.shards import INDEX, SINGLE
 from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.errors import UserError
+from maxtext_like.storage import is_remote
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -61,10 +62,18 @@ def plan(sources: list[Source], shard_size: int) -> list[list[Source]]:
   return shards
 
 
-def write(directory: Path, sources: list[Source], *, shard_size: int, single: str = SINGLE) -> None:
+def write(
+  directory: Path,
+  sources: list[Source],
+  *,
+  shard_size: int,
+  single: str = SINGLE,
+  whole: Callable[[str], None] = lambda name: None,
+) -> None:
   """Writes the tensors into an existing directory: ``single``, or shards and an index.
 
-  One tensor's values are in memory at a time. The caller puts the directory in place when all of it is written.
+  One tensor's values are in memory at a time. The caller puts the directory in place when all of it is written; ``whole`` takes
+  the name of each shard when that is.
 
   Raises:
     UserError: the directory cannot be written.
@@ -80,6 +89,7 @@ def write(directory: Path, sources: list[Source], *, shard_size: int, single: st
         _write_file(file, shard)
         file.flush()
         os.fsync(file.fileno())
+      whole(name)
     if len(shards) > 1:
       index = {
         "metadata": {"total_size": sum(source.nbytes for source in sources)},
@@ -87,6 +97,8 @@ def write(directory: Path, sources: list[Source], *, shard_size: int, single: st
       }
       (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
   except OSError as error:
+    if isinstance(error.filename, str) and is_remote(error.filename):
+      raise
     raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
 
 

@@ -25,7 +25,10 @@ from maxtext_like.errors import UserError
 from maxtext_like.generation.stop import stop_tokens
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
+from maxtext_like.storage import Place
+from tests.gcs_emulator import BUCKET
 from tests.generation.letters import copy_golden
+from tests.s3_emulator import emulator
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -37,7 +40,7 @@ def checkpoint(case: str) -> Path:
   return GOLDEN / case / "checkpoint"
 
 
-def export(case: str, out: Path, **options: Any) -> dict:
+def export(case: str, out: Path | Place, **options: Any) -> dict:
   """Loads a golden checkpoint, tower and all, and writes it to ``out``; returns the parameters."""
   words = ["use_multimodal=true"] if read_config(checkpoint(case)).has_tower else []
   config, loaded = load_checkpoint_config(checkpoint(case), words)
@@ -140,12 +143,39 @@ def test_a_directory_with_files_is_not_touched(tmp_path: Path):
   assert (tmp_path / "empty" / "config.json").is_file()
 
 
+def test_into_a_store_with_config_json_last_or_not_at_all(tmp_path: Path):
+  store = emulator()
+  out, sent = Place(f"s3://{BUCKET}/exports/a"), []
+  params = export("deepseek3", tmp_path / "here", shard_size=10**5)
+
+  def watched(method, path, query):
+    if method == "PUT":
+      sent.append(path.rpartition("/")[2])
+    return None
+
+  with store.failing(watched):
+    export("deepseek3", out, shard_size=10**5, params=params)
+  names = sorted(path.name for path in (tmp_path / "here").iterdir())
+  assert sent[-1] == "config.json"
+  assert sorted(sent) == names
+  assert [store.read(f"exports/a/{name}") for name in names] == [(tmp_path / "here" / name).read_bytes() for name in names]
+  with pytest.raises(UserError, match="is there already"):
+    export("deepseek3", out, params=params)
+  refused = lambda method, path, query: "403" if method == "PUT" and path.endswith("index.json") else None
+  other = Place(f"s3://{BUCKET}/exports/b")
+  with store.failing(refused), pytest.raises(UserError, match=r"exports/b/model\.safetensors\.index\.json: permission denied"):
+    export("deepseek3", other, shard_size=10**5, params=params)
+  assert not store.names("exports/b")
+
+
 def test_failures_of_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture):
   for words, message in [
     (["export"], "needs RUN_OR_DIR"),
     (["export", str(tmp_path)], "needs --out"),
     (["export", str(tmp_path), "--out", str(tmp_path / "x")], "no complete checkpoint"),
     (["export", str(tmp_path), "--out", "x", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["export", str(tmp_path), "--out", "nowhere://x/y"], "unknown protocol nowhere://"),
+    (["export", str(tmp_path), "--out", "gs:/x/y"], "gs:/x/y is a URL, not a path"),
     (["export", str(tmp_path), "--out", "x", "--shard-size", "5GiB"], "shard size '5GiB'"),
     (["export", str(tmp_path), "--out", "x", "steps=5"], "unknown word 'steps=5'"),
     (["import", "--out", str(tmp_path / "x")], "needs HF_DIR"),

@@ -1,0 +1,115 @@
+"""An s3:// of one process, for tests: moto from PyPI, one request at a time, with faults as ``gcs_emulator`` has them."""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from urllib.parse import parse_qs
+
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
+from werkzeug.serving import make_server
+
+from maxtext_like.storage import Place
+from tests import gcs_emulator
+from tests.gcs_emulator import BUCKET, Fault
+
+
+class Emulator:
+  """A bucket in memory behind a port of this machine; members as ``gcs_emulator.Emulator``'s. What is written has its name in
+  the query that a fault sees."""
+
+  def __init__(self) -> None:
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # a line for each request
+    self._backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    self._backend.create_bucket(BUCKET, "us-east-1")
+    self._application = DomainDispatcherApplication(create_backend_app)
+    self.fault: Fault | None = None
+    self.requests: list[tuple[str, str]] = []
+    self.lock = threading.Lock()
+    self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+    self.url = f"http://127.0.0.1:{self._server.server_port}"
+    threading.Thread(target=self._server.serve_forever, name="s3-emulator", daemon=True).start()
+
+  @property
+  def environment(self) -> dict[str, str]:
+    """By which s3fs, and by it TensorStore, find it; they do not wait long when it fails."""
+    return {
+      "AWS_ENDPOINT_URL": self.url,
+      "AWS_ACCESS_KEY_ID": "test",
+      "AWS_SECRET_ACCESS_KEY": "test",
+      "AWS_DEFAULT_REGION": "us-east-1",
+      "AWS_MAX_ATTEMPTS": "1",  # s3fs tries again, too
+    }
+
+  def names(self, prefix: str = "") -> list[str]:
+    """Objects of the bucket whose names begin so."""
+    with self.lock:
+      return sorted(name for name in self._backend.buckets[BUCKET].keys if name.startswith(prefix))
+
+  def read(self, name: str) -> bytes:
+    """The content of an object."""
+    with self.lock:
+      return self._backend.buckets[BUCKET].keys[name].value
+
+  def write(self, name: str, content: bytes) -> None:
+    """Makes an object, or replaces it, as another client would."""
+    with self.lock:
+      self._backend.put_object(BUCKET, name, content)
+
+  def remove(self, name: str) -> None:
+    """Removes an object."""
+    with self.lock:
+      self._backend.delete_object(BUCKET, name)
+
+  @contextmanager
+  def failing(self, fault: Fault) -> Iterator[None]:
+    """Inside, requests go wrong so."""
+    self.fault = fault
+    try:
+      yield
+    finally:
+      self.fault = None
+
+  def _answer(self, environ, start_response):
+    method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+    query = {key: values[0] for key, values in parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True).items()}
+    if method in ("PUT", "POST"):
+      query["name"] = path.removeprefix(f"/{BUCKET}/")
+    self.requests.append((method, path))
+    wrong = self.fault(method, path, query) if self.fault else None
+    if wrong in ("403", "404", "503"):
+      environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+      code = {"403": "AccessDenied", "404": "NoSuchKey", "503": "SlowDown"}[wrong]
+      text = f"<Error><Code>{code}</Code><Message>the test says so</Message></Error>".encode() if method != "HEAD" else b""
+      start_response(f"{wrong} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
+      return [text]
+    with self.lock:
+      whole = b"".join(self._application(environ, start_response))
+    if wrong not in ("lost", "cut"):
+      return [whole]
+    return self._broken(environ["werkzeug.socket"], b"" if wrong == "lost" else whole[: len(whole) // 2])
+
+  @staticmethod
+  def _broken(connection, part):
+    if part:
+      yield part
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+@cache
+def emulator() -> Emulator:
+  """The one of this process, to which its clients are directed: they keep where their store is."""
+  made = Emulator()
+  os.environ.update(made.environment)
+  return made
+
+
+def store_of(place: str | Place) -> "Emulator | gcs_emulator.Emulator":
+  """The emulator that a place is in, or that a protocol has; before the first Place there, for clients read what it sets."""
+  protocol = place.protocol if isinstance(place, Place) else place
+  return emulator() if protocol == "s3" else gcs_emulator.emulator()
