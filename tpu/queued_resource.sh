@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Asks Google Cloud for a TPU slice with a queued resource, installs this checkout on its hosts and starts a run on all of them.
 # What a restart can mend is started again there (tpu/restarting.sh). With several hosts, run_name and an output_dir that all
-# of them share are needed.
+# of them share are needed: a bucket, output_dir=gs://..., or a mounted disk.
 # usage: PROJECT=... ZONE=... tpu/queued_resource.sh NAME [train arguments ...]
 #   PROJECT, ZONE          where; ZONE must offer v6e, as us-east5-b
 #   ACCELERATOR            v6e-8 (default), v6e-4 or v6e-1: one host; v6e-16 to v6e-256: a host for every four chips
@@ -21,7 +21,7 @@ case "$accelerator" in
   v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256)
     case " $*" in
       *" output_dir="*) ;;
-      *) echo "$accelerator has several hosts: name a directory that all of them share, output_dir=..." >&2; exit 2 ;;
+      *) echo "$accelerator has several hosts: name a directory that all of them share, as output_dir=gs://bucket/runs" >&2; exit 2 ;;
     esac
     ;;
   *) echo "ACCELERATOR=$accelerator: v6e-1, 4, 8, 16, 32, 64, 128 or 256" >&2; exit 2 ;;
@@ -51,5 +51,5 @@ words="$(printf '%q ' "$@")"
 $gcloud compute tpus tpu-vm ssh "$name" --zone="$ZONE" --worker=all --command="set -e
   mkdir -p maxtext-like && tar -xzf maxtext-like.tar.gz -C maxtext-like && cd maxtext-like
   test -d ../venv || python3 -m venv ../venv
-  . ../venv/bin/activate && pip install -q -e '.[tpu]' && . tpu/env.sh
+  . ../venv/bin/activate && pip install -q -e '.[tpu,gcs]' && . tpu/env.sh
   tpu/restarting.sh python train.py $words"

@@ -2,10 +2,11 @@
 # Starts a run on a GKE cluster with XPK (pip install xpk). XPK restarts it on exit codes 42 and 127 to 255, which is what
 # a run gives that a restart can mend; wrong configuration (2), non-finite numbers (3) and too little memory (4) end it.
 # usage: PROJECT=... ZONE=... CLUSTER=... IMAGE=... tpu/xpk.sh WORKLOAD [train arguments ...]
-#   IMAGE        container image with this checkout in /maxtext-like and `pip install -e '.[tpu]'` done
+#   IMAGE        container image with this checkout in /maxtext-like and `pip install -e '.[tpu,gcs]'` done
 #   TPU_TYPE     the slice: v6e-4 (default), v6e-32, ...; XPK starts a pod for every four chips, and GKE tells them of each other
 #   NUM_SLICES   how many of them, 1 by default
-#   OUTPUT_DIR   where runs and checkpoints lie; a bucket mounted into every container, so that all hosts and a restart find them
+#   OUTPUT_DIR   where runs and checkpoints lie, so that all hosts and a restart find them: gs://bucket/runs, or a bucket mounted
+#                into every container; /runs by default
 #   DRY_RUN=1    only writes the manifest, to WORKLOAD.yaml
 set -euo pipefail
 workload="${1:?usage: PROJECT=... ZONE=... CLUSTER=... IMAGE=... tpu/xpk.sh WORKLOAD [train arguments ...]}"
