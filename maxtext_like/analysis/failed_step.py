@@ -3,10 +3,12 @@
 ``failed_step/`` holds ``N/`` (the state after N finished steps, in the form of a checkpoint that says it is not one),
 ``batch.npz`` and ``failure.json``. A failing update is never applied, so the state after the step is the one before it but
 for the step counter and the loss scale, which are put back. Of several processes each writes its part of the state, and
-all look through the step together; what is found is the same in all.
+all look through the step together; what is found is the same in all. Of a run in a store all of that is there, too.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.analysis import step_xray
-from maxtext_like.checkpoint import compatibility, manifest, tree
+from maxtext_like.checkpoint import compatibility, manifest, restore, tree, zarr_arrays
 from maxtext_like.checkpoint.room import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, RetryableError, UserError
@@ -28,6 +30,7 @@ from maxtext_like.layers.rules import Rules
 from maxtext_like.numerics.xray import on_host
 from maxtext_like.numerics.xray_report import Report
 from maxtext_like.sharding import processes
+from maxtext_like.storage import Place, failed
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import Batch, State
 
@@ -41,13 +44,13 @@ class FailedStep:
 
   Attributes:
     program: of the run.
-    directory: of the run.
+    directory: of the run; it may be in a store.
     say: tells whoever waits what is going on.
     before: what a step changes even when its update is left out, beside the step counter, as it was before the newest step.
   """
 
   program: TrainProgram
-  directory: Path
+  directory: Path | Place
   say: Callable[[str], None] = print
   before: State = dataclasses.field(default_factory=dict)
 
@@ -80,7 +83,8 @@ class FailedStep:
       return NonFiniteError(error.what, error.remedies, [f"no replay: {_one_line(problem)}"])
     except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
       if processes.primary():
-        shutil.rmtree(place, ignore_errors=True)  # half a state is of no use, and its room is needed
+        with contextlib.suppress(OSError):
+          _remove(place)  # half a state is of no use, and its room is needed
       notes.append(f"not kept for replay: {_one_line(problem)}")
     try:
       report = step_xray.xray_step(self.program, state, batch)
@@ -106,21 +110,18 @@ def _one_line(error: Exception) -> str:
   return f"{name}{' '.join(str(error).split())[:300]}"
 
 
-def keep(program: TrainProgram, directory: Path, step: int, state: State, batch: Batch, message: str) -> None:
+def keep(program: TrainProgram, directory: Path | Place, step: int, state: State, batch: Batch, message: str) -> None:
   """Writes state and batch of a failed step, in place of an earlier one. Every process of a run calls it.
 
   Raises:
     OSError: no room, or whatever befell one of the processes.
     RetryableError: another process did not come to the end of it.
   """
-  import orbax.checkpoint as ocp
-
   flat, seconds = tree.flatten(state), program.config.watchdog.watchdog_peers_seconds
   here, problem = directory / str(step - 1), ""
   processes.on_primary(lambda: _make_room(directory, here, tree.total_bytes(flat)), seconds)
   try:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      checkpointer.save((here / manifest.STATE_NAME).absolute(), args=ocp.args.PyTreeSave(flat))
+    _write_arrays(here / manifest.STATE_NAME, flat, seconds)
   except Exception as error:  # as orbax raises them
     problem = _one_line(error)
   if problems := [said for said in processes.everyone(problem, seconds) if said]:
@@ -129,8 +130,30 @@ def keep(program: TrainProgram, directory: Path, step: int, state: State, batch:
   processes.on_primary(lambda: _complete(program, directory, here, flat, rows, message), seconds)
 
 
-def _make_room(directory: Path, here: Path, needed: int) -> None:
-  shutil.rmtree(directory, ignore_errors=True)
+def _write_arrays(place: Path | Place, flat: dict[str, Any], seconds: float) -> None:
+  if isinstance(place, Place) and zarr_arrays.are_for(place):
+    writer = zarr_arrays.Writer(seconds)
+    writer.save(place, flat)
+    writer.wait_until_finished()
+    return
+  import orbax.checkpoint as ocp
+
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    checkpointer.save(restore.for_orbax(place), args=ocp.args.PyTreeSave(flat))
+
+
+def _remove(directory: Path | Place) -> None:
+  if isinstance(directory, Path):
+    shutil.rmtree(directory, ignore_errors=True)
+    return
+  for entry in directory.entries():
+    entry.place.remove()
+
+
+def _make_room(directory: Path | Place, here: Path | Place, needed: int) -> None:
+  _remove(directory)
+  if isinstance(here, Place):
+    return
   here.mkdir(parents=True)
   free = free_bytes(directory)
   if free is not None and free < needed:
@@ -138,7 +161,12 @@ def _make_room(directory: Path, here: Path, needed: int) -> None:
 
 
 def _complete(
-  program: TrainProgram, directory: Path, here: Path, flat: dict[str, Any], rows: dict[str, np.ndarray], message: str
+  program: TrainProgram,
+  directory: Path | Place,
+  here: Path | Place,
+  flat: dict[str, Any],
+  rows: dict[str, np.ndarray],
+  message: str,
 ) -> None:
   """What makes a failed step of a state that is written."""
   step = int(here.name) + 1
@@ -148,19 +176,29 @@ def _complete(
     config=compatibility.record(program.config),
     extra={},
     leaves=tree.describe(flat),
-    files=manifest.hash_files(here),
+    files=manifest.describe_objects(here) if isinstance(here, Place) else manifest.hash_files(here),
     versions=manifest.versions(),
   )
-  manifest.write(here, record)
-  np.savez(directory / BATCH, **rows)  # type: ignore[arg-type]
-  atomic.write_text(directory / FAILURE, json.dumps({"step": step, "error": message}, indent=1) + "\n")
+  _write_text(here / manifest.FILE_NAME, manifest.to_text(record))
+  content = io.BytesIO()
+  np.savez(content, **rows)  # type: ignore[arg-type]
+  (directory / BATCH).write_bytes(content.getvalue())
+  _write_text(directory / FAILURE, json.dumps({"step": step, "error": message}, indent=1) + "\n")
 
 
-def write(report: Report, directory: Path, title: str) -> None:
+def _write_text(file: Path | Place, text: str) -> None:
+  if isinstance(file, Place):
+    file.write_bytes(text.encode())
+  else:
+    atomic.write_text(file, text)
+
+
+def write(report: Report, directory: Path | Place, title: str) -> None:
   """``xray.json`` and ``xray.html``."""
-  directory.mkdir(parents=True, exist_ok=True)
-  atomic.write_text(directory / "xray.json", report.to_json() + "\n")
-  atomic.write_text(directory / "xray.html", report.html(title))
+  if isinstance(directory, Path):
+    directory.mkdir(parents=True, exist_ok=True)
+  _write_text(directory / "xray.json", report.to_json() + "\n")
+  _write_text(directory / "xray.html", report.html(title))
 
 
 @dataclass(frozen=True)
@@ -170,23 +208,27 @@ class Kept:
   step: int
   error: str
   batch: dict[str, np.ndarray]
-  state: Path
+  state: Path | Place
 
 
-def find(run: Path) -> Kept:
+def find(run: Path | Place) -> Kept:
   """The failed step of a run directory.
 
   Raises:
     UserError: the run kept none.
+    RetryableError: a store does not answer.
   """
   directory = run / DIRECTORY
   try:
     failure = json.loads((directory / FAILURE).read_text(encoding="utf-8"))
-    with np.load(directory / BATCH) as arrays:
+    with np.load(io.BytesIO((directory / BATCH).read_bytes())) as arrays:
       batch = dict(arrays)
     return Kept(failure["step"], failure["error"], batch, directory / str(failure["step"] - 1))
   except (OSError, ValueError, KeyError) as error:
-    damaged = f" that can be read ({error})" if (directory / FAILURE).exists() else ""
+    if isinstance(error, OSError) and isinstance(run, Place) and not isinstance(error, FileNotFoundError):
+      raise failed(error) from error
+    there = not isinstance(error, FileNotFoundError) or str(error.filename) != str(directory / FAILURE)
+    damaged = f" that can be read ({error})" if there else ""
     raise UserError(
       f"{run}: holds no failed step{damaged}\n"
       "  fix: name the directory of a run that ended with exit code 3, or look at any step: maxtext-like xray "

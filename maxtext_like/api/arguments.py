@@ -99,6 +99,20 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
     UserError: neither of these; or nothing in that store.
     RetryableError: the store does not answer.
   """
+  found = place_or_url(given, what)
+  if isinstance(found, Path):
+    return found
+  from maxtext_like.checkpoint.weight_sources import on_this_machine
+
+  return on_this_machine(str(found))
+
+
+def place_or_url(given: "str | os.PathLike[str] | Saved", what: str) -> Path | Place:
+  """The same without a copy: what is in a store stays there.
+
+  Raises:
+    UserError: neither of these.
+  """
   directory = given.place if isinstance(given, Saved) else given
   if not isinstance(directory, str | os.PathLike):
     raise UserError(
@@ -112,9 +126,7 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
       "  fix: name what it was trained into, as runs/NAME, or a Hugging Face checkpoint"
     )
   if is_remote(text):
-    from maxtext_like.checkpoint.weight_sources import on_this_machine
-
-    return on_this_machine(text)
+    return Place(text)
   return hub.find(text) or Path(require_local(text)).expanduser()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import line_taker, place_of, require_number, words
+from maxtext_like.api.arguments import line_taker, place_or_url, require_number, words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.arguments import Saved
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.load import Loaded
+  from maxtext_like.storage import Place
   from maxtext_like.training.progress import Shown
 
 COST_REPEATS = 10
@@ -60,7 +61,8 @@ def bisect(
   Args:
     config: a name, a path, or what ``load_config`` returned; None: a Hugging Face checkpoint's own, on random tokens.
     overrides: words laid over it, as ``"dtype=float16"``.
-    checkpoint: weights to look at: a run, one of its checkpoints, or Hugging Face's; None: those that a run would start with.
+    checkpoint: weights to look at: a run, one of its checkpoints, or Hugging Face's, also by URL; None: those that a run would
+      start with.
     tolerance: largest relative error of loss, gradients (of each array too) and update; None: chosen for model and dtype.
     progress: where lines go, as in ``train``: notes on the configuration, and one for each measurement.
     keys: values laid over it.
@@ -77,8 +79,8 @@ def bisect(
     raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: as in 0.5")
   place = None
   if checkpoint is not None:
-    place = place_of(checkpoint, "checkpoint")
-    if not place.is_dir():
+    place = place_or_url(checkpoint, "checkpoint")
+    if isinstance(place, Path) and not place.is_dir():
       raise UserError(f"checkpoint {place}: not a directory{hub.advice(str(place))}")
   loaded = _configuration_of(place, given) if config is None else load_config(config, *given)
   for note in loaded.notes:
@@ -90,22 +92,25 @@ def bisect(
   return Bisected(result, _report(loaded, search, result))
 
 
-def _configuration_of(checkpoint: Path | None, overrides: Sequence[str]) -> "Loaded":
+def _configuration_of(checkpoint: "Path | Place | None", overrides: Sequence[str]) -> "Loaded":
   """The configuration of a Hugging Face checkpoint on random tokens; the words may say else.
 
   Raises:
     UserError: there is none in the directory.
   """
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+  from maxtext_like.checkpoint.weight_sources import hugging_face_here, is_hugging_face
 
-  if checkpoint is None or not (checkpoint / "config.json").is_file():
+  if checkpoint is None or not is_hugging_face(checkpoint):
     besides = f": {checkpoint} has no config.json" if checkpoint else ""
     raise UserError(f"bisect needs a configuration{besides}\n  fix: name a model, as gemma4-tiny, or a Hugging Face checkpoint")
   own = [f"per_device_batch_size={ROWS}", "dataset=synthetic"]
-  return load_checkpoint_config(checkpoint, [*own, *overrides], length=LENGTH)[1]
+  return load_checkpoint_config(hugging_face_here(checkpoint), [*own, *overrides], length=LENGTH)[1]
 
 
-def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None, say: Callable[[str], None]) -> "Bisection":
+def _prepare(
+  loaded: "Loaded", checkpoint: "Path | Place | None", tolerance: float | None, say: Callable[[str], None]
+) -> "Bisection":
   """The search over a configuration's first batch, on fresh weights or those of a checkpoint.
 
   Raises:
@@ -142,7 +147,7 @@ def _prepare(loaded: "Loaded", checkpoint: Path | None, tolerance: float | None,
   steps = Steps()
   program = steps.program(remedies.reference(config))
   memory.require_fit(program)
-  program, batch = first_batch(program, config.checkpoint, Path(config.logging.output_dir))
+  program, batch = first_batch(program, config.checkpoint, located(config.logging.output_dir))
   seed = np.uint32(config.training.seed % 2**32)
   params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
   if program.adapter is not None:

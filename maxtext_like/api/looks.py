@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, place_of, words
+from maxtext_like.api.arguments import Saved, place_or_url, words
 from maxtext_like.api.configuration import load_config
-from maxtext_like.config.paths import require_local
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -120,8 +119,8 @@ def xray_step(
   Args:
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
-    checkpoint: a run or one of its checkpoints (whole state), or a Hugging Face one or its name in this
-      machine's cache; None: what a run would start with.
+    checkpoint: a run or one of its checkpoints (whole state), or a Hugging Face one, its name in this
+      machine's cache or a URL; None: what a run would start with.
     everything: measure every tensor, not only the key ones: compiles far longer.
     keys: values laid over it.
 
@@ -141,13 +140,14 @@ def xray_step(
 
   loaded = load_config(config, *words(overrides, keys, xray_step))
   c = loaded.config
-  place = None if checkpoint is None else place_of(checkpoint, "checkpoint")
+  place = None if checkpoint is None else place_or_url(checkpoint, "checkpoint")
   if place is not None:
     require_source(place, "checkpoint")
   source, directory = c.checkpoint, run_directory(c)
   if place is not None:  # its tokenizer too, not that of a run that happens to have this name
     source = dataclasses.replace(source, init_from=str(place), resume=False)
-  name, beside = directory.path.name, directory.path.parent
+  name = directory.path.name
+  beside = directory.path.parent if isinstance(directory.home, Path) else Path("runs")
   with join(loaded):
     use_compilation_cache(c.logging.compilation_cache_dir)
     program = make_program(c)
@@ -165,31 +165,31 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
   A step that takes more than one host's memory is looked at by as many processes as a launcher starts with the same call.
 
   Args:
-    run: its directory.
+    run: its directory, or its URL.
     overrides: words laid over its configuration: ``"dtype=float32"`` shows whether the step is finite there.
     everything: measure every tensor, not only the key ones: compiles far longer.
     keys: values laid over it.
 
   Raises:
     UserError: no run, or none that a step ended.
+    RetryableError: a store does not answer.
     DoesNotFitError: the memory does not suffice.
   """
   from maxtext_like.analysis import failed_step
   from maxtext_like.analysis.step_xray import xray_step as look
+  from maxtext_like.checkpoint.weight_sources import is_there
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.initial_state import read_state
   from maxtext_like.training.peers import join
   from maxtext_like.training.program import make_program
 
-  if isinstance(run, str):
-    require_local(run)  # what a run keeps of its failed step lies beside its checkpoints
-  given, place = words(overrides, keys, replay), place_of(run, "run")
-  if not (place / "config.yml").is_file():
+  given, place = words(overrides, keys, replay), place_or_url(run, "run")
+  if not is_there(place / "config.yml"):
     raise UserError(
       f"{place}: is no run directory, it holds no config.yml\n  fix: name that of a run that a step ended, as runs/NAME"
     )
-  loaded, kept = load_config(place / "config.yml", *given), failed_step.find(place)
+  loaded, kept = load_config(str(place / "config.yml"), *given), failed_step.find(place)
   with join(loaded):
     use_compilation_cache(loaded.config.logging.compilation_cache_dir)
     mesh = make_mesh(loaded.config.mesh)
@@ -198,4 +198,5 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
   changed = f" with {' '.join(given)}" if given else ""
   title = f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
   ended = f"step {kept.step} of {place} ended it: {kept.error.splitlines()[0]}"
-  return StepReport(program.config, title, report, place / failed_step.DIRECTORY / "replay", ended)
+  beside = place / failed_step.DIRECTORY / "replay" if isinstance(place, Path) else Path("runs") / f"{place.name}-replay"
+  return StepReport(program.config, title, report, beside, ended)

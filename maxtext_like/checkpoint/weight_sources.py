@@ -30,19 +30,24 @@ def open_steps(
   return RemoteSteps(directory, fence, token) if isinstance(directory, Place) else StepDirectories(directory, fence, token)
 
 
-def located(text: str | Path) -> Path | Place:
+def located(text: str | Path | Place) -> Path | Place:
   """What a path or a URL names."""
-  return Place(str(text)) if is_remote(str(text)) else Path(text).expanduser()
+  return Place(str(text)) if is_remote(str(text)) else Path(str(text)).expanduser()
 
 
 def is_hugging_face(directory: Path | Place) -> bool:
   """Whether a directory is Hugging Face's."""
-  if isinstance(directory, Place):
-    return _is_object(directory / "config.json")
-  return (directory / "config.json").is_file()
+  return is_there(directory / "config.json")
 
 
-def _is_object(place: Place) -> bool:
+def is_there(place: Path | Place) -> bool:
+  """Whether a file is, or an object.
+
+  Raises:
+    RetryableError: a store does not answer.
+  """
+  if isinstance(place, Path):
+    return place.is_file()
   try:
     return place.entry() is not None
   except OSError as error:
@@ -76,7 +81,7 @@ def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
 
 
 def _find_in_store(directory: Place) -> Place | None:
-  if _is_object(directory / manifest.FILE_NAME):
+  if is_there(directory / manifest.FILE_NAME):
     return directory
   try:
     if directory.name == BEST and (step := named_best(directory.parent)) is not None:

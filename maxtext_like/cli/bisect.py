@@ -6,6 +6,7 @@ from pathlib import Path
 from maxtext_like.cli.arguments import names_model, parse_words
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.errors import NonFiniteError, UserError
+from maxtext_like.storage import is_remote
 
 DESCRIPTION = """One training step of a configuration is compared with the same step in float32: same weights, same batch. If it
 is not finite, or further away than the tolerance, the smallest set of precision keys that mends it is searched for, first
@@ -21,9 +22,9 @@ exit codes: 0 fine as it is, or mended; 2 wrong usage; 3 nothing mends it, or fl
 def run(argv: list[str]) -> int:
   """Searches and prints; see ``DESCRIPTION``."""
   options, words = _parse(argv)
-  checkpoint = options.checkpoint and Path(options.checkpoint).expanduser()
-  if checkpoint and not checkpoint.is_dir():
-    raise UserError(f"--checkpoint {options.checkpoint}: not a directory")
+  checkpoint = options.checkpoint
+  if checkpoint and not is_remote(checkpoint) and not Path(checkpoint).expanduser().is_dir():
+    raise UserError(f"--checkpoint {checkpoint}: not a directory")
   from maxtext_like import bisect
 
   say = lambda line: print(line, flush=True)

@@ -4,17 +4,17 @@ import argparse
 
 from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import parse_words
-from maxtext_like.config.paths import local_path, require_local
+from maxtext_like.config.paths import local_path
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Looks again through the step that ended a run with exit code 3, from the state and the batch that the run kept:
 on this machine, on as many devices as it has, with other values where key=value says so. dtype=float32 shows whether the
 step is finite there; module_api, scan_layers and remat_policy may change too.
 
-RUN is the run's directory."""
+RUN is the run's directory, or its URL."""
 EXAMPLES = """examples:
   maxtext-like replay runs/gemma4-tiny
-  maxtext-like replay runs/gemma4-tiny dtype=float32
+  maxtext-like replay gs://bucket/runs/gemma4-tiny dtype=float32
   maxtext-like replay runs/gemma4-tiny float32_gate_product=auto module_api=linen
   maxtext-like replay runs/gemma4-tiny --processes 2    a step that takes several hosts: the same command on each, as with train
 
@@ -33,7 +33,10 @@ def run(argv: list[str]) -> int:
     exit_on_error=False,
   )
   parser.add_argument(
-    "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: RUN/failed_step/replay"
+    "--out",
+    type=local_path,
+    metavar="DIR",
+    help="where xray.json and xray.html go; default: RUN/failed_step/replay; of a URL runs/NAME-replay",
   )
   parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
   argv, count, devices = local_processes.take_options(argv)
@@ -46,7 +49,7 @@ def run(argv: list[str]) -> int:
   from maxtext_like.cli.xray import show
   from maxtext_like.sharding import processes
 
-  look = replay(require_local(words[0]), *words[1:], everything=options.all)
+  look = replay(words[0], *words[1:], everything=options.all)
   if processes.primary():
     print(look.ended)
   return show(look, options.out)

@@ -9,14 +9,15 @@ import numpy as np
 from maxtext_like.checkpoint import adapter_step, manifest, restore
 from maxtext_like.checkpoint.given_adapter import read_given
 from maxtext_like.checkpoint.read_weights import read_weights
-from maxtext_like.checkpoint.weight_sources import find_step, located, no_checkpoint
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, no_checkpoint, readable_step
 from maxtext_like.models.naming import ADAPTER
+from maxtext_like.storage import Place
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
 
 
-def read_state(directory: Path, program: TrainProgram) -> State:
+def read_state(directory: Path | Place, program: TrainProgram) -> State:
   """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
   stored = manifest.read(directory)
   alone = program.adapter is not None and adapter_step.holds_adapter_alone(stored)
@@ -44,22 +45,22 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   return weights, found
 
 
-def whole_state(program: TrainProgram, checkpoint: Path | None) -> State:
+def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State:
   """The state that a run would start its next step from.
 
   Args:
     program: of the run.
-    checkpoint: a run or a step of it: its whole state, optimizer and all; a Hugging Face checkpoint: its weights; None: the
-      weights of ``init_from``, or fresh ones.
+    checkpoint: a run or a step of it, here or in a store: its whole state, optimizer and all; a Hugging Face checkpoint: its
+      weights; None: the weights of ``init_from``, or fresh ones.
 
   Raises:
     UserError: as ``read_weights``.
   """
-  if checkpoint is not None and not (checkpoint.expanduser() / "config.json").is_file():
-    step = find_step(checkpoint.expanduser())
+  if checkpoint is not None and not is_hugging_face(place := located(checkpoint)):
+    step = find_step(place)
     if step is None:
-      raise no_checkpoint(f"checkpoint: {checkpoint}", checkpoint.expanduser())
-    return read_state(step, program)
+      raise no_checkpoint(f"checkpoint: {checkpoint}", place)
+    return read_state(readable_step(step), program)
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:

@@ -2,7 +2,7 @@
 
 An object cannot be appended to, so metrics, events and the rest are written to a directory of this machine, where all is as in
 a run that has no other, and a thread copies what has changed. What the store has is what counts: a start begins with its
-files. The checkpoints are written to the store alone.
+files. The checkpoints, and a failed step, are written to the store alone.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from maxtext_like.training.run_directory import LOCK_NAME, SHARED_SECONDS, RunDi
 _log = logging.getLogger(__name__)
 _COPY_SECONDS, _LAST_RETRY_SECONDS = 15.0, 300.0
 _LEAVE_SECONDS = 60.0
-_KEPT_HERE = ("failed_step", "profile", LOCK_NAME, f"{LOCK_NAME}.guard")  # large, or of this machine
+_KEPT_HERE = ("profile", LOCK_NAME, f"{LOCK_NAME}.guard")  # large, or of this machine
 
 
 class RemoteRunDirectory(RunDirectory):
@@ -54,6 +54,10 @@ class RemoteRunDirectory(RunDirectory):
   @property
   def shown(self) -> str:
     return str(self.place)
+
+  @property
+  def home(self) -> Place:
+    return self.place
 
   @property
   def checkpoints(self) -> Place:

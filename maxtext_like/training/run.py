@@ -26,6 +26,7 @@ from maxtext_like.masking import masked
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
+from maxtext_like.storage import Place
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.batches import counted, open_data
 from maxtext_like.training.best import Best
@@ -57,7 +58,7 @@ from maxtext_like.training.watchdog import Watchdog
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
 T = TypeVar("T")
-MakeExplainer = Callable[[TrainProgram, Path, Callable[[str], None]], Explainer]
+MakeExplainer = Callable[[TrainProgram, Path | Place, Callable[[str], None]], Explainer]
 
 
 def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
@@ -270,7 +271,7 @@ class _Run:
         program.model.decoder, program.spec, program.selection, program.global_batch, c.training.max_target_length
       ),
       peak_tflops=peak_tflops(program.model.devices[0].device_kind),
-      failed=self._explainer(program, directory.path, say) if c.training.replay_failed_step else None,
+      failed=self._explainer(program, directory.home, say) if c.training.replay_failed_step else None,
       watchdog=self._watchdog,
       goodput=self._goodput,
       spikes=spikes,

@@ -111,6 +111,11 @@ class RunDirectory:
     """A checkpoint is there."""
 
   @property
+  def home(self) -> Path | Place:
+    """Where the run is, for every process and machine."""
+    return self.path
+
+  @property
   def checkpoints(self) -> Path | Place:
     """Where the run's checkpoints lie."""
     return self.path / "checkpoints"

@@ -18,10 +18,13 @@ from maxtext_like.cli.main import main
 from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.models.row_norms import row_labels, state_labels
 from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.storage import Place
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.trainable import select
+from tests.gcs_emulator import BUCKET
+from tests.s3_emulator import store_of
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step
 
 OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "steps=9"]
@@ -199,12 +202,23 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
   assert str(error.value).splitlines()[-1] == "not kept for replay: [Errno 28] No space left on device"
 
 
-def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
+@pytest.fixture(params=["", "gs", pytest.param("s3", marks=pytest.mark.slow)])
+def run(request, tmp_path) -> Path | Place:
+  """Where a run is: on this machine or in a store."""
+  if not request.param:
+    return tmp_path
+  store_of(request.param)
+  return Place(f"{request.param}://{BUCKET}/failed/{tmp_path.name}")
+
+
+def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
   program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None)
-  failed_step.keep(program, tmp_path / "failed_step", 1, state, toy_batch(), "why\nand what to do")
-  kept = failed_step.find(tmp_path)
+  with pytest.raises(UserError, match="holds no failed step\n"):
+    failed_step.find(run)
+  failed_step.keep(program, run / "failed_step", 1, state, toy_batch(), "why\nand what to do")
+  kept = failed_step.find(run)
   assert (kept.step, kept.error) == (1, "why\nand what to do")
   np.testing.assert_array_equal(kept.batch["tokens"], toy_batch()["tokens"])
   assert not json.loads((kept.state / "COMPLETE.json").read_text())["finite"]
@@ -212,12 +226,15 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(tmp_path):
   wide = {name: x for name, x in state.items() if name != "loss_scale"}
   as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), adapter=None)
   assert "loss_scale" not in read_state(kept.state, as_float32)
-  failed_step.keep(as_float32, tmp_path / "failed_step", 1, wide, toy_batch(), "why")
-  assert float(read_state(failed_step.find(tmp_path).state, program)["loss_scale"]["scale"]) == 2.0**24
+  failed_step.keep(as_float32, run / "failed_step", 1, wide, toy_batch(), "why")
+  assert float(read_state(failed_step.find(run).state, program)["loss_scale"]["scale"]) == 2.0**24
   rows = kept.batch["tokens"].shape[0]
   assert failed_step.fitted(config, kept, abstract_mesh(config.mesh, 2)).training.per_device_batch_size == rows // 2
   with pytest.raises(UserError, match=f"a batch of {rows} rows cannot be shared out over 3 devices"):
     failed_step.fitted(config, kept, abstract_mesh(config.mesh, 3))
+  (run / "failed_step" / "batch.npz").write_bytes(b"cut")
+  with pytest.raises(UserError, match=r"holds no failed step that can be read \("):
+    failed_step.find(run)
 
 
 def shapes(state):
@@ -256,3 +273,22 @@ def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
   assert main(["replay", str(tmp_path / "a"), *wide]) == 0
   assert "is finite" in capsys.readouterr().out
   assert (tmp_path / "a/failed_step/replay/xray.html").exists()
+
+
+@pytest.mark.slow
+def test_a_run_in_a_store_is_replayed_and_looked_at_from_there(tmp_path, capsys, monkeypatch):
+  store_of("s3")
+  monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path / "copies"))
+  monkeypatch.chdir(tmp_path)
+  place = f"s3://{BUCKET}/{tmp_path.name}"
+  words = [*WORDS, "num_decoder_layers=2", f"output_dir={place}", "learning_rate=3e3", "steps=4", "checkpoint_interval=1"]
+  assert main(["train", *words, "dtype=float16", "float32_gate_product=false", "float16_rescue=false"]) == 3
+  error = capsys.readouterr().err
+  assert f"kept in {place}/a/failed_step: maxtext-like replay {place}/a" in error
+  assert "first cause" in error
+  monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path / "another machine" / "copies"))
+  assert main(["replay", f"{place}/a", "dtype=float32", "float32_gate_product=auto", "float16_rescue=true"]) == 0
+  assert "is finite" in capsys.readouterr().out
+  assert (tmp_path / "runs/a-replay/xray.html").exists()
+  assert main(["bisect", *words, "dtype=bfloat16", "--checkpoint", f"{place}/a", "--tolerance", "100"]) == 0
+  assert "nothing to mend" in capsys.readouterr().out

@@ -65,8 +65,8 @@ def test_files_follow_and_are_what_the_next_start_begins_with(place, monkeypatch
     directory.write_text("config.yml", "a: 1\n")
     wait_for(lambda: len(there(place / "run")) == 3)
     assert content(place / "run" / "metrics.jsonl") == b'{"step": 1}\n'
-    (directory.path / "failed_step").mkdir()
-    (directory.path / "failed_step" / "state").write_bytes(b"large")
+    (directory.path / "profile").mkdir()
+    (directory.path / "profile" / "state").write_bytes(b"large")
     (directory.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n')
   assert content(place / "run" / "metrics.jsonl").count(b"\n") == 2  # the end is there when it is left
   assert [name.rpartition("/")[2] for name in there(place / "run")] == ["config.yml", "metrics.jsonl"]
