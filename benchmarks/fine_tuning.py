@@ -139,8 +139,8 @@ def main() -> int:
     folder = options.out or Path(temporary)
     folder.mkdir(parents=True, exist_ok=True)
     print("| trained | dtype | right before | right after | held-out loss | seconds |\n|---|---|---|---|---|---|")
-    shares = []
-    for way, dtype, before, after, loss, seconds in rows(folder, options.only, seed=options.seed, data_shuffle_seed=options.seed):
+    shares, seeds = [], {"seed": options.seed, "data_shuffle_seed": options.seed}
+    for way, dtype, before, after, loss, seconds in rows(folder, options.only, **seeds):
       shares.append(after)
       print(f"| {way} | {dtype} | {before:.1%} | {after:.1%} | {loss:.4f} | {seconds:.0f} |", flush=True)
     print(f"{len(shares)} rows, right after: {min(shares):.1%} to {max(shares):.1%}" if shares else "no row has these words")
