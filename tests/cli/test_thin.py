@@ -16,6 +16,7 @@ CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "che
 BESIDES = {
   *("errors", "left_behind", "config.paths", "config.hub", "config.files", "config.problems", "config.overrides"),
   "sharding",  # of several processes one prints
+  "storage",  # a word may be a URL
   *("generation.prompts", "training.topologies", "training.sinks.output", "__version__"),
 }
 
