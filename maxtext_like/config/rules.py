@@ -66,6 +66,7 @@ def cross_problems(
       "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
     )  # fmt: skip
   yield from _epoch_problems(config)
+  yield from _in_backward_problems(config)
   for key, value in {
     "early_stopping_patience": config.training.early_stopping_patience,
     "keep_best": config.checkpoint.keep_best,
@@ -152,6 +153,33 @@ def _epoch_problems(config: Config) -> Iterator[Problem]:
     yield Problem(
       f"{epochs} with spike_factor = {t.spike_factor}, which leaves data out", ("epochs", "spike_factor"), "set steps"
     )
+
+
+def _in_backward_problems(config: Config) -> Iterator[Problem]:
+  """What cannot be had of a backward pass that updates a layer before it has the gradient of the next."""
+  t = config.training
+  if not t.optimizer_in_backward:
+    if t.clip != "exact":
+      yield Problem(
+        f"clip = {t.clip} without optimizer_in_backward", ("clip", "optimizer_in_backward"),
+        "leave it out: the ordinary step has the norm of all gradients before it updates anything",
+      )  # fmt: skip
+    return
+  why = {
+    "gradient_accumulation_steps": (
+      t.gradient_accumulation_steps > 1,
+      "a sum over microbatches is all gradients at a time: raise per_device_batch_size instead, of whose activations a layer's "
+      "alone are in memory",
+    ),
+    "remat_policy": (t.remat_policy != "full", "a layer is computed again where it is differentiated: set remat_policy=full"),
+    "lora_rank": (config.adapter.lora_rank > 0, "the gradients of an adapter are small: leave optimizer_in_backward out"),
+    "numerics_every": (config.logging.numerics_every > 0, "no pass sees all layers' gradients: set numerics_every=0"),
+  }
+  values = {"lora_rank": config.adapter.lora_rank, "numerics_every": config.logging.numerics_every}
+  for key, (wrong, fix) in why.items():
+    if wrong:
+      value = values.get(key, getattr(t, key, None))
+      yield Problem(f"{key} = {value} with optimizer_in_backward: true", (key, "optimizer_in_backward"), fix)
 
 
 def _foreign(decoder_block: str) -> tuple[str, ...]:

@@ -94,6 +94,24 @@ def split_squares(tree: Tree) -> Squares:
   return Squares(small, _sums(tree, lambda x: jnp.square(jnp.where(beyond(x), x * _DOWN, 0))))
 
 
+def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
+  """What ``split_squares`` gives, as two trees: ``small`` and ``large`` of every array.
+
+  Args:
+    tree: of arrays.
+    rows: those of stacks have a first axis of layers, which each have a number; False: no array has one.
+  """
+  beyond = lambda x: jnp.abs(x) > _LARGE
+
+  def sums(path, x, terms):
+    over = tuple(range(1, x.ndim)) if rows and _in_stack(path) else None
+    return jnp.zeros(x.shape[:1]) if x.dtype.itemsize == 1 else jnp.sum(terms(x.astype(jnp.float32)), axis=over)
+
+  small = lambda path, x: sums(path, x, lambda x: jnp.square(jnp.where(beyond(x), 0, x)))
+  large = lambda path, x: sums(path, x, lambda x: jnp.square(jnp.where(beyond(x), x * _DOWN, 0)))
+  return jax.tree_util.tree_map_with_path(small, tree), jax.tree_util.tree_map_with_path(large, tree)
+
+
 def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
   """Float32 [R], ``terms`` of every row summed."""
   together = functools.partial(_sums_of_kernels, terms=terms)
@@ -163,10 +181,32 @@ def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
   """
   peaks = []
   for _, keys, x in _moments(opt_state):
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf)
     over = tuple(range(1, x.ndim)) if _stacked(keys, x, params) else None
-    peaks.append(jnp.atleast_1d(jnp.max(size, axis=over, initial=0.0)))
+    peaks.append(jnp.atleast_1d(jnp.max(_magnitudes(x), axis=over, initial=0.0)))
   return jnp.concatenate(peaks) if peaks else jnp.zeros(0)
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+  return jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf)
+
+
+def peaks_of_arrays(opt_state: Tree) -> Tree:
+  """The largest magnitude of each array, float32 scalars, infinite where a number is not finite; None for counters."""
+  is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+  return jax.tree.map(lambda x: jnp.max(_magnitudes(x), initial=0.0) if is_float(x) else None, opt_state)
+
+
+def peaks_of_rows(peaks: Tree, opt_state: Tree, params: Tree) -> jax.Array:
+  """What ``state_peaks`` gives, of the peaks of every row.
+
+  Args:
+    peaks: float32 [rows] for every array of floats, rows being those of its layer's stack, or 1.
+    opt_state, params: as of ``state_peaks``.
+  """
+  found = []
+  for rows, (_, keys, x) in zip(jax.tree.leaves(peaks), _moments(opt_state), strict=True):
+    found.append(rows if _stacked(keys, x, params) else jnp.max(rows, keepdims=True))
+  return jnp.concatenate(found) if found else jnp.zeros(0)
 
 
 def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:

@@ -15,6 +15,7 @@ from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.objectives.objective import Objective
+from maxtext_like.training.optimizers.by_layer import parts_of, take
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
@@ -32,7 +33,7 @@ class MemoryEstimate:
   Attributes:
     parameters: as they are stored.
     optimizer: its state.
-    gradients: with accumulation also their sum.
+    gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
     copies: on a GPU with layers in a loop, without accumulation: as much as the gradients once more, which XLA's programs
       were measured to take (docs/compile.md).
     activations: what the forward pass keeps for the backward pass, and what it works in.
@@ -128,8 +129,8 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstim
   state = program.abstract_state
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
-  gradients = _bytes(gradient, numbers)
-  looped = t.scan_layers and t.gradient_accumulation_steps == 1
+  gradients = _together(gradient, numbers) if t.optimizer_in_backward else _bytes(gradient, numbers)
+  looped = t.scan_layers and t.gradient_accumulation_steps == 1 and not t.optimizer_in_backward
   copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
@@ -147,6 +148,14 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstim
     // (model.ways("sequence") * model.ways("vocab")),
     dequantised=0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize),
   )
+
+
+def _together(gradient: Any, numbers: Numbers) -> int:
+  """Bytes of the gradients that exist at a time where each layer is updated as its own appear: a layer's, and those of what
+  lies in no stack."""
+  parts = {part: _bytes(take(gradient, part), numbers) for part in parts_of(gradient)}
+  rows = {part: max((x.shape[0] for x in jax.tree.leaves(take(gradient, part))), default=1) if part else 1 for part in parts}
+  return parts.pop(()) + max((size // rows[part] for part, size in parts.items()), default=0)
 
 
 def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -247,6 +256,8 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append(smaller)
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
+  if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
+    lines.append("optimizer_in_backward=true remat_policy=full: the gradients of one layer at a time (docs/gpu.md)")
   if not t.trainable_parameters_mask:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

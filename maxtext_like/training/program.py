@@ -26,11 +26,13 @@ from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import make_objective
+from maxtext_like.training.optimizers.by_layer import ByLayer
 from maxtext_like.training.optimizers.optimizer import make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import find_router_bias
 from maxtext_like.training.schedule import make_schedule
 from maxtext_like.training.step import UNKNOWN, Batch, State, TrainStep
+from maxtext_like.training.step_in_backward import StepInBackward
 from maxtext_like.training.trainable import Selection, select
 
 
@@ -249,7 +251,10 @@ def make_program(
   optimizer = make_optimizer(t, selection.split(spec)[0], "float32" if adapter else config.precision.weight_dtype)
   # Where a mask, an adapter or the model says what is trained, the biases of the routers stay as they are.
   everything = not t.trainable_parameters_mask and not config.model.trained_part and not adapter
-  step = TrainStep(
+  kind = TrainStep
+  if t.optimizer_in_backward:
+    kind, optimizer = functools.partial(StepInBackward, clip_by=t.clip), ByLayer.of(optimizer)
+  step = kind(
     apply=make_apply(objective, t.module_api if module_api is None else module_api),
     objective=objective,
     selection=selection,

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.models.naming import path_keys
+
 Tree = Any
 
 
@@ -19,8 +21,8 @@ Tree = Any
 class StochasticRounding:
   """Rounds updated parameters to the dtype that they are stored in.
 
-  The random bits are a function of seed, step, the parameter's path and the number's place in it: the same on any number
-  of devices and after a restart.
+  The random bits are a function of seed, step, the parameter's path, its layer and the number's place in it: the same on any
+  number of devices, after a restart, and wherever a step takes the layers one by one.
 
   Attributes:
     seed: of the run.
@@ -28,13 +30,14 @@ class StochasticRounding:
 
   seed: int
 
-  def __call__(self, exact: Tree, like: Tree, step: jax.Array) -> Tree:
+  def __call__(self, exact: Tree, like: Tree, step: jax.Array, row: jax.Array | None = None) -> Tree:
     """Parameters in the dtypes of ``like``.
 
     Args:
       exact: tree of float32 arrays, None where nothing is trained.
       like: the parameters before the update.
       step: int32 scalar.
+      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
     """
     key = jax.random.fold_in(jax.random.key(self.seed), step)
 
@@ -42,7 +45,11 @@ class StochasticRounding:
       if p.dtype == jnp.float32:
         return x
       own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-      return stochastic_round(x, p.dtype, jax.random.bits(own, x.shape))
+      if row is None and not path_keys(path)[0].startswith("stack_"):
+        return stochastic_round(x, p.dtype, jax.random.bits(own, x.shape))
+      shape = x.shape if row is not None else x.shape[1:]
+      bits = lambda row: jax.random.bits(jax.random.fold_in(own, row), shape)
+      return stochastic_round(x, p.dtype, bits(row) if row is not None else jax.vmap(bits)(jnp.arange(len(x))))
 
     return jax.tree_util.tree_map_with_path(rounded, exact, like)
 

@@ -82,6 +82,11 @@ class TrainStep:
   careful: bool = True
   watch: Callable[[str, Any], Any] | None = None
 
+  @property
+  def all_or_nothing(self) -> bool:
+    """An update that is not taken over leaves the state as it was."""
+    return True
+
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
 
@@ -122,14 +127,7 @@ class TrainStep:
     @jax.named_scope("optimizer")
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-      direction = self.selection.mask_rows(direction)
-      change = jax.tree.map(lambda d: rate * d, direction)
-      if self.watch:
-        change = self.watch("update", change)
-      moved = jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
-      if self.rounding:
-        return self.rounding(moved, params, state["step"]), opt_state
-      return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params), opt_state
+      return self.moved(params, self.selection.mask_rows(direction), rate, state["step"]), opt_state
 
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
@@ -194,7 +192,52 @@ class TrainStep:
     }
     if self.watch:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
-    return new_state, metrics | _optional(losses, scaling)
+    return new_state, metrics | optional_metrics(losses, scaling)
+
+  def moved(self, params: Any, direction: Any, rate: jax.Array, step: jax.Array, row: jax.Array | None = None) -> Any:
+    """Parameters, in the dtypes that they are stored in, ``rate`` times the direction (float32) further down.
+
+    Args:
+      params, direction, rate: trees of the same structure, and a float32 scalar.
+      step: int32 scalar, of the state.
+      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
+    """
+    change = jax.tree.map(lambda d: rate * d, direction)
+    if self.watch:
+      change = self.watch("update", change)
+    moved = jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
+    if self.rounding:
+      return self.rounding(moved, params, step, row)
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
+
+  def total(self, apply, params, batch: Batch, weight, present, scale, sink=None) -> tuple[jax.Array, dict[str, Any]]:
+    """What is differentiated, a float32 scalar, and its terms.
+
+    Args:
+      apply: the objective's call.
+      params: all of them.
+      batch: a part of the whole one.
+      weight: of the whole batch, float32 scalar.
+      present: tokens of the whole batch, float32 scalar.
+      scale: as of ``gradients``.
+      sink: where cotangents at the probes go; empty or None: nothing is probed.
+    """
+    cotangent = (1.0 if scale is None else scale) / weight
+    loss, _, aux = apply(params, batch, cotangent, sink)
+    # Terms that are means over the tokens of a microbatch count by its share of the tokens.
+    share = jnp.sum(batch["segments"] > 0) / present
+    means = {name: value * share for name, value in aux["means"].items()}
+    total = loss / weight + sum(means.values())
+    terms = {name: value / weight for name, value in aux["terms"].items()} | means
+    out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
+    if "moe_load" in aux:
+      out["moe_load"] = aux["moe_load"] * share
+    return total if scale is None else total * scale, jax.lax.stop_gradient(out)
+
+  def sizes(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """``weight`` and ``present`` of ``total``, of a whole batch."""
+    weight = jnp.maximum(self.objective.weight(batch), 1).astype(jnp.float32)
+    return weight, jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
 
   def keyed(self, batch: Batch, step: jax.Array) -> Batch:
     """The batch with the keys of its rows, where there is dropout."""
@@ -214,22 +257,11 @@ class TrainStep:
     Returns:
       Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
     """
-    weight = jnp.maximum(self.objective.weight(batch), 1).astype(jnp.float32)
-    present = jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
+    weight, present = self.sizes(batch)
 
     def scaled_loss(trained, batch, frozen, weight, present, scale):
       params, sink = trained
-      cotangent = (1.0 if scale is None else scale) / weight
-      loss, _, aux = self.apply(merge(params, frozen), batch, cotangent, sink)
-      # Terms that are means over the tokens of a microbatch count by its share of the tokens.
-      share = jnp.sum(batch["segments"] > 0) / present
-      means = {name: value * share for name, value in aux["means"].items()}
-      total = loss / weight + sum(means.values())
-      terms = {name: value / weight for name, value in aux["terms"].items()} | means
-      out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
-      if "moe_load" in aux:
-        out["moe_load"] = aux["moe_load"] * share
-      return total if scale is None else total * scale, jax.lax.stop_gradient(out)
+      return self.total(self.apply, merge(params, frozen), batch, weight, present, scale, sink)
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
@@ -285,7 +317,7 @@ class TrainStep:
     return on_devices(trained, split, *given)
 
 
-def _optional(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> Metrics:
+def optional_metrics(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> Metrics:
   """Metrics of what not every model has: terms of the loss beside the cross entropy, experts, float16."""
   terms = losses["loss"]
   metrics: Metrics = {}

@@ -40,6 +40,17 @@ class Selection:
     frozen = jax.tree.map(lambda keep, x: None if keep else x, self.leaves, tree)
     return trained, frozen
 
+  @property
+  def masks(self) -> Tree:
+    """For each trained leaf: bool [rows] where only some layers of its stack are trained, else True; None for frozen ones."""
+    rows = iter(self.rows)
+
+    def mask(trained: bool) -> Any:
+      row = next(rows) if trained else None
+      return (True if row is None else row) if trained else None
+
+    return jax.tree.map(mask, self.leaves)
+
   def mask_rows(self, trained: Tree) -> Tree:
     """Zeros in the rows of trained leaves that belong to frozen layers: for gradients and for updates."""
 

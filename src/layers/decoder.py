@@ -255,15 +255,13 @@ class Decoder:
     for s in self.stacks:
       carry, aux = self._run(s, carry, self.rows(s, p, per_layer, cache, probes), ctx)
       collected.append((s, aux))
-    x, last = self.leave(p, carry, ctx)
-    aux = _totals(collected) | _captured(collected)
-    aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.pop("rescued", 0)
+    x, aux = self.leave(p, carry, collected, first, ctx)
     if cache is not None:
       aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
-    return x, aux | first | last
+    return x, aux
 
-  # A pass in its parts: enter, every row of every stack, leave. ``hidden`` is made of them, and so is whatever runs the rows
-  # differently (a backward pass that updates each row as its gradient appears).
+  # A pass in its parts: enter, every layer of every row of every stack, leave. ``hidden`` is made of them, and so is what runs
+  # them differently: a backward pass that updates each layer as its gradient appears (training/step_in_backward.py).
 
   def context(self, batch: dict, capture: frozenset[str] = frozenset(), step: Step | None = None) -> Context:
     """What all layers see of a batch; it depends on no parameter."""
@@ -347,25 +345,45 @@ class Decoder:
     """
     aux = {}
     for j, layer in enumerate(layers):
-      own = replace(
-        ctx,
-        cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
-        per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
-        probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
-      )
-      call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
-      with jax.named_scope(f"{s.name}/layer_{j}"):
-        carry, aux[f"layer_{j}"] = call(row["params"][f"layer_{j}"], carry, own)
-      carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
-      if "kv" in carry:
-        # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
-        carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), "batch", "sequence"), carry["kv"])
+      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, alone_in_scan=alone_in_scan)
     return carry, aux
 
-  def leave(self, p: dict, carry: Carry, ctx: Context) -> tuple[jax.Array, Aux]:
-    """Normed hidden states [B, T, D] in ``dtype`` behind the last row, and captures."""
+  def run_layer(
+    self, s: Stack, j: int, layer: Block, carry: Carry, row: dict[str, Any], ctx: Context, *, alone_in_scan: bool = False
+  ) -> tuple[Carry, Aux]:
+    """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out."""
+    own = replace(
+      ctx,
+      cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
+      per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
+      probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
+    )
+    call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
+    with jax.named_scope(f"{s.name}/layer_{j}"):
+      carry, aux = call(row["params"][f"layer_{j}"], carry, own)
+    carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
+    if "kv" in carry:
+      # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
+      carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), "batch", "sequence"), carry["kv"])
+    return carry, aux
+
+  def leave(
+    self, p: dict, carry: Carry, collected: list[tuple[Stack, dict[str, Aux]]], first: Aux, ctx: Context
+  ) -> tuple[jax.Array, dict]:
+    """Normed hidden states [B, T, D] in ``dtype`` behind the last row, and aux as ``hidden`` hands it out.
+
+    Args:
+      p: the decoder's parameters, of which it reads the final norm.
+      carry: of the last row.
+      collected: of each stack, what its layers handed out, every leaf with a leading axis of ``repeats``.
+      first: aux of ``enter``.
+      ctx: ``context`` of the batch.
+    """
     x = named(self._final_norm, p, "final_norm", carry["x"])
-    return x, {"hidden.final_norm": x} if "hidden" in ctx.capture else {}
+    aux = _totals(collected) | _captured(collected)
+    aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.get("rescued", 0)
+    aux |= {name: value for name, value in first.items() if name != "rescued"}
+    return x, aux | ({"hidden.final_norm": x} if "hidden" in ctx.capture else {})
 
   def _cached(self, name: str, cache: dict | None) -> int:
     """Slots in the cache of the layers that lend keys and values under this name."""

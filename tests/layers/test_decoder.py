@@ -320,7 +320,7 @@ def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_param
       at[s.name] += 1
       carry, pull, _ = jax.vjp(lambda c, r, s=s, b=layers: decoder.run_row(s, b, c, r, ctx), carry, row, has_aux=True)
       pulls.append((s, pull))
-    value, pull_out = jax.vjp(lambda o, c: loss(decoder.leave(o, c, ctx)[0]), outside, carry)
+    value, pull_out = jax.vjp(lambda o, c: loss(decoder.leave(o, c, [], {}, ctx)[0]), outside, carry)
     d_outside, d_carry = pull_out(jnp.ones(()))
     d_rows: dict[str, list] = {s.name: [] for s, _ in places}
     for s, pull in reversed(pulls):

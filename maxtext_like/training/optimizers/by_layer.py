@@ -1,0 +1,98 @@
+"""The optimizer taken layer by layer: each layer's arrays are updated as if there were no others.
+
+A part of the parameters is (stack, layer), the arrays of one layer of a stack's rows, or () for all that lies in no stack. A
+state has the structure that it has without; only rules that look at an array as a whole see one layer's where they would see
+those of all, as Adafactor, which then factors and clips each layer by itself.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.training.optimizers.optimizer import Optimizer
+
+Tree = Any
+Part = tuple[str, ...]
+
+
+def parts_of(tree: Tree) -> list[Part]:
+  """The parts of a tree of parameters, in order; () last."""
+  return [(name, layer) for name in tree if name.startswith("stack_") for layer in tree[name]] + [()]
+
+
+def take(tree: Tree, part: Part) -> Tree:
+  """A part of a tree of parameters, under the paths that it has there."""
+  if part:
+    stack, layer = part
+    return {stack: {layer: tree[stack][layer]}}
+  return {name: x for name, x in tree.items() if not name.startswith("stack_")}
+
+
+def join(parts: list[Tree]) -> Tree:
+  """The tree that all its parts were taken from."""
+  whole: dict[str, Any] = {}
+  for part in parts:
+    for name, x in part.items():
+      whole[name] = {**whole.get(name, {}), **x} if name.startswith("stack_") else x
+  return whole
+
+
+def take_state(state: Tree, part: Part) -> Tree:
+  """The state of a part: of every tree of parameters in it that part, counters as they are."""
+  return jax.tree.map(lambda node: take(node, part) if isinstance(node, dict) else node, state, is_leaf=_is_dict)
+
+
+def join_states(parts: list[Tree]) -> Tree:
+  """The state that all its parts were taken from; counters are those of the last."""
+  pick = lambda *nodes: join([*nodes]) if isinstance(nodes[0], dict) else nodes[-1]
+  return jax.tree.map(pick, *parts, is_leaf=_is_dict)
+
+
+def _is_dict(node: Any) -> bool:
+  return isinstance(node, dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ByLayer(Optimizer):
+  """An ``Optimizer`` of the same rule, whose state and update are those of its parts."""
+
+  @classmethod
+  def of(cls, optimizer: Optimizer) -> "ByLayer":
+    """The same optimizer, layer by layer."""
+    return cls(**{f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)})
+
+  @functools.cached_property
+  def parts(self) -> dict[Part, Optimizer]:
+    """The optimizer of each part; of a stacked layer that of one row."""
+    given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Optimizer)}
+    return {part: Optimizer(**given | {"spec": take(self.spec, part)}) for part in parts_of(self.spec)}
+
+  def init(self, params: Tree) -> Tree:
+    return join_states([_by_row(part, optimizer.init, take(params, part)) for part, optimizer in self.parts.items()])
+
+  def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    directions, states = [], []
+    for part, optimizer in self.parts.items():
+      given = take(grads, part), take_state(state, part), take(params, part)
+      direction, after = _by_row(part, optimizer.update, *given)
+      directions.append(direction)
+      states.append(after)
+    return join(directions), join_states(states)
+
+
+def _by_row(part: Part, function: Any, *trees: Tree) -> Tree:
+  """A function of trees of a part, for each row of a stacked one; counters belong to all rows together."""
+  if not part:
+    return function(*trees)
+  axes = [jax.tree.map(lambda x: None if _is_counter(x) else 0, tree) for tree in trees]
+  row = jax.tree.map(lambda x: x if _is_counter(x) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees)
+  out = jax.tree.map(lambda x: None if _is_counter(x) else 0, jax.eval_shape(function, *row))
+  return jax.vmap(function, in_axes=tuple(axes), out_axes=out)(*trees)
+
+
+def _is_counter(x: Any) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.integer)

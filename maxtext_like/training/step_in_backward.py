@@ -1,0 +1,408 @@
+"""The train step that updates each layer as soon as the backward pass has its gradient, so that no two layers' gradients exist
+at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
+
+The forward pass keeps what each layer reads, and nothing else. The backward pass goes through the layers from the last one to
+the first: it computes a layer again, differentiates it, updates it where it lies, and hands the cotangent of what it read on.
+What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
+
+A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
+them. The backward pass then runs twice: once to measure, once to update, which makes the update all or nothing, as in the
+ordinary step. In a single pass a layer whose loss, gradients or update are not finite is not updated, and nothing after it
+either: the layers behind it have moved already.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.block import Block, Carry
+from maxtext_like.layers.context import Aux, Context
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.stack import Stack
+from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
+from maxtext_like.training import loss_scale
+from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
+from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
+from maxtext_like.training.trainable import merge
+
+Tree = Any
+Result = Callable[[Any], tuple[jax.Array, dict]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ran(Decoder):
+  """A decoder whose layers have run: ``hidden`` hands out what came of them."""
+
+  result: Result | None = None
+
+  def hidden(self, p: dict, batch: dict, *given: Any, **named: Any) -> tuple[jax.Array, dict]:
+    del batch, given, named
+    assert self.result is not None
+    return self.result(p)
+
+
+class _Run(NamedTuple):
+  """Equal rows of a stack, run one after another: their layers, and which rows they are."""
+
+  stack: Stack
+  layers: tuple[Block, ...]
+  first: int
+  count: int
+
+
+class _Forward(NamedTuple):
+  """What the backward pass starts from.
+
+  Attributes:
+    out: terms of the loss and what else ``TrainStep.total`` hands out.
+    read: of each run, what its layers read: a carry for each layer of a row, every leaf with a leading axis of rows.
+    last: cotangent of the last carry.
+    handed_out: of each run, cotangents of the floats that its layers handed out.
+    outside: gradients of what lies in no stack, as far as it comes after the layers.
+    pull_enter: cotangents of the first carry and of the layers' own inputs to the gradients of what comes before the layers.
+    ctx: of the batch.
+    per_layer: the layers' own inputs [L, B, T, P] or None.
+  """
+
+  out: dict[str, Any]
+  read: list[list[Carry]]
+  last: Carry
+  handed_out: list[dict[str, Aux]]
+  outside: Tree
+  pull_enter: Callable[..., Any]
+  ctx: Context
+  per_layer: jax.Array | None
+
+
+class _Seen(NamedTuple):
+  """What is known of a part once the backward pass has been there, by leaf; without an update only of its gradients.
+
+  Attributes:
+    gradients: sums of squares in the two parts of ``Squares``.
+    clipped: bool scalar, the part's own gradients were clipped.
+    updated: bool, the updated numbers are finite.
+    parameters: sums of squares of what is stored now, as ``gradients``.
+    peaks: largest magnitudes in the updated state of the optimizer, infinite where a number is not finite.
+  """
+
+  gradients: tuple[Tree, Tree]
+  clipped: Any = None
+  updated: Tree = None
+  parameters: tuple[Tree, Tree] | None = None
+  peaks: Tree = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepInBackward(TrainStep):
+  """One update, layer by layer. ``optimizer`` is a ``ByLayer``.
+
+  Attributes:
+    clip_by: "exact": ``clip`` is the largest norm of all gradients together; "layer": of those of each layer, and of all that
+      lies in no stack.
+  """
+
+  clip_by: str = "exact"
+
+  @property
+  def exact(self) -> bool:
+    """Gradients are clipped by the norm of all."""
+    return self.clip > 0 and self.clip_by == "exact"
+
+  @property
+  def all_or_nothing(self) -> bool:
+    """Two passes: gradients that are not finite are seen before anything is updated, though not a moment that overflows."""
+    return self.exact or self.objective.decoder.precision.dtype == "float16"
+
+  def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
+    """As ``TrainStep`` does, but that it looks at every update before it writes it: every step is "usual".
+
+    In a single pass a step that is not applied may have updated the layers behind the one that was not finite.
+    """
+    if self.watch:  # an x-ray looks at all gradients together
+      return super().__call__(state, batch, known)
+    params, frozen = self.selection.split(state["params"])
+    scaling = state.get("loss_scale")
+    pass_ = _Pass(self, state["step"], scaling["scale"] if scaling else None)
+    forward = pass_.forward(params, frozen, batch)
+    losses = forward.out
+    loss = sum(losses["loss"].values())
+    alive, norm, squares = jnp.isfinite(loss), None, None
+    if self.all_or_nothing:
+      _, _, _, seen = pass_.backward(forward, params, frozen, None, alive, None)
+      squares = Squares(*map(_by_row, seen.gradients))
+      alive, norm = alive & jnp.all(squares.finite), squares.norm() if self.exact else None
+      # Where the second pass writes, the first one has read.
+      params, opt_state, alive = jax.lax.optimization_barrier((params, state["opt_state"], alive))
+    else:
+      opt_state = state["opt_state"]
+    new_params, new_opt_state, applied, seen = pass_.backward(forward, params, frozen, opt_state, alive, norm)
+    squares = Squares(*map(_by_row, seen.gradients)) if squares is None else squares
+    if self.router_bias:
+      frozen = self.router_bias(frozen, losses["moe_load"], applied)
+    stored = map(merge, seen.parameters or (), squares_of_arrays(frozen, rows=True))
+    total, sizes = squares.norm(), Squares(*map(_by_row, stored))
+    new_state = {"step": state["step"] + 1, "params": merge(new_params, frozen), "opt_state": new_opt_state}
+    if scaling:
+      new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+    peaks = peaks_of_rows(seen.peaks, state["opt_state"], params)
+    finite = {
+      "loss": jnp.isfinite(loss),
+      "gradients": squares.finite,
+      "parameters": _by_row(seen.updated),
+      "optimizer": jnp.isfinite(peaks),
+      "state_parameters": sizes.finite,
+      "state_optimizer": jnp.ones(peaks.shape, bool),  # of what is not finite nothing is written
+    }
+    clipped = total.above(self.clip) if self.exact else jnp.any(_by_row(seen.clipped))
+    metrics = {
+      "loss": loss,
+      "grad_norm": total.value,
+      "param_norm": sizes.norm().value,
+      "learning_rate": pass_.rate,
+      "tokens": self.objective.tokens(batch),
+      "clipped": clipped & applied,
+      "skipped": ~applied,
+      "known": jnp.where(applied, jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)]), jnp.inf),
+      "usual": jnp.ones((), bool),
+      "finite": finite,
+    }
+    return new_state, metrics | optional_metrics(losses, scaling)
+
+
+class _Pass:
+  """The passes of one step."""
+
+  def __init__(self, step: StepInBackward, number: jax.Array, scale: jax.Array | None):
+    """Of a step at the state's number (int32 scalar), the loss times ``scale``."""
+    self.step, self.number, self.scale = step, number, scale
+    self.rate = step.schedule(number)
+    assert isinstance(step.optimizer, ByLayer)
+    self.optimizers = step.optimizer.parts
+    self.masks = step.selection.masks
+    decoder = self.decoder = step.objective.decoder
+    # A layer is computed again where it is differentiated, whole, and nothing else of it is kept.
+    self.layers = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
+    self.runs = []
+    for s in decoder.stacks:
+      first = 0
+      for count, layers in s.split(decoder.layers):
+        self.runs.append(_Run(s, layers, first, count))
+        first += count
+
+  def _scan(self, body: Callable[..., Any], carry: Any, xs: Any, run: _Run, *, reverse: bool = False) -> Any:
+    return jax.lax.scan(body, carry, xs, run.count, reverse=reverse, unroll=1 if self.decoder.cfg.scan_layers else run.count)
+
+  def forward(self, params: Tree, frozen: Tree, batch: Batch) -> _Forward:
+    """The loss, and its cotangents behind the last layer.
+
+    Args:
+      params, frozen: as ``Selection.split`` gives them.
+      batch: as in ``TrainStep.__call__``.
+    """
+    step, decoder = self.step, self.decoder
+    ctx = decoder.context(batch)
+    outside, kept = take(params, ()), take(frozen, ())
+
+    def enter(outside):
+      carry, per_layer, first = decoder.enter(merge(outside, kept), batch, ctx)
+      return (carry, per_layer), first
+
+    (carry, per_layer), pull_enter, first = jax.vjp(enter, outside, has_aux=True)
+    read, floats, others = [], [], []
+    whole = merge(params, frozen)
+    for run in self.runs:
+
+      def body(carry, row, run=run):
+        carries, aux = [], {}
+        for j, layer in enumerate(run.layers):
+          carries.append(carry)
+          carry, aux[f"layer_{j}"] = self.layers.run_layer(run.stack, j, layer, carry, row, ctx)
+        return carry, (carries, *_floats(aux))
+
+      rows = jax.tree.map(lambda x, run=run: x[run.first : run.first + run.count], decoder.rows(run.stack, whole, per_layer))
+      carry, found = self._scan(body, carry, rows, run)
+      for kind, value in zip((read, floats, others), found, strict=True):
+        kind.append(value)
+
+    def leave(outside, carry, floats):
+      found: dict[str, list[dict[str, Aux]]] = {}
+      for run, f, o in zip(self.runs, floats, others, strict=True):
+        found.setdefault(run.stack.name, []).append(merge(f, o))
+      collected = [(s, jax.tree.map(lambda *x: jnp.concatenate(x), *found[s.name])) for s in decoder.stacks]
+      given = {f.name: getattr(decoder, f.name) for f in dataclasses.fields(decoder)}
+      ran = _Ran(**given, result=lambda p: decoder.leave(p, carry, collected, first, ctx))
+      return step.total(step.objective.with_decoder(ran), merge(outside, kept), batch, *step.sizes(batch), self.scale)
+
+    total, pull_leave, out = jax.vjp(leave, outside, carry, floats, has_aux=True)
+    d_outside, last, handed_out = pull_leave(jnp.ones_like(total))
+    return _Forward(out, read, last, handed_out, d_outside, pull_enter, ctx, per_layer)
+
+  def backward(
+    self, forward: _Forward, params: Tree, frozen: Tree, opt_state: Tree, alive: jax.Array, norm: Norm | None
+  ) -> tuple[Tree, Tree, jax.Array, _Seen]:
+    """From the last layer to the first, and what lies in none.
+
+    Args:
+      forward: of the same parameters.
+      params, frozen: as ``Selection.split`` gives them.
+      opt_state: of the optimizer; None: nothing is updated, the gradients are measured.
+      alive: bool scalar: updates may be written.
+      norm: of all gradients, that they are clipped by; None: not by it.
+
+    Returns:
+      The next parameters and optimizer state (the given ones where nothing is updated), whether everything was updated, and
+      what was seen, as trees of all parts.
+    """
+    cotangent, d_inputs = forward.last, []
+    updated: dict[str, Tree] = {}  # by stack, and the state of its parts
+    states: dict[Part, Tree] = {}
+    seen: dict[Part, list[_Seen]] = {part: [] for part in self.optimizers}
+    for run, read, handed_out in reversed([*zip(self.runs, forward.read, forward.handed_out, strict=True)]):
+      name = run.stack.name
+      parts = [(name, f"layer_{j}") for j in range(len(run.layers))]
+      inputs = self.decoder.rows(run.stack, {name: None}, forward.per_layer)["per_layer"]
+      written = None
+      if opt_state is not None:
+        written = (
+          updated.get(name, params[name]),
+          {part: states[part] if part in states else take_state(opt_state, part) for part in parts},
+        )
+
+      def body(carry, x, run=run, name=name, parts=parts):
+        written, cotangent, alive = carry
+        row, read, handed_out, inputs = x
+        held, states = written or (params[name], None)
+        found: dict[str, _Seen] = {}
+        d_inputs: list[Any] = [None] * len(parts)
+        for j in reversed(range(len(parts))):
+          part, key = parts[j], parts[j][1]
+          # Not before the layer behind it is through: else weights of all layers of a row are read at its begin, and what is
+          # made here is merged with the forward pass, which would keep it.
+          carried, cotangent, alive, row = jax.lax.optimization_barrier((read[j], cotangent, alive, row))
+          mine, theirs = _at(held[key], row), _at(frozen[name][key], row)
+
+          def call(mine, carried, own, run=run, j=j, key=key, theirs=theirs):
+            x = {"params": {key: merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
+            carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, x, forward.ctx)
+            return carried, _floats(aux)[0]
+
+          own = None if inputs is None else {j: inputs[j]}
+          _, pull = jax.vjp(call, mine, carried, own)
+          grads, cotangent, d_inputs[j] = pull((cotangent, handed_out[key]))
+          state = None if states is None else _at(states[part], row)
+          tree = lambda x, key=key: {name: {key: x}}
+          new, state, alive, found[key] = self._part(part, tree(grads), tree(mine), state, alive, norm, row)
+          if states is not None:
+            held = {**held, key: _put(held[key], new[name][key], row)}
+            states = {**states, part: _put(states[part], state, row)}
+        d_own = None if inputs is None else jnp.stack([d[j] for j, d in enumerate(d_inputs)])
+        return (None if states is None else (held, states), cotangent, alive), (found, d_own)
+
+      here = slice(run.first, run.first + run.count)
+      xs = run.first + jnp.arange(run.count), read, handed_out, None if inputs is None else inputs[here]
+      (written, cotangent, alive), (found, d_own) = self._scan(body, (written, cotangent, alive), xs, run, reverse=True)
+      d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))
+      for part in parts:
+        seen[part].insert(0, found[part[1]])
+      if written is not None:
+        updated[name] = written[0]
+        states |= written[1]
+    d_inputs = None if forward.per_layer is None else jnp.concatenate(d_inputs)
+    (d_before,) = forward.pull_enter((cotangent, d_inputs))
+    grads = jax.tree.map(jnp.add, forward.outside, d_before)
+    state = None if opt_state is None else take_state(opt_state, ())
+    outside, state, alive, found = self._part((), grads, take(params, ()), state, alive, norm)
+    seen[()] = [found]
+    if opt_state is not None:
+      params = {name: (outside | updated)[name] for name in params}
+      opt_state = join_states([*(states[part] for part in self.optimizers if part), state])
+    return params, opt_state, alive, _together(seen)
+
+  @jax.named_scope("optimizer")
+  def _part(
+    self, part: Part, grads: Tree, params: Tree, state: Tree, alive: jax.Array, norm: Norm | None, row: jax.Array | None = None
+  ) -> tuple[Tree, Tree, jax.Array, _Seen]:
+    """Updates a part by its gradients, or measures them where ``state`` is None.
+
+    Args:
+      part: of which the trees are; of a stacked one a row.
+      grads: as they were differentiated, times the loss scale.
+      params, state: before the update.
+      alive, norm: as in ``backward``.
+      row: int32 scalar, which one.
+
+    Returns:
+      What is stored next, of parameters and optimizer; whether the update, if any, was taken over; what was seen.
+    """
+    step, masks = self.step, take(self.masks, part)
+    if self.scale is not None:
+      grads = jax.tree.map(lambda g: g.astype(jnp.float32) / self.scale, grads)
+    grads = _masked(jax.tree.map(lambda g: g.astype(step.grad_dtype), grads), masks, row)
+    gradients = squares_of_arrays(grads, rows=False)
+    if state is None:
+      return params, None, alive, _Seen(gradients)
+    together = Squares(*map(_by_row, gradients))
+    alive = alive & jnp.all(together.finite)
+    clipped = jnp.zeros((), bool)
+    if step.clip and step.clip_by == "layer":
+      norm = together.norm()
+      clipped = norm.above(step.clip)
+    if norm is not None:
+      grads = clip(grads, norm, step.clip)
+    direction, new_state = self.optimizers[part].update(grads, state, params)
+    new = step.moved(params, _masked(direction, masks, row), self.rate, self.number, row)
+    updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)
+    peaks = peaks_of_arrays(new_state)
+    alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
+    new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
+    return new, new_state, alive, _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks)
+
+
+def _at(tree: Tree, row: jax.Array) -> Tree:
+  """A row of arrays of stacked layers; counters belong to all."""
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False) if x.ndim else x, tree)
+
+
+def _put(tree: Tree, new: Tree, row: jax.Array) -> Tree:
+  """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
+  return jax.tree.map(lambda x, n: jax.lax.dynamic_update_index_in_dim(x, n, row, 0) if x.ndim else x, tree, new)
+
+
+def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:
+  """Zeros where a layer is frozen whose stack is trained."""
+  return jax.tree.map(lambda x, m: x if m is True else jnp.where(jnp.asarray(m)[row], x, jnp.zeros((), x.dtype)), tree, masks)
+
+
+def _is_float(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _floats(aux: Any) -> tuple[Any, Any]:
+  """What layers handed out, as what has a gradient and what has none, with None in the place of the other."""
+  return jax.tree.map(lambda x: x if _is_float(x) else None, aux), jax.tree.map(lambda x: None if _is_float(x) else x, aux)
+
+
+def _by_row(tree: Tree) -> jax.Array:
+  """The leaves side by side: numbers of rows [R], in the order of ``row_labels``."""
+  leaves = [jnp.atleast_1d(x) for x in jax.tree.leaves(tree)]
+  return jnp.concatenate(leaves) if leaves else jnp.zeros(0)
+
+
+def _together(seen: dict[Part, list[_Seen]]) -> _Seen:
+  """Of all parts, each of which was seen in one run of rows or several."""
+  parts = {part: jax.tree.map(lambda *x: jnp.concatenate([*map(jnp.atleast_1d, x)]), *found) for part, found in seen.items()}
+  pairs = lambda of: tuple(join([of(s)[i] for s in parts.values()]) for i in (0, 1))
+  gradients = pairs(lambda s: s.gradients)
+  if parts[()].peaks is None:
+    return _Seen(gradients)
+  return _Seen(
+    gradients,
+    {part: s.clipped for part, s in parts.items()},
+    join([s.updated for s in parts.values()]),
+    pairs(lambda s: s.parameters),
+    join_states([s.peaks for s in parts.values()]),
+  )

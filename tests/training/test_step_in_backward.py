@@ -1,0 +1,225 @@
+"""Layers that are updated as the backward pass gets to them, against the ordinary step."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.training.optimizers.optimizer import decays
+from maxtext_like.training.program import TrainProgram, make_program
+from maxtext_like.training.step import UNKNOWN
+from tests.training import test_parallelism
+from tests.training.meshes import batch_of
+
+SMALL = (
+  "dtype=float32", "weight_dtype=float32", "max_target_length=16", "vocab_size=304", "remat_policy=full",
+  "per_device_batch_size=8", "dataset=synthetic", "warmup_steps_fraction=0",
+)  # fmt: skip
+THREE = ("qwen3-tiny", "num_decoder_layers=3")
+UNCLIPPED = "gradient_clipping_threshold=0"
+FAMILIES = {
+  "gemma3-tiny": (),
+  "gemma4-tiny": (),
+  "gemma4-moe-tiny": (),
+  "gemma4-e2b-tiny": ("use_multimodal=true",),  # its layers share keys and values, and have inputs of their own
+  "deepseek3-tiny": (),
+  "deepseek3.2-tiny": (),
+  "qwen3-moe-tiny": (),
+}
+
+
+@functools.cache
+def compiled(model: str, *words: str) -> tuple[TrainProgram, Any, Any, Any]:
+  """(program, its step, a first state, a batch)."""
+  program = make_program(load_config(model, [*SMALL, *words]).config)
+  with use_mesh(program.model.mesh):
+    places = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    state = jax.device_get(jax.jit(program.initial_state, out_shardings=places)(np.uint32(1)))
+    return program, program.lower_step(careful=True).compile(), state, batch_of(program)
+
+
+def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tuple[Any, list[Any]]:
+  """The state after so many steps from the first one, or from what ``change`` makes of it, and the metrics of each."""
+  program, step, state, batch = compiled(model, *words)
+  with use_mesh(program.model.mesh):
+    state = jax.device_put(change(state) if change else state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
+    placed, known, metrics = program.place(batch), UNKNOWN, []
+    for _ in range(steps):
+      state, found = step(state, placed, known)
+      known = found["known"]
+      metrics.append(jax.device_get(found))
+    return jax.device_get(state), metrics
+
+
+def assert_bits(a: Any, b: Any) -> None:
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_three_steps_are_those_of_the_ordinary_step_to_the_bit():
+  whole, ordinary = descend(*THREE, UNCLIPPED, steps=3)
+  layered, metrics = descend(*THREE, UNCLIPPED, "optimizer_in_backward=true", steps=3)
+  assert_bits(layered, whole)
+  for a, b in zip(metrics, ordinary, strict=True):
+    assert a.keys() == b.keys()
+    assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
+    assert jax.tree.all(jax.tree.map(np.all, a["finite"]))
+    assert not a["skipped"]
+    assert a["usual"]
+    for key in ("loss", "grad_norm", "param_norm", "learning_rate", "tokens"):
+      np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=key)
+    assert np.all(a["known"] <= b["known"] * 1.01)
+    assert np.all(np.isfinite(a["known"]))
+
+
+def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
+  """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
+  words = (*THREE, UNCLIPPED, "optimizer_in_backward=true")
+  program, _, before, _ = compiled(*words)
+
+  def broken(state):
+    moment = jax.tree.map(np.copy, state["opt_state"])
+    moment[0].mu["stack_0"]["layer_0"]["mlp"]["down"][1, 0, 0] = np.inf
+    return {**state, "opt_state": moment}
+
+  after, (metrics,) = descend(*words, steps=1, change=broken)
+  assert metrics["skipped"]
+  assert np.all(np.isinf(metrics["known"]))
+  moved = jax.tree.map(lambda a, b: np.any(a != b, axis=tuple(range(1, a.ndim))), after["params"], before["params"])
+  for path, rows in jax.tree_util.tree_leaves_with_path(moved["stack_0"]):
+    assert rows.tolist() == [False, False, True], path
+  assert not any(np.any(x) for name, tree in moved.items() if name != "stack_0" for x in jax.tree.leaves(tree))
+  finite = metrics["finite"]
+  assert finite["loss"]
+  assert np.all(finite["gradients"])
+  assert np.all(finite["state_parameters"])
+  names = [n for n, fine in zip(program.labels, finite["parameters"], strict=True) if not fine]
+  assert names == ["layers.1.mlp.down"]
+  names = [n for n, fine in zip(program.state_labels["optimizer"], finite["optimizer"], strict=True) if not fine]
+  assert names == ["mu.layers.1.mlp.down"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_family_descends_as_by_the_ordinary_step(model):
+  """To the rounding of sums: XLA compiles a layer by itself as it likes. The bits are those of three layers above."""
+  words = (model, *FAMILIES[model], UNCLIPPED, "opt_type=sgd")
+  whole, ordinary = descend(*words)
+  layered, metrics = descend(*words, "optimizer_in_backward=true")
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered["params"], whole["params"])
+  for a, b in zip(metrics, ordinary, strict=True):
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
+    np.testing.assert_allclose(a["param_norm"], b["param_norm"], rtol=1e-6)
+    assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
+
+
+@pytest.mark.slow
+def test_an_exact_norm_clips_as_the_ordinary_step_does():
+  words = (*THREE, "gradient_clipping_threshold=0.5")
+  (whole, ordinary), (layered, metrics) = descend(*words), descend(*words, "optimizer_in_backward=true")
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered["params"], whole["params"])
+  assert [m["clipped"] for m in metrics] == [m["clipped"] for m in ordinary] == [True, True]
+
+
+@pytest.mark.slow
+def test_each_layer_is_clipped_by_its_own_norm():
+  plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
+  _, _, before, _ = compiled(*plain, UNCLIPPED)
+  (free, _), (held, (metrics,)) = (
+    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=0.5", "clip=layer"])
+  )
+  assert metrics["clipped"]
+  apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
+  free, held = apart(free), apart(held)
+  for row in range(3):
+    gradient, step = (jax.tree.leaves(jax.tree.map(lambda x, r=row: x[r], t["stack_0"])) for t in (free, held))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradient))
+    assert norm > 0.5
+    for g, s in zip(gradient, step, strict=True):
+      np.testing.assert_allclose(s, g * 0.5 / norm, atol=3e-7)
+
+
+@pytest.mark.slow
+def test_adafactor_factors_and_clips_each_layer_by_itself():
+  words = (*THREE, "opt_type=adafactor", UNCLIPPED, "optimizer_in_backward=true", "emb_dim=128", "mlp_dim=136")
+  program, _, before, batch = compiled(*words)
+  after, _ = descend(*words, steps=1)
+  with use_mesh(program.model.mesh):
+    grads, _ = jax.jit(lambda p, b: program.step.gradients(*program.selection.split(p), b, None))(
+      before["params"], program.place(batch)
+    )
+  rate = float(program.step.schedule(jnp.zeros((), jnp.int32)))
+  spec = program.spec["stack_0"]["layer_0"]["mlp"]["down"]
+  assert decays(spec)
+  for row in range(3):
+    p, g = (t["stack_0"]["layer_0"]["mlp"]["down"][row] for t in (before["params"], grads))
+    rule: Any = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.add_decayed_weights(0.1))
+    direction, state = rule.update(jnp.asarray(g), rule.init(jnp.asarray(p)), jnp.asarray(p))
+    np.testing.assert_allclose(after["params"]["stack_0"]["layer_0"]["mlp"]["down"][row], p - rate * direction, atol=2e-6)
+    kept = after["opt_state"][0][0].v_row["stack_0"]["layer_0"]["mlp"]["down"]
+    np.testing.assert_allclose(kept[row], state[0].v_row, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_draws_the_bits_of_the_ordinary_step():
+  words = (*THREE, UNCLIPPED, "opt_type=sgd", "sgd_momentum=0", "weight_dtype=bfloat16", "stochastic_rounding=true")
+  (whole, _), (layered, _) = descend(*words), descend(*words, "optimizer_in_backward=true")
+  assert_bits(layered, whole)
+
+
+@pytest.mark.slow
+def test_only_the_layers_that_a_mask_names_move():
+  words = (*THREE, UNCLIPPED, "trainable_parameters_mask=['layers.[02].mlp']", "optimizer_in_backward=true")
+  _, _, before, _ = compiled(*words)
+  after, _ = descend(*words)
+  moved = jax.tree.map(lambda a, b: np.any(a != b, axis=tuple(range(1, a.ndim))), after["params"], before["params"])
+  for path, rows in jax.tree_util.tree_leaves_with_path(moved):
+    assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
+
+
+@pytest.mark.slow
+def test_float16_takes_all_of_an_update_or_nothing():
+  words = (*THREE, "dtype=float16", UNCLIPPED, "optimizer_in_backward=true")
+  _, _, before, _ = compiled(*words)
+  too_large = lambda state: {**state, "loss_scale": {**state["loss_scale"], "scale": np.float32(2.0**40)}}
+  after, (metrics,) = descend(*words, steps=1, change=too_large)
+  assert metrics["skipped"]
+  assert not np.all(metrics["finite"]["gradients"])
+  assert_bits(after["params"], before["params"])
+  assert_bits(after["opt_state"], before["opt_state"])
+  assert after["loss_scale"]["scale"] < 2.0**40
+  after, metrics = descend(*words)
+  assert metrics[1]["loss"] < metrics[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3-tiny", "gemma4-moe-tiny"])
+def test_meshes_give_the_losses_of_one_device(model):
+  found = test_parallelism.run("tests.training.meshes_in_backward", model, "fsdp", "data-fsdp-tensor")
+  one = found.pop("one")
+  for name, losses in found.items():
+    np.testing.assert_allclose(losses, one, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["gradient_accumulation_steps=2"], "gradient_accumulation_steps = 2 with optimizer_in_backward"),
+    (["remat_policy=minimal"], "set remat_policy=full"),
+    (["lora_rank=4"], "lora_rank = 4"),
+    (["numerics_every=10"], "numerics_every = 10"),
+    (["optimizer_in_backward=false", "clip=layer"], "clip = layer without optimizer_in_backward"),
+  ],
+)
+def test_what_it_cannot_be_had_with_is_refused(words, said):
+  from maxtext_like.errors import UserError
+
+  with pytest.raises(UserError, match=said):
+    load_config("gemma4-tiny", ["remat_policy=full", "optimizer_in_backward=true", *words])
