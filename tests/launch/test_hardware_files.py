@@ -13,6 +13,7 @@ ROOT = configs_folder().parent
 FILES = {
   "tpu/v6e-8.yml": {"fsdp": 8}, "tpu/v6e-32.yml": {"fsdp": 32}, "tpu/v6e-32-experts.yml": {"fsdp": 4, "expert": 8},
   "tpu/v6e-256-deepseek.yml": {"fsdp": 8, "expert": 32}, "gpu/h200.yml": {"fsdp": 1}, "gpu/h200x8.yml": {"fsdp": 8},
+  "gpu/one_h200.yml": {"fsdp": 1},
 }  # fmt: skip
 
 
