@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,21 +29,34 @@ def store(protocol):
   return store_of(protocol)
 
 
+def command(**keys):
+  """The line that trains a tiny model on the README."""
+  words = {**TINY, "dataset_path": ROOT / "README.md"} | keys
+  return [sys.executable, str(ROOT / "train.py"), str(ROOT / MODEL), *(f"{key}={value}" for key, value in words.items())]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """(step, loss) of 40 steps to which nothing happened, in a directory of this machine."""
+  place = tmp_path_factory.mktemp("whole")
+  line = command(output_dir=place, run_name="run", steps=40, compilation_cache_dir=place / "compiled")
+  subprocess.run(line, cwd=ROOT, check=True, timeout=300)
+  return of_rows((place / "run" / "metrics.jsonl").read_text())
+
+
 @pytest.fixture
-def train(tmp_path, protocol, store):
+def train(tmp_path, tmp_path_factory, protocol, store):
   """Starts ``train.py`` on a run of a name in <store>bucket/faults; on another machine each time, as far as it knows."""
-  started = []
+  started, compiled = [], tmp_path_factory.getbasetemp() / "compiled"
 
   def start(name, variables=None, fault=None, **keys):
     place = tmp_path / str(len(started))
-    words = {**TINY, "dataset_path": ROOT / "README.md", "output_dir": f"{protocol}://bucket/faults", "run_name": name} | keys
-    words["compilation_cache_dir"] = tmp_path / "compiled"
-    command = [sys.executable, str(ROOT / "train.py"), str(ROOT / MODEL), *(f"{key}={value}" for key, value in words.items())]
+    line = command(output_dir=f"{protocol}://bucket/faults", run_name=name, compilation_cache_dir=compiled, **keys)
     environment = {**os.environ, **store.environment, "MAXTEXT_LIKE_COPIES": str(place / "copies"), "PYTHONPATH": str(ROOT)}
     environment |= variables or {}
     if fault is not None:
-      command[1:1] = ["-c", fault]
-    started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+      line[1:1] = ["-c", fault]
+    started.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     return started[-1]
 
   yield start
@@ -52,9 +66,12 @@ def train(tmp_path, protocol, store):
     process.communicate()
 
 
+def of_rows(text):
+  return [(row["step"], row["loss"]) for row in map(json.loads, text.splitlines())]
+
+
 def losses(store, name):
-  rows = map(json.loads, store.read(f"faults/{name}/metrics.jsonl").splitlines())
-  return [(row["step"], row["loss"]) for row in rows]
+  return of_rows(store.read(f"faults/{name}/metrics.jsonl"))
 
 
 def ends(process, code):
@@ -63,29 +80,30 @@ def ends(process, code):
   return output
 
 
-def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, protocol, store):
-  ends(train("whole", steps=40), 0)
+def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, whole, protocol, store):
   killed = train("killed", steps=40)
   kill_at = []
 
   def kill(method, path, query):
-    if not kill_at and "killed/checkpoints/20/" in (name := query.get("name", "")) and ("/d/" in name or "/c/" in name):
-      kill_at.append(query["name"])
-      killed.kill()  # while an array of step 20 is under way
+    name = re.search(r"killed/checkpoints/(\d+)/.*/[dc]/", query.get("name", ""))
+    # Not of the first checkpoint: there has to be one to go on from. On a busy machine it is still written at step 20, which
+    # then has none; the next is that of 30, or the last.
+    if not kill_at and name is not None and name[1] != "10":
+      kill_at.append(name[1])
+      killed.kill()  # while an array is under way
 
   with store.failing(kill):
-    killed.communicate(timeout=300)
-  assert kill_at
-  assert not [name for name in store.names("faults/killed/checkpoints/20/") if name.endswith("COMPLETE.json")]
+    said = killed.communicate(timeout=300)[0]
+  assert kill_at, said
+  assert not [name for name in store.names(f"faults/killed/checkpoints/{kill_at[0]}/") if name.endswith("COMPLETE.json")]
   output = ends(train("killed", steps=40), 0)
   assert f"from step 10 in {protocol}://bucket/faults/killed/checkpoints" in output
-  assert "20: what an interrupted save or removal left is removed" in output
-  assert losses(store, "killed") == losses(store, "whole")
+  assert f"{kill_at[0]}: what an interrupted save or removal left is removed" in output
+  assert losses(store, "killed") == whole
 
 
-def test_a_store_that_fails_while_it_trains_costs_no_step(train, store):
+def test_a_store_that_fails_while_it_trains_costs_no_step(train, whole, store):
   """For a while every request fails, or is not answered; the run trains on, saves again, and has lost nothing."""
-  ends(train("calm", steps=40), 0)
   count, until = [], []
 
   def storm(method, path, query):
@@ -99,7 +117,7 @@ def test_a_store_that_fails_while_it_trains_costs_no_step(train, store):
   with store.failing(storm):
     ends(train("storm", steps=40), 0)
   assert len(count) > 3
-  assert losses(store, "storm") == losses(store, "calm")
+  assert losses(store, "storm") == whole
   assert [n for n in store.names("faults/storm/checkpoints/40/") if n.endswith("COMPLETE.json")]
 
 
@@ -118,7 +136,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_two_processes_have_one_run_and_one_goes_on(train, protocol, store):
+def test_two_processes_have_one_run_and_one_goes_on(train, whole, protocol, store):
   """Each on a machine of its own: what they share is the store alone. A save that fails in one is given up by both."""
   with socket.create_server(("", 0)) as free:
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
@@ -132,6 +150,5 @@ def test_two_processes_have_one_run_and_one_goes_on(train, protocol, store):
   assert published == ({"20"} if fails else {"10", "20"})
   output = ends(train("pair", steps=40), 0)
   assert f"from step 20 in {protocol}://bucket/faults/pair/checkpoints" in output
-  ends(train("alone", steps=40), 0)
   assert [step for step, _ in losses(store, "pair")] == [*range(1, 41)]
-  assert np.asarray(losses(store, "pair")) == pytest.approx(np.asarray(losses(store, "alone")), abs=1e-5)
+  assert np.asarray(losses(store, "pair")) == pytest.approx(np.asarray(whole), abs=1e-5)
