@@ -292,6 +292,11 @@ class DataConfig(Checked):
         fix = f"weights are relative, any numbers above 0; leave {name} out of both keys to train without it"
         yield Problem(f"dataset_weights: {name}: {weight:g} is not above 0", ("dataset_weights",), fix)
 
+  @property
+  def one_document(self) -> bool:
+    """Whether every row is one document, padding behind it."""
+    return not self.packing or not DATASETS[self.dataset].text
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Checked):

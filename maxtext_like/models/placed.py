@@ -4,6 +4,7 @@ It lies with the models and not with the trainer, because generation, forward, i
 optimizer; the trainer's program is built around one.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,14 @@ def placed(spec: Any, mesh: Mesh, rules: Rules) -> Any:
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
-def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None = None, runs_attention: bool = True) -> Model:
+def make_model(
+  config: Config,
+  *,
+  mesh: Mesh | None = None,
+  platform: str | None = None,
+  runs_attention: bool = True,
+  one_document: bool = False,
+) -> Model:
   """The model of a configuration, without any array.
 
   On a device that is here, a fused kernel is tried before it is used (see ``attention_kernels``, ``grouped_kernels``).
@@ -165,6 +173,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
     platform: "cpu", "gpu" or "tpu", where it will run; needed for an abstract mesh, else that of its devices.
     runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
       are not looked at then.
+    one_document: every row that it is given is one document, padding behind it: it needs no mask of documents.
 
   Raises:
     UserError: sizes that no model can have, or that the mesh cannot split; axes that do not fit the devices; a kernel that the
@@ -194,6 +203,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
     )
   except ValueError as error:
     raise UserError(str(error)) from error
+  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, one_document=one_document))
   require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   kernels = ()
   if runs_attention:
@@ -202,6 +212,7 @@ def make_model(config: Config, *, mesh: Mesh | None = None, platform: str | None
       length=t.max_target_length,
       images=config.vision.use_multimodal,
       context=decoder.cfg.rules.ways("sequence", mesh),
+      segments=not one_document,
       device=device,
       cache=config.logging.compilation_cache_dir,
     )

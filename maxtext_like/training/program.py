@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, require_dropout, with_base
 from maxtext_like.checkpoint.given_adapter import with_given
 from maxtext_like.config.schema import Config
+from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import abstract, count, init
 from maxtext_like.layers.partition import Mesh, axes_of
@@ -217,7 +218,17 @@ class TrainProgram:
       return jax.jit(evaluate).lower(self.abstract_state["params"], self._on_devices(self.batch_of(self.microbatch)))
 
   def place(self, batch: dict[str, np.ndarray]) -> Batch:
-    """A batch of this process's rows as global arrays on the mesh."""
+    """A batch of this process's rows as global arrays on the mesh.
+
+    Raises:
+      UserError: it has rows of several documents, and the program is one for rows of one.
+    """
+    segments = batch["segments"]
+    if self.model.decoder.cfg.one_document and ((segments > 1).any() or (np.diff(segments) > 0).any()):
+      raise UserError(
+        "a batch has rows of several documents, and packing: false is a program for rows of one\n"
+        "  fix: packing=true, which is right for every batch"
+      )
     return self.model.place({name: batch[name] for name in self.abstract_batch})
 
 
@@ -236,7 +247,7 @@ def make_program(
     UserError: as ``make_model``; nothing to train, an objective that does not fit the rows.
   """
   t = config.training
-  model = with_given(make_model(config, mesh=mesh, platform=platform))
+  model = with_given(make_model(config, mesh=mesh, platform=platform, one_document=config.data.one_document))
   config = model.config
   model = with_base(model, config.adapter)
   decoder = model.decoder

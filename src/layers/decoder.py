@@ -70,6 +70,7 @@ class DecoderConfig:
     remat_policy: what a layer keeps for the backward pass.
     rules: how parameters and activations are split over a mesh.
     grouped: the kernel that multiplies tokens with their experts.
+    one_document: every row of a batch is one document, padding behind it (``masks.Tokens``).
   """
 
   embedding: EmbeddingConfig
@@ -85,6 +86,7 @@ class DecoderConfig:
   remat_policy: RematPolicy = "none"
   rules: Rules = RULES
   grouped: Name = "ragged_dot"
+  one_document: bool = False
 
   @property
   def lookup(self) -> Lookup:
@@ -268,7 +270,8 @@ class Decoder:
     if unknown := set(capture) - set(CAPTURES):
       raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
     types = batch.get("token_types")
-    tokens = Tokens(batch.get("segments"), None if types is None else numbered_images(types))
+    images = None if types is None else numbered_images(types)
+    tokens = Tokens(batch.get("segments"), images, self.cfg.one_document and step is None)
     return Context.of(
       batch["tokens"],
       batch.get("positions"),

@@ -4,7 +4,7 @@ B batch, T query, S key. Indices count along the row of the batch; documents pac
 so that a window of W keys is the same in the row and in the document.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ class Tokens:
   Attributes:
     segments: int32 [B, T], 0 is padding, documents count from 1; None: every row is one document without padding.
     images: int32 [B, T], 0 is text, images count from 1: tokens of one image see each other; None: no images.
+    one_document: every row is known to be one document from its beginning on, padding behind it: what is causal sees no other.
   """
 
   segments: jax.Array | None = None
   images: jax.Array | None = None
+  one_document: bool = field(default=False, metadata={"static": True})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext_like.analysis.lowered import lower
 from maxtext_like.errors import UserError
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
@@ -87,3 +89,28 @@ def test_a_step_looks_placeholders_up_as_padding():
   padded, placed = result(0), result(held)
   assert placed[0] == padded[0]
   assert placed[1] != padded[1], "the row of padding is trained by padding alone"
+
+
+@pytest.mark.parametrize(
+  ("words", "operation"),
+  [("packing=true", "fmhaScaleBiasSoftmax"), ("packing=false", "fmhaSoftmax"), ("dataset=synthetic", "fmhaSoftmax")],
+)
+def test_rows_of_one_document_take_the_fused_kernel_without_a_mask(words, operation):
+  few = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dtype=bfloat16", "max_target_length=256"]
+  _, module = lower(small_config("gemma4-tiny", *few, words), "cuda")
+  text = str(module)
+  assert set(re.findall(r"__cudnn\$(\w+)", text)) == {operation, f"{operation}Backward"}
+  masked = re.search(r"tensor<[0-9x]*256x256x\w+>", text)  # scores of T x T
+  assert (masked is None) == (words != "packing=true")
+
+
+def test_a_batch_of_several_documents_is_not_given_to_a_program_for_one():
+  program = make_program(small_config("gemma3-tiny", "packing=false"))
+  (packed,) = batches(program.global_batch, count=1)
+  with pytest.raises(UserError, match="rows of several documents, and packing: false"):
+    program.place(packed)
+  last = packed | {"segments": np.where(packed["segments"] == 2, 0, packed["segments"])}
+  assert program.place(last)["segments"].shape == last["segments"].shape
+  behind_padding = packed | {"segments": last["segments"][:, ::-1]}
+  with pytest.raises(UserError, match="rows of several documents"):
+    program.place(behind_padding)

@@ -156,7 +156,7 @@ def attend(
   Args:
     name: of the kernel.
     q_BTNH, k_BSKH, v_BSKV: queries, keys and values, T = S; query head n reads key-value head n // (N / K).
-    tokens: segments and images.
+    tokens: segments and images. Rows of one document need no mask of segments, which costs a fused kernel as much again.
     window: keys a query sees, itself included; None: all before it.
     bidirectional_images: tokens of one image see each other.
     scale: multiplies the scores.
@@ -166,11 +166,18 @@ def attend(
   Returns:
     [B, T, N, V] in ``dtype``.
   """
+  import jax.numpy as jnp
+
   from maxtext_like.layers import context_parallel
+  from maxtext_like.layers.masks import Tokens
   from maxtext_like.layers.rules import RULES
 
   rules = rules or RULES
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
+  if tokens.one_document and tokens.segments is not None:
+    # Padding sees what stands before it, and is seen by padding alone; the zeros keep its gradients from all of that.
+    real_BT11, alone = (tokens.segments > 0)[:, :, None, None], Tokens(None, tokens.images)
+    return jnp.where(real_BT11, attend(name, q_BTNH, k_BSKH, v_BSKV, alone, rules=rules, **how), 0)
   if context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
   own = ("batch", "sequence", "heads")
