@@ -21,9 +21,9 @@ def test_values_and_gradients_are_those_of_the_mask(name: Name, window):
 
   @jax.jit
   def both(tokens):
-    def forward(*qkv):
+    def forward(q, k, v):
       exact = Precision(dtype="float32", matmul_precision="highest")
-      return attend(name, *qkv, tokens, window=window, bidirectional_images=False, scale=0.3, precision=exact)
+      return attend(name, q, k, v, tokens, window=window, bidirectional_images=False, scale=0.3, precision=exact)
 
     out, backward = jax.vjp(forward, q, k, v)
     return out, *backward(g)
