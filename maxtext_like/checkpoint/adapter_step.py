@@ -71,13 +71,13 @@ class Base:
     if self.fingerprint != found.fingerprint:
       raise UserError(
         f"{step}: the weights below this adapter are others now\n"
-        f"  then: {self._described}, {self.fingerprint[:16]}\n  now:  {found._described}, {found.fingerprint[:16]}\n"
+        f"  then: {self}\n  now:  {found}\n"
         "  fix: name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
       )
 
-  @property
-  def _described(self) -> str:
-    return f"drawn from seed {self.seed}" if self.source is None else self.source
+  def __str__(self) -> str:
+    where = f"drawn from seed {self.seed}" if self.source is None else self.source
+    return f"{where}, {self.fingerprint[:16]}"
 
 
 def holds_adapter_alone(stored: manifest.Manifest) -> bool:

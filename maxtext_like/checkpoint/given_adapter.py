@@ -1,6 +1,7 @@
 """The adapter that a run begins with (``lora_from``): of peft, or of a run here; its settings, and its factors."""
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 
 from maxtext_like.checkpoint import adapter_step
 from maxtext_like.checkpoint.adapted_weights import adapted_names, configured_adapter
+from maxtext_like.checkpoint.adapter_step import EXTRA, Base
 from maxtext_like.checkpoint.added_adapters import step_of_adapter
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
+from maxtext_like.config.hub import name_of
 from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import Adapter
@@ -21,6 +24,8 @@ from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model
 from maxtext_like.storage import Place, failed
 from maxtext_like.strict_json import printable
+
+_log = logging.getLogger(__name__)
 
 
 def with_given(model: Model) -> Model:
@@ -63,6 +68,52 @@ def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
     step, stored = step_of_adapter(located(source))
     return adapter_step.read_adapter(step, stored, model)[1]
   return factors(peft.read_adapter(place, model.decoder, model.config.model.decoder_block), drawn)
+
+
+def require_base(model: Model, below: Base) -> None:
+  """Refuses weights that the adapter of ``lora_from`` was not trained on, where a run trained it; of one of peft's a name is
+  all that is known, and another one is warned of.
+
+  Args:
+    model: of the run.
+    below: what names its weights.
+
+  Raises:
+    UserError: they are others.
+  """
+  source, own = model.config.adapter.lora_from, model.config.adapter
+  if source is None:
+    return
+  if (place := _peft_place(source)) is not None:
+    named = peft.read_settings(place).get("base_model_name_or_path")
+    if isinstance(named, str) and named and not _same_model(named, below.source):
+      _log.warning(
+        "lora_from: %s was trained on %s, these weights are %s; where that is another model it is worth nothing here",
+        source, printable(named), below.source or f"drawn from seed {below.seed}",
+      )  # fmt: skip
+    return
+  stored = step_of_adapter(located(source))[1]
+  then, form = Base.from_json(stored.extra[EXTRA]), section(ADAPTER, stored.config)
+  stored_as = (form.base_weights, form.base_weights_modules, stored.config.get("precision", {}).get("weight_dtype"))
+  if stored_as == (own.base_weights, own.base_weights_modules, model.config.precision.weight_dtype):
+    same = then.fingerprint == below.fingerprint
+  else:  # every bit is another, so that where they come from says it alone
+    same = then.source == below.source and (then.source is not None or then.seed == below.seed)
+  if not same:
+    raise UserError(
+      f"lora_from: {source} was trained on other weights than these\n  then: {then}\n  now:  {below}\n"
+      "  why: it corrects those, and says nothing of others\n"
+      "  fix: name those in init_from; to train it on these all the same, maxtext-like export RUN --out DIR --adapter, and\n"
+      "    lora_from=DIR"
+    )
+
+
+def _same_model(named: str, source: str | None) -> bool:
+  """Whether the name of a model, as peft writes it, may mean what lies at a place; None: weights that were drawn."""
+  if source is None:
+    return False
+  one, other = Path(named).expanduser().resolve(), Path(source).expanduser().resolve()
+  return name_of(one).lower() == name_of(other).lower() or one.is_relative_to(other) or other.is_relative_to(one)
 
 
 def factors(given: peft.PeftAdapter, drawn: Any) -> Any:

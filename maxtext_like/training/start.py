@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.checkpoint.adapter_step import Base
+from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.restore import Restored
@@ -81,6 +82,8 @@ def prepare(
     source = program.config.checkpoint.init_from if restored is None else None
     with goodput.phase("restore"), reading("the reading of weights"):
       params = None if source is None else read_weights(located(source), program.model)
+      if program.adapter is not None and params is not None:
+        base = _below(program, params)
     # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):
       initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
@@ -96,10 +99,17 @@ def prepare(
         step, state = 0, with_given_adapter(program, state)
       look = looking.result()
       if program.adapter is not None and base is None:
-        base = Base.of(state["params"], program.config.checkpoint.init_from, program.config.training.seed)
+        base = _below(program, state["params"])
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, look, step, state, base)
+
+
+def _below(program: TrainProgram, params: Any) -> Base:
+  """What names the weights below a fresh adapter; a given one has to be of them."""
+  base = Base.of(params, program.config.checkpoint.init_from, program.config.training.seed)
+  require_base(program.model, base)
+  return base
 
 
 def _restore(

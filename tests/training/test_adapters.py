@@ -1,8 +1,11 @@
 """Runs that train an adapter: what stays, what is kept, what goes on, what is written for peft, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,8 @@ import pytest
 
 import maxtext_like
 from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.adapter_step import Base
+from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
@@ -305,3 +310,40 @@ def test_an_adapter_that_is_not_the_run_s_is_refused(workplace, for_peft, tmp_pa
   path.write_text(json.dumps(json.loads(path.read_text()) | change))
   assert train(workplace, "refused", f"init_from={workplace}/base", f"lora_from={tmp_path}/peft", *words, "steps=1") == 2
   assert said in capsys.readouterr().err
+
+
+def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_peft, capsys, caplog):
+  drawn = ["learning_rate=0.02", "seed=5", "steps=1"]
+  assert train(workplace, "on-others", *drawn, f"lora_from={workplace}/adapter") == 2
+  said = capsys.readouterr().err
+  assert f"lora_from: {workplace}/adapter was trained on other weights than these\n  then: {workplace}/base, " in said
+  assert "  now:  drawn from seed 5, " in said
+  # In another form every bit differs: the same source is enough, and another one is not.
+  same = load_config("gemma3-tiny", [*WORDS, f"dataset_path={workplace}/text.txt", f"lora_from={workplace}/adapter"]).config
+  int8 = dataclasses.replace(same, adapter=dataclasses.replace(same.adapter, base_weights="int8"))
+  model: Any = SimpleNamespace(config=int8)
+  require_base(model, Base(str(workplace / "base"), 0, "0"))
+  with pytest.raises(UserError, match="was trained on other weights"):
+    require_base(model, Base(str(workplace / "elsewhere"), 0, "0"))
+
+
+def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_path, caplog):
+  config = load_config("gemma3-tiny", [*WORDS, f"dataset_path={workplace}/text.txt", f"lora_from={tmp_path}/peft"]).config
+  shutil.copytree(for_peft, tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  model: Any = SimpleNamespace(config=config)
+  said = json.loads(path.read_text())
+  snapshot = "/cache/models--google--gemma-3-4b-it/snapshots/0123"
+  for named, source, warned in (
+    (f"{workplace}/base", f"{workplace}/base", False),
+    (f"{workplace}/base", f"{workplace}/base/checkpoints/1", False),
+    ("google/gemma-3-4b-it", snapshot, False),
+    ("google/gemma-3-4b-it", "/models/Gemma-3-4b-it", False),
+    (None, "/models/other", False),
+    ("google/gemma-3-4b-pt", snapshot, True),
+    ("google/gemma-3-4b-pt", None, True),
+  ):
+    path.write_text(json.dumps(said | {"base_model_name_or_path": named}))
+    caplog.clear()
+    require_base(model, Base(source, 0, "0"))
+    assert (f"was trained on {named}, these weights are {source or 'drawn from seed 0'}" in caplog.text) == warned
