@@ -91,13 +91,15 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgr
   return build(*(f"{key}=true" for key in keys)), build(*(f"{key}=false" for key in keys))
 
 
-def batch(program: TrainProgram) -> dict[str, jax.Array]:
-  """Random tokens in rows of two documents."""
+def batch(program: TrainProgram, documents: int = 2) -> dict[str, jax.Array]:
+  """Random tokens in full rows of so many documents, the later the longer; of one where the program is for no others."""
   rng = np.random.default_rng(0)
   rows, length = program.global_batch, program.config.training.max_target_length
   tokens = rng.integers(3, program.config.model.vocab_size, (rows, length + 1)).astype(np.int32)
-  segments = np.where(np.arange(length) < length // 3, 1, 2).astype(np.int32)
-  positions = np.where(segments == 1, np.arange(length), np.arange(length) - length // 3).astype(np.int32)
+  n = 1 if program.model.decoder.cfg.one_document else documents
+  starts = np.array([length * i * (i + 1) // (n * (n + 1)) for i in range(n)])  # of two at a third of the row
+  segments = np.searchsorted(starts, np.arange(length), side="right").astype(np.int32)
+  positions = (np.arange(length) - starts[segments - 1]).astype(np.int32)
   everywhere = lambda x: np.ascontiguousarray(np.broadcast_to(x, (rows, length)))
   arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segments": segments}
   return program.place({name: everywhere(x) for name, x in arrays.items()})
