@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import named
 
 from maxtext_like.config.load import make_section
 from maxtext_like.layers.kernels.attention.registry import Case, attend, choose
@@ -164,3 +165,23 @@ def test_fused_kernels_do_the_windows_that_a_neighbour_s_keys_fill():
   assert choose("auto", case).name == "blockwise"
   assert choose("auto", dataclasses.replace(case, window=1024)).name == "cudnn_flash"
   assert choose("auto", dataclasses.replace(case, window=1200)).name == "blockwise"
+
+
+def test_tiles_hand_nothing_empty_to_the_devices():
+  """The GPU compiler of jaxlib 0.11.2 dies of shard_map's arguments that have no numbers; and what every device has to keep of
+  a layer is a few arrays, not some of each tile."""
+  q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 8), jnp.bfloat16) for heads in (4, 2))
+  how: Any = {"window": None, "bidirectional_images": False, "scale": 0.5, "precision": Precision()}
+
+  def loss(q, k, v, segments):
+    run = jax.checkpoint(lambda q, k, v: attend("blockwise", q, k, v, Tokens(segments), **how))
+    return run(q, k, v).astype(jnp.float32).sum()
+
+  mesh = jax.sharding.AbstractMesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+  with jax.sharding.use_abstract_mesh(mesh):
+    arguments = (q, k, k, jax.ShapeDtypeStruct((2, 4096), jnp.int32))
+    found = named(jax.grad(loss, (0, 1, 2)), *arguments, name="shard_map")
+  assert len(found) == 3  # forward, and again in front of the backward pass
+  for equation in found:
+    assert all(v.aval.size for v in equation.invars)
+    assert len(equation.invars) < 12

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Keys, Tokens, causal, masked_fill, same_document
+from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
@@ -66,84 +67,145 @@ def _attend(static: _Static, q, k, v, where):
 
 def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
   """[B, T, K, G, V], and what the backward pass needs."""
+
+  def one(q, segments, query, keys: slice):
+    return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, segments, where, query, keys))
+
+  if static[-1] is None:
+    whole = slice(0, k.shape[1])
+    found = jax.lax.map(lambda tile: one(*tile, whole), (_cut(static, q), *_queries(static, q.shape[1], where)))
+    out = _joined(found[0], q.shape[1])
+  else:
+    segments, at = where[0], static[-1]
+    parts = [
+      one(q[:, tile], None if segments is None else segments[:, tile], jnp.arange(tile.start, tile.stop) + at, keys)
+      for tile, keys in _tiles(static, q.shape[1])
+    ]
+    found = tuple(zip(*parts, strict=True))
+    out = jnp.concatenate(found[0], axis=1)
+  return out, (q, k, v, where, out, *found[1:])
+
+
+def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """[B, t, K, G, V]; maximum and sum of the exponentials of every query, [B, K, G, t, 1]."""
   precision = static[0]
-  outs, tops, totals = [], [], []
-  for queries, keys in _tiles(static, q.shape[1], k.shape[1]):
-    scores, mask = _scores(static, q[:, queries], k[:, keys], where, queries, keys)
-    with jax.named_scope("softmax"):
-      top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
-      weights = _exponentials(scores, mask, top)
-      total = jnp.sum(weights, axis=-1, keepdims=True)
-      total = jnp.where(total == 0, 1, total)
-      probs_BKGts = weights / total
-    with jax.named_scope("pv_product"):
-      outs.append(precision.einsum("BKGts,BsKV->BtKGV", probs_BKGts, v[:, keys]))
-    tops.append(top)
-    totals.append(total)
-  out = jnp.concatenate(outs, axis=1)
-  return out, (q, k, v, where, out, tops, totals)
+  scores = _scores(static, q_BtKGH, k_BsKH)
+  with jax.named_scope("softmax"):
+    top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
+    weights = _exponentials(scores, mask, top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    probs_BKGts = weights / total
+  with jax.named_scope("pv_product"):
+    return precision.einsum("BKGts,BsKV->BtKGV", probs_BKGts, v_BsKV), top, total
 
 
 def _backward(static: _Static, saved, g: jax.Array):
   # The scores of one tile at a time are made again. Under remat the forward pass stands beside this, and without the barrier
   # the compiler finds the scores there, of all tiles at once.
   (q, k, v, where, out, tops, totals), g = jax.lax.optimization_barrier((saved, g))
-  precision, scale = static[:2]
-  # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
-  operand = jnp.float32 if precision.dtype == "float16" else q.dtype
-  product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
   with jax.named_scope("softmax"):
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-  dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  for (queries, keys), top, total in zip(_tiles(static, q.shape[1], k.shape[1]), tops, totals, strict=True):
-    scores, mask = _scores(static, q[:, queries], k[:, keys], where, queries, keys)
-    with jax.named_scope("softmax"):
-      probs = _exponentials(scores, mask, top) / total
-    with jax.named_scope("pv_product"):
-      g_BtKGV = g[:, queries].astype(operand)
-      dprobs = product("BtKGV,BsKV->BKGts", g_BtKGV, v[:, keys].astype(operand))
-      dv = dv.at[:, keys].add(product("BKGts,BtKGV->BsKV", probs.astype(operand), g_BtKGV))
-    with jax.named_scope("softmax"):
-      delta_BKGt1 = jnp.moveaxis(delta_BTKG[:, queries], 1, -1)[..., None]
-      # In float32, as that of masked_softmax: the difference can leave float16.
-      dscores = (probs.astype(jnp.float32) * (dprobs - delta_BKGt1)).astype(operand)
-    with jax.named_scope("qk_product"):
-      dqs.append(product("BKGts,BsKH->BtKGH", dscores, k[:, keys].astype(operand)) * scale)
-      dk = dk.at[:, keys].add(product("BKGts,BtKGH->BsKH", dscores, q[:, queries].astype(operand)) * scale)
-  dq = jnp.concatenate(dqs, axis=1)
+  dk, dv, *_ = vary_alike(*(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), q, k, v, g, *jax.tree.leaves(where))
+
+  def one(q, g, delta, segments, query, top, total, keys: slice):
+    mask = _mask(static, segments, where, query, keys)
+    return _tile_backward(static, q, k[:, keys], v[:, keys], mask, top, total, g, delta)
+
+  if static[-1] is None:
+    whole = slice(0, k.shape[1])
+
+    def step(total, tile):
+      dq, *added = one(*tile, whole)
+      return jax.tree.map(jnp.add, total, tuple(added)), dq
+
+    cut = [_cut(static, x) for x in (q, g, delta_BTKG)]
+    (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*cut, *_queries(static, q.shape[1], where), tops, totals))
+    dq = _joined(dqs, q.shape[1])
+  else:
+    segments, at, dqs = where[0], static[-1], []
+    for (tile, keys), top, total in zip(_tiles(static, q.shape[1]), tops, totals, strict=True):
+      query, own = jnp.arange(tile.start, tile.stop) + at, None if segments is None else segments[:, tile]
+      dq, dk_there, dv_there = one(q[:, tile], g[:, tile], delta_BTKG[:, tile], own, query, top, total, keys)
+      dqs, dk, dv = [*dqs, dq], dk.at[:, keys].add(dk_there), dv.at[:, keys].add(dv_there)
+    dq = jnp.concatenate(dqs, axis=1)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g_BtKGV, delta_BtKG):
+  """Gradients of the queries [B, t, K, G, H], and of the keys [B, s, K, H] and values [B, s, K, V] in float32."""
+  precision, scale = static[:2]
+  # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
+  operand = jnp.float32 if precision.dtype == "float16" else q_BtKGH.dtype
+  product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
+  scores = _scores(static, q_BtKGH, k_BsKH)
+  with jax.named_scope("softmax"):
+    probs = _exponentials(scores, mask, top) / total
+  with jax.named_scope("pv_product"):
+    g_BtKGV = g_BtKGV.astype(operand)
+    dprobs = product("BtKGV,BsKV->BKGts", g_BtKGV, v_BsKV.astype(operand))
+    dv = product("BKGts,BtKGV->BsKV", probs.astype(operand), g_BtKGV)
+  with jax.named_scope("softmax"):
+    delta_BKGt1 = jnp.moveaxis(delta_BtKG, 1, -1)[..., None]
+    # In float32, as that of masked_softmax: the difference can leave float16.
+    dscores = (probs.astype(jnp.float32) * (dprobs - delta_BKGt1)).astype(operand)
+  with jax.named_scope("qk_product"):
+    dq = product("BKGts,BsKH->BtKGH", dscores, k_BsKH.astype(operand)) * scale
+    dk = product("BKGts,BtKGH->BsKH", dscores, q_BtKGH.astype(operand)) * scale
+  return dq, dk, dv
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _tiles(static: _Static, length: int, count: int) -> list[tuple[slice, slice]]:
-  """Queries of each tile, and the keys that any of them may see."""
+def _tiles(static: _Static, length: int) -> list[tuple[slice, slice]]:
+  """Queries of each tile, and the keys that any of them may see, where it is known where the queries stand."""
   _, _, window, tile, at = static
+  assert at is not None
   found = []
   for start in range(0, length, tile):
     end = min(start + tile, length)
-    if at is None:
-      found.append((slice(start, end), slice(0, count)))
-      continue
     first = 0 if window is None else max(0, at + start - window + 1) // 128 * 128  # whole tiles of a matrix unit
     found.append((slice(start, end), slice(first, at + end)))
   return found
 
 
-def _scores(static: _Static, q_BtKGH, k_BsKH, where, queries: slice, keys: slice) -> tuple[jax.Array, jax.Array]:
-  """Scores [B, K, G, t, s] in the dtype of the softmax, and the mask [B or 1, 1, 1, t, s]."""
-  precision, scale, window, _, at = static
-  segments, of_keys, first = where
+def _cut(static: _Static, x_BT: jax.Array) -> jax.Array:
+  """[n, B, t, ...] of [B, T, ...], with zeros in the last tile for what is not there: of queries that all see all keys the
+  tiles are alike, and one loop goes through them."""
+  tile, (B, T) = static[3], x_BT.shape[:2]
+  x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % tile), *((0, 0),) * (x_BT.ndim - 2)))
+  return jnp.moveaxis(x_BT.reshape(B, -1, tile, *x_BT.shape[2:]), 1, 0)
+
+
+def _joined(x_nBt: jax.Array, length: int) -> jax.Array:
+  """[B, T, ...] again of what ``_cut`` makes."""
+  n, B, t = x_nBt.shape[:3]
+  return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])[:, :length]
+
+
+def _queries(static: _Static, length: int, where) -> tuple[jax.Array | None, jax.Array]:
+  """Of all tiles of a loop the segments [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
+  segments, _, first = where
+  at = jnp.arange(length + -length % static[3]) + first
+  return None if segments is None else _cut(static, segments), at.reshape(-1, static[3])
+
+
+def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
+  """[B, K, G, t, s] in the dtype of the softmax."""
+  precision, scale = static[:2]
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
   with jax.named_scope("softmax"):
-    scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
-  query = jnp.arange(queries.start, queries.stop) + (first if at is None else at)
-  mask = causal(query, jnp.arange(keys.start, keys.stop), window=window)
-  if segments is not None:
-    mask = mask & same_document(segments[:, queries], of_keys[:, keys])
-  return scores, mask[:, None, None]
+    return scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+
+
+def _mask(static: _Static, segments_Bt: jax.Array | None, where, query: jax.Array, keys: slice) -> jax.Array:
+  """[B or 1, 1, 1, t, s]: which of some keys the queries of a tile see, given their segments and where they stand."""
+  mask = causal(query, jnp.arange(keys.start, keys.stop), window=static[2])
+  if segments_Bt is not None:
+    mask = mask & same_document(segments_Bt, where[1][:, keys])
+  return mask[:, None, None]
 
 
 def _exponentials(scores, mask, top):
