@@ -67,13 +67,13 @@ def _attend(static: _Static, q, k, v, where):
 
 def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
   """[B, T, K, G, V], and what the backward pass needs."""
+  whole = slice(0, k.shape[1])
 
-  def one(q, segments, query, keys: slice):
+  def one(q, segments, query, keys=whole):
     return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, segments, where, query, keys))
 
   if static[-1] is None:
-    whole = slice(0, k.shape[1])
-    found = jax.lax.map(lambda tile: one(*tile, whole), (_cut(static, q), *_queries(static, q.shape[1], where)))
+    found = jax.lax.map(lambda tile: one(*tile), (_cut(static, q), *_queries(static, q.shape[1], where)))
     out = _joined(found[0], q.shape[1])
   else:
     segments, at = where[0], static[-1]
@@ -107,16 +107,16 @@ def _backward(static: _Static, saved, g: jax.Array):
   with jax.named_scope("softmax"):
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
   dk, dv, *_ = vary_alike(*(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), q, k, v, g, *jax.tree.leaves(where))
+  whole = slice(0, k.shape[1])
 
-  def one(q, g, delta, segments, query, top, total, keys: slice):
+  def one(q, g, delta, segments, query, top, total, keys=whole):
     mask = _mask(static, segments, where, query, keys)
     return _tile_backward(static, q, k[:, keys], v[:, keys], mask, top, total, g, delta)
 
   if static[-1] is None:
-    whole = slice(0, k.shape[1])
 
     def step(total, tile):
-      dq, *added = one(*tile, whole)
+      dq, *added = one(*tile)
       return jax.tree.map(jnp.add, total, tuple(added)), dq
 
     cut = [_cut(static, x) for x in (q, g, delta_BTKG)]
