@@ -7,6 +7,7 @@ older emitter. The first command of the README, the benchmarks and the device ta
 import os
 import signal
 from importlib.metadata import version
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -23,3 +24,20 @@ settings.load_profile("maxtext_like")
 
 # Under nohup or setsid a hangup is ignored, and the programs that tests start would take that over.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+HERE = Path(__file__).parent
+LONGEST = [
+  HERE / f"{name}.py"
+  for name in (
+    "training/test_parallelism", "training/test_vision_training", "faults/test_processes", "faults/test_remote",
+    "analysis/test_failed_step", "analysis/test_step_xray", "training/test_step_in_backward", "training/test_program",
+    "benchmarks/test_fine_tuning", "layers/test_context_parallel", "faults/test_train_command", "faults/test_output",
+    "analysis/test_quantised_overflow", "training/test_float16_base", "cli/test_cli_bisect", "docs/test_python_page",
+  )
+]  # fmt: skip
+"""Files with minutes of slow tests. They come first: one that began last would keep one worker, and the other idle."""
+assert all(path.exists() for path in LONGEST)
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))

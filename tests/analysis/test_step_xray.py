@@ -6,7 +6,6 @@ rematerialised.
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, reme
 from maxtext_like.layers.stack import Stack
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
+from tests.processes import environment
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 
@@ -184,12 +184,12 @@ def test_no_room_is_said_in_one_line(monkeypatch):
 
 # Real models.
 
-TINY = ["max_target_length=16", "per_device_batch_size=2", "emb_dim=16", "mlp_dim=24", "num_decoder_layers=5", "head_dim=8"]
+TINY = ["max_target_length=16", "per_device_batch_size=2", "emb_dim=16", "mlp_dim=24", "num_decoder_layers=4", "head_dim=8"]
 TINY += ["inhomogeneous_layer_cycle_interval=2"]
 
 
 def planted(fault: str, *words: str, row: int = 1):
-  """(config, report) of a tiny Gemma 3 with 5 layers in blocks of 2 and a fault in the second layer of a block."""
+  """(config, report) of a tiny Gemma 3 with 4 layers in rows of 2 and a fault in the second layer of a block."""
   config = small_config("gemma3-tiny", *TINY, *words)
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
@@ -252,9 +252,10 @@ print(json.dumps([jax.device_count(), str(report.first_cause), report.first_caus
 
 @pytest.mark.slow
 def test_eight_devices():
-  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
   program = EIGHT.format(root=str(HERE.parents[2]))
-  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False, timeout=1200)
+  done = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, env=environment(8), check=False, timeout=1200
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   devices, text, layer = json.loads(done.stdout.splitlines()[-1])
   assert (devices, layer) == (8, 3)

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import xla_flags
+
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("driver.py")
 MODEL = "configs/models/gemma3-tiny.yml"
@@ -81,7 +83,7 @@ class Runs:
 
   def start(self, name, devices=1, variables: dict[str, str] | None = None, **keys):
     """Starts a run; its lines go to a file, so that a killed program loses none."""
-    environment = {**self.environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | (variables or {})
+    environment = {**self.environment, "XLA_FLAGS": xla_flags(devices)} | (variables or {})
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     self.log.touch()
     self.started.append(Forked(self.server, self.program, self.command(name, **keys)[2:], environment, self.log))
@@ -162,7 +164,7 @@ class TrainRuns(Runs):
       keys: of the configuration.
     """
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
-    whole: dict[str, str] = self.environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # as start
+    whole: dict[str, str] = self.environment | {"XLA_FLAGS": xla_flags(1)}  # as start
     with open(self.log, "w") as log:
       process = subprocess.Popen(
         [*prefix, *self.command(name, **keys)], cwd=ROOT, env=whole | (environment or {}),

@@ -61,7 +61,7 @@ DOWN = "['stack_1']['layer_0']['mlp']['down']"
 
 @pytest.mark.parametrize(
   ("moment", "value", "replayed"),
-  [("mu", np.nan, False), *(pytest.param(*x, True, marks=pytest.mark.slow) for x in (("mu", np.nan), ("nu", np.inf)))],
+  [("mu", np.nan, False), pytest.param("nu", np.inf, True, marks=pytest.mark.slow)],
 )
 def test_in_the_optimizer_it_is_named_and_not_saved(trained, moment, value, replayed):
   runs, state = trained

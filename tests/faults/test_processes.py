@@ -258,7 +258,11 @@ Model.place = with_token
 @pytest.mark.slow
 def test_numbers_of_the_rows_of_one_end_all_with_the_same_cause(train):
   """The step is kept and looked through by both: loss and gradients of all are not finite, and what did it is named."""
-  both = Ranks(train, "a", faults={0: DIVIDES, 1: DIVIDES + HAS_IT}, finite_check_steps=-1)
+  one_layer = {
+    "num_decoder_layers": 1,
+    "inhomogeneous_layer_cycle_interval": 1,
+  }  # what looks through it is compiled for minutes
+  both = Ranks(train, "a", faults={0: DIVIDES, 1: DIVIDES + HAS_IT}, finite_check_steps=-1, **one_layer)
   assert both.codes(400) == [3, 3], both.texts()
   errors = [text[text.index("error: step 4") :] for text in both.texts()]
   assert errors[0] == errors[1]

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,19 +11,16 @@ from jax.sharding import AxisType, NamedSharding
 
 from maxtext_like.layers.param import shardings
 from maxtext_like.layers.rules import MESH_AXES
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, environment
 
 
 def run(module: str, function: str, *words: str, timeout: int = 1800) -> str:
   """What ``function(*words)`` of a test module prints; fails as it does, warnings included."""
-  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-  places = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "layers")])
-  environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": places}
+  own = environment(8) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "layers")])}
   program = f"import sys, tests.layers.{module} as module; module.{function}(*sys.argv[1:])"
   done = subprocess.run(
     [sys.executable, "-W", "error", "-c", program, *words],
-    cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+    cwd=ROOT, env=own, capture_output=True, text=True, timeout=timeout,
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr[-5000:]
   return done.stdout

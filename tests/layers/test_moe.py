@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, Name, kern
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
+from tests.processes import environment
 
 B, T, D, F, E, K = 2, 5, 7, 3, 6, 2
 FLOAT32 = Precision(dtype="float32")
@@ -319,12 +319,11 @@ print("equal on 8 devices")
 
 @pytest.mark.slow
 def test_eight_devices_compute_what_one_does():
-  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
   here = Path(__file__).parent
   done = subprocess.run(
     [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", SHARDED.format(tests=str(here))],
     cwd=here.parents[1],
-    env=environment,
+    env=environment(8),
     capture_output=True,
     text=True,
     timeout=300,

@@ -1,9 +1,10 @@
 """X-ray through shard_map and sharded arguments, on eight simulated devices (a process of its own)."""
 
-import os
 import subprocess
 import sys
 import textwrap
+
+from tests.processes import environment
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -57,7 +58,8 @@ print("fine")
 
 
 def test_shard_map_and_sharded_arguments():
-  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
   program = textwrap.dedent(PROGRAM)
-  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False, timeout=300)
+  done = subprocess.run(
+    [sys.executable, "-c", program], capture_output=True, text=True, env=environment(8), check=False, timeout=300
+  )
   assert done.stdout.endswith("fine\n"), done.stderr[-4000:]

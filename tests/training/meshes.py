@@ -34,14 +34,14 @@ MIXED = {
   "fsdp-context-tensor": "ici_fsdp=2 ici_context=2 ici_tensor=2",
   "expert-context-tensor": "ici_fsdp=1 ici_expert=2 ici_context=2 ici_tensor=2",
   "fsdp-expert-context": "ici_fsdp=2 ici_expert=2 ici_context=2",
-  "slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
   "sharded-slices": "dcn_data=1 dcn_fsdp=2 ici_fsdp=2 ici_expert=2",
 }
 ACCUMULATED = {
   "two-parts-data": "ici_data=4 ici_fsdp=1 ici_tensor=2",
   "two-parts-slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
 }
-"""The same rows in two microbatches; one device takes them so, too: what balances experts is a product of means over each."""
+"""The same rows in two microbatches; one device takes them so, too: what balances experts is a product of means over each. The
+gradients of the first are added up over devices once a step, those of the second in each microbatch."""
 ONE = "ici_fsdp_parallelism=1"
 
 MESHES = ALONE | MIXED | ACCUMULATED

@@ -1,4 +1,4 @@
-"""Layers updated in the backward pass on many meshes: ``python -m tests.training.meshes_in_backward MODEL MESH ...``.
+"""Layers updated in the backward pass on meshes: ``python -m tests.training.meshes_in_backward MODEL [KEY=VALUE] MESH ...``.
 
 Prints {mesh: losses of three steps of AdamW, clipped by the exact norm}; "one" is a single device.
 """
@@ -7,7 +7,7 @@ import json
 import sys
 
 from maxtext_like.config.load import load_config
-from tests.training.meshes import MESHES, ROWS, SMALL, batch_of
+from tests.training.meshes import ONE, ROWS, SMALL, batch_of, words_of
 
 
 def descend(model: str, words: list[str], devices: int) -> list[float]:
@@ -31,11 +31,12 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
   return losses
 
 
-def main(model: str, *names: str) -> dict[str, list[float]]:
-  """Of a model and names of ``MESHES``."""
-  found = {"one": descend(model, ["ici_fsdp_parallelism=1"], 1)}
+def main(model: str, *words: str) -> dict[str, list[float]]:
+  """Of a model; words: names of ``MESHES``, and key=value for all of them."""
+  names, keys = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+  found = {"one": descend(model, [*keys, ONE], 1)}
   for name in names:
-    found[name] = descend(model, [word.replace("=", "_parallelism=") for word in MESHES[name].split()], 8)
+    found[name] = descend(model, [*keys, *words_of(name)], 8)
   return found
 
 

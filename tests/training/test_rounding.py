@@ -1,9 +1,7 @@
 """Stochastic rounding: neighbours only, the exact mean, the same bits wherever and whenever, and in the train step."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +13,9 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training.rounding import StochasticRounding, stochastic_round
 from maxtext_like.training.step import UNKNOWN
+from tests.processes import environment
 from tests.training.toy import toy_batch, toy_config, toy_step
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
   "bfloat16": ml_dtypes.bfloat16,
   "float16": np.float16,
@@ -132,9 +130,8 @@ print(jax.device_count(), hashlib.sha256(jax.device_get(run(exact, like)).tobyte
 def test_the_same_on_one_device_and_on_eight():
   found = {}
   for devices in (1, 8):
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-      [sys.executable, "-c", ON_DEVICES], env=os.environ | flags, capture_output=True, text=True, check=True
+      [sys.executable, "-c", ON_DEVICES], env=environment(devices), capture_output=True, text=True, check=True
     )
     count, digest = done.stdout.split()
     found[int(count)] = digest

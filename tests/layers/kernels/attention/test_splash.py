@@ -1,6 +1,5 @@
 """Splash attention in the interpreter against attention written out."""
 
-import os
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from maxtext_like.layers.kernels.attention.dot_product import dot_product_attent
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
+from tests.processes import environment
 
 FLOAT32 = Precision(dtype="float32")
 SCALE = 0.07
@@ -83,6 +83,5 @@ for rows in (2, 3):  # 3 rows do not divide among 2 devices
 
 @pytest.mark.slow
 def test_on_a_mesh_every_device_takes_its_rows():
-  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run([sys.executable, "-c", _ON_A_MESH], env=environment, capture_output=True, text=True)
+  done = subprocess.run([sys.executable, "-c", _ON_A_MESH], env=environment(2), capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
