@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints to ours, and back."""
+"""Hugging Face checkpoints and peft's adapters to ours, and back."""
 
 import shutil
 from dataclasses import dataclass
@@ -19,17 +19,20 @@ FOLDER = "hugging_face"
 
 @dataclass(frozen=True)
 class Imported(Saved):
-  """A checkpoint of ours that was made of a Hugging Face one.
+  """A checkpoint of ours that was made of a Hugging Face one, or of an adapter of peft's.
 
   Attributes:
-    directory: model.yml to train with, checkpoints/0 with the weights and the tokenizer's files, and hugging_face/.
+    directory: model.yml to train with, checkpoints/0 with the weights and the tokenizer's files, and hugging_face/; of an
+      adapter checkpoints/0 with its factors, and adapter.yml to lay over a model.
     tensors: that were read.
     notes: on what was left out.
+    words: to train from it, behind "train".
   """
 
   directory: Path
   tensors: int
   notes: tuple[str, ...]
+  words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class Exported(Saved):
 
 
 def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: str, **keys: Any) -> Imported:
-  """Turns a Hugging Face checkpoint into one of ours, to train from.
+  """Turns a Hugging Face checkpoint, or an adapter of peft's, into one of ours, to train from.
 
-  Weights are stored in ``weight_dtype``, which keeps every digit of 16-bit and 8-bit files by default.
+  Weights are stored in ``weight_dtype``, which keeps every digit of 16-bit and 8-bit files by default. An adapter becomes what
+  a run with its settings would have saved: ``load`` and the export functions take it as one.
 
   Args:
-    source: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache.
+    source: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache; or one with
+      adapter_config.json. The weights below an adapter are those of ``init_from``, else those that it names.
     out: a directory that does not exist, or an empty one.
     overrides: words laid over the configuration, ``"weight_dtype=..."`` and the mesh among them.
     keys: the same as Python values.
@@ -66,6 +71,7 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
     UserError: anything wrong with the checkpoint, the overrides or ``out``; nothing is left behind.
   """
   from maxtext_like.checkpoint import accompanying_files
+  from maxtext_like.checkpoint.huggingface import peft
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
@@ -76,6 +82,8 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   from maxtext_like.models.placed import make_model
 
   given, place, target = words(overrides, keys, import_checkpoint), place_of(source, "source"), Path(out).expanduser()
+  if peft.is_adapter(place):
+    return _import_adapter(place, target, given)
   tower = ["use_multimodal=true"] if read_config(place).has_tower else []
   config, loaded = load_checkpoint_config(place, [*tower, *given], length=2048)
   model = make_model(loaded.config, runs_attention=False)
@@ -95,7 +103,61 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
     )
     with manager:
       manager.save_and_wait(0, {"params": params}, extra)
-  return Imported(target, len(weights.table), (*loaded.notes, *weights.notes))
+  train = (str(target / "model.yml"), f"init_from={target}")
+  return Imported(target, len(weights.table), (*loaded.notes, *weights.notes), train)
+
+
+def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
+  """What peft wrote as the step 0 of a run that trained it."""
+  from dataclasses import replace
+
+  import jax
+
+  from maxtext_like.api.pretrained import load
+  from maxtext_like.checkpoint import accompanying_files
+  from maxtext_like.checkpoint.adapted_weights import configured_adapter
+  from maxtext_like.checkpoint.adapter_step import EXTRA, Base
+  from maxtext_like.checkpoint.given_adapter import factors, peft_settings
+  from maxtext_like.checkpoint.huggingface import peft
+  from maxtext_like.checkpoint.huggingface.export import new_directory
+  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.config import hub
+  from maxtext_like.config.yaml_file import to_text
+  from maxtext_like.layers.param import init
+  from maxtext_like.models.naming import ADAPTER
+
+  named = [word.partition("=")[2] for word in given if word.startswith("init_from=")]
+  base = named[-1] if named else peft.read_settings(place).get("base_model_name_or_path")
+  below = None if not base else hub.find(str(base)) or Path(str(base)).expanduser()
+  if below is None or not below.is_dir():
+    raise UserError(
+      f"{place / peft.CONFIG}: the weights below are {base or 'not named'}"
+      f"{', which is no directory here' + hub.advice(str(base)) if base else ''}\n  fix: name them: init_from=DIR"
+    )
+  loaded = load(below, *(word for word in given if not word.startswith("init_from=")))
+  settings = peft_settings(place, loaded.model)
+  checkpoint = replace(loaded.model.config.checkpoint, init_from=str(below))
+  model = replace(loaded.model, config=replace(loaded.model.config, adapter=settings, checkpoint=checkpoint))
+  adapter = configured_adapter(model, settings, None)
+  read = peft.read_adapter(place, model.decoder, model.config.model.decoder_block)
+  params = {**loaded.params, ADAPTER: init(adapter.params(), jax.random.key(0))}
+  params = adapter.started(params, model.decoder.precision)  # of layers that have no addition
+  extra = {EXTRA: Base.of(params, str(below), 0).to_json()}
+  lines = {"lora_from": str(target.resolve())} | {
+    key: getattr(settings, key) for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules")
+  }
+  with new_directory(target) as part:
+    text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]
+    text += ["", "checkpoint:", f"  init_from: {to_text(str(below.resolve()))}"]
+    (part / "adapter.yml").write_text(f"# Made from {place}.\n\n" + "\n".join(text) + "\n", encoding="utf-8")
+    tokenizer = {file.name: file.read_bytes() for file in accompanying_files.beside(loaded.files or below)}
+    manager = CheckpointManager(
+      part / "checkpoints", config=model.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
+    )
+    with manager:
+      manager.save_and_wait(0, {"params": {ADAPTER: factors(read, params[ADAPTER])}}, extra)
+  tensors = sum(2 + (own.magnitude is not None) for own in read.maps)
+  return Imported(target, tensors, loaded.notes, ("MODEL", str(target / "adapter.yml")))
 
 
 def _require_finite(params: dict) -> None:

@@ -1,4 +1,4 @@
-"""``maxtext-like import``: a Hugging Face checkpoint as one of ours, to train from, with its model file."""
+"""``maxtext-like import``: a Hugging Face checkpoint, or peft's adapter, as one of ours, to train from."""
 
 import argparse
 
@@ -12,11 +12,19 @@ DESCRIPTION = """Reads a Hugging Face checkpoint (config.json, safetensors) and 
   DIR/checkpoints/0    the weights, with the tokenizer's files
   DIR/hugging_face     config.json and the files of the tokenizer
 
-Weights are stored in weight_dtype, which keeps every digit of 16-bit and 8-bit files by default."""
+Weights are stored in weight_dtype, which keeps every digit of 16-bit and 8-bit files by default.
+
+An adapter of peft (adapter_config.json) becomes
+
+  DIR/checkpoints/0    what a run that trained it would have saved: generate and export take DIR as one
+  DIR/adapter.yml      its keys, to lay over the model and train on
+
+The weights below it are init_from, else those that adapter_config.json names."""
 EPILOG = """examples:
   maxtext-like import gemma-3-4b-it --out models/gemma3-4b
   maxtext-like train models/gemma3-4b/model.yml init_from=models/gemma3-4b dataset=text dataset_path=notes/*.txt
-  maxtext-like train gemma3-4b init_from=gemma-3-4b-it      (the same, without a copy)"""
+  maxtext-like train gemma3-4b init_from=gemma-3-4b-it      (the same, without a copy)
+  maxtext-like import peft-adapter --out adapters/a init_from=gemma-3-4b-it"""
 
 
 def run(argv: list[str]) -> int:
@@ -31,7 +39,11 @@ def run(argv: list[str]) -> int:
     exit_on_error=False,
   )
   parser.add_argument(
-    "source", type=checkpoint_path, metavar="HF_DIR", nargs="?", help="directory with config.json and safetensors"
+    "source",
+    type=checkpoint_path,
+    metavar="HF_DIR",
+    nargs="?",
+    help="directory with config.json and safetensors, or an adapter",
   )
   parser.add_argument("--out", type=local_path, metavar="DIR", help="a new directory")
   options, overrides = parse_words(parser, argv, {"source": "HF_DIR", "out": "--out"})
@@ -41,6 +53,5 @@ def run(argv: list[str]) -> int:
   done = import_checkpoint(options.source, options.out, *overrides)
   for note in done.notes:
     print(f"note: {note}")
-  out = done.directory
-  print(f"{out}: {done.tensors} tensors; train with: maxtext-like train {out / 'model.yml'} init_from={out}")
+  print(f"{done.directory}: {done.tensors} tensors; train with: maxtext-like train {' '.join(done.words)}")
   return 0

@@ -347,3 +347,36 @@ def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_p
     caplog.clear()
     require_base(model, Base(source, 0, "0"))
     assert (f"was trained on {named}, these weights are {source or 'drawn from seed 0'}" in caplog.text) == warned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adapter", "whole-dora"])
+def test_an_imported_adapter_is_the_run_s(workplace, tmp_path, kind, capsys):
+  """peft's file as a run: loaded, trained on, and written again."""
+  base = f"init_from={workplace}/base"
+  if kind == "whole-dora":
+    assert train(workplace, kind, base, *LORA, "lora_dora=true", "lora_rslora=true", "steps=2") == 0
+  maxtext_like.export_adapter(workplace / kind, tmp_path / "peft")
+  assert main(["import", str(tmp_path / "peft"), "--out", str(tmp_path / "imported")]) == 0
+  assert f"train with: maxtext-like train MODEL {tmp_path}/imported/adapter.yml" in capsys.readouterr().out
+  load = lambda place: maxtext_like.load(place, dtype="float32").logits([[5, 6, 7]])
+  np.testing.assert_allclose(load(tmp_path / "imported"), load(workplace / kind), atol=1e-5)
+  maxtext_like.export_adapter(tmp_path / "imported", tmp_path / "again")
+  files = [(tmp_path / name / peft.WEIGHTS).read_bytes() for name in ("peft", "again")]
+  assert files[0] == files[1]
+  found = []
+  for name, words in (
+    ("from-run", [f"lora_from={workplace}/{kind}", base]),
+    ("from-file", [f"{tmp_path}/imported/adapter.yml"]),
+  ):
+    assert train(workplace, f"{kind}-{name}", *words, "steps=1") == 0
+    found += losses(workplace, f"{kind}-{name}")
+  assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_an_adapter_whose_weights_are_not_here_is_not_imported(workplace, for_peft, tmp_path):
+  shutil.copytree(for_peft, tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "some/model"}))
+  with pytest.raises(UserError, match=r"the weights below are some/model, which is no directory here(?s:.*)init_from=DIR"):
+    maxtext_like.import_checkpoint(tmp_path / "peft", tmp_path / "imported")
