@@ -142,7 +142,10 @@ class LowRank(Weight):
     if self.magnitude is None:
       return out
     with jax.named_scope("dora"):
-      factor = self._factor(precision)
+      own = self
+      if isinstance(self.base, Weight):
+        own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(out))[1])
+      factor = own._factor(precision)
       if groups is not None:  # each row has its expert's
         factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=out.shape[0])
       else:

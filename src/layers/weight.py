@@ -49,6 +49,10 @@ class Weight(abc.ABC):
     """With the leaves of its own row."""
     return self
 
+  def after(self, x: jax.Array) -> tuple[jax.Array, "Weight"]:
+    """x, and the weight, whose array is made no sooner than x is there, where it has to be made."""
+    return x, self
+
   @abc.abstractmethod
   def product(
     self,
