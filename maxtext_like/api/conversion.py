@@ -119,7 +119,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   from maxtext_like.checkpoint.adapter_step import EXTRA, Base
   from maxtext_like.checkpoint.given_adapter import factors, peft_settings
   from maxtext_like.checkpoint.huggingface import peft
-  from maxtext_like.checkpoint.huggingface.export import new_directory
+  from maxtext_like.checkpoint.huggingface.new_directory import new_directory
   from maxtext_like.checkpoint.manager import CheckpointManager
   from maxtext_like.config import hub
   from maxtext_like.config.yaml_file import to_text
@@ -146,7 +146,8 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   lines = {"lora_from": str(target.resolve())} | {
     key: getattr(settings, key) for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules")
   }
-  with new_directory(target) as part:
+  with new_directory(target, "adapter.yml") as new:
+    part = new.path
     text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]
     text += ["", "checkpoint:", f"  init_from: {to_text(str(below.resolve()))}"]
     (part / "adapter.yml").write_text(f"# Made from {place}.\n\n" + "\n".join(text) + "\n", encoding="utf-8")
