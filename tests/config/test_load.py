@@ -117,7 +117,7 @@ def test_resolved_configuration_loads_to_itself(name, model):
 def overrides():
   """Random values that leave gemma4-tiny a possible configuration."""
   text = st.text(st.characters(exclude_categories=("Cc", "Cs"), exclude_characters="/"), min_size=1, max_size=9)
-  names = text.filter(lambda t: t.strip() == t and t[0] not in "[{\"'" and t not in (".", "..", "~", "null"))
+  names = text.filter(lambda t: t.strip() == t and t[0] not in "[{\"'" and t.lower() not in (".", "..", "~", "null"))
   return st.fixed_dictionaries(
     {},
     optional={
