@@ -280,9 +280,11 @@ class _Pass:
         d_inputs: list[Any] = [None] * len(parts)
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
-          # Not before the layer behind it is through: else weights of all layers of a row are read at its begin, and what is
-          # made here is merged with the forward pass, which would keep it.
-          carried, cotangent, alive, row = jax.lax.optimization_barrier((read[j], cotangent, alive, row))
+          # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
+          # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
+          carried, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
+            (read[j], cotangent, alive, row, held, states)
+          )
           mine, theirs = _at(held[key], row), _at(frozen[name][key], row)
 
           def call(mine, carried, own, run=run, j=j, key=key, theirs=theirs):

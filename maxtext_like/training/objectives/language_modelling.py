@@ -180,14 +180,15 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be a third of the work
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
     dtypes = jax.tree.map(lambda w: w.dtype, head)
-    if trained:  # the chunks' gradients come in its dtype and add up: in float32, as 16 bits would round each of them
-      head = jax.tree.map(lambda w: w.astype(jnp.float32), head)
 
     def add(sums, xs):
       terms, head_sum = sums
       x, targets = xs
       if trained:
-        part, pull_back = jax.vjp(lambda head, x: chunk(head, x, targets), head, x)
+        # The chunks' gradients come in the head's dtype and add up: in float32, as 16 bits would round each of them. It is made
+        # float32 here and not before the loop, where it would be a copy; here what rounds it back is all that is left of it.
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), head)
+        part, pull_back = jax.vjp(lambda head, x: chunk(head, x, targets), wide, x)
         d_head, dx = pull_back(jnp.full(2, cotangent))
         head_sum = jax.tree.map(jnp.add, head_sum, d_head)
       else:
@@ -195,7 +196,9 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
         (dx,) = pull_back(jnp.full(2, cotangent))
       return (terms + part, head_sum), dx
 
-    zeros = jax.tree.map(jnp.zeros_like, head) if trained else None
+    # Not a constant: whoever reads zeros of that shape elsewhere, as a comparison with them, would read this array.
+    zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+    zeros = jax.tree.map(lambda w: jnp.broadcast_to(zero, w.shape), head) if trained else None
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
       d_head = jax.tree.map(lambda d, dtype: d.astype(dtype), d_head, dtypes)

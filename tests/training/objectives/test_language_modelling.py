@@ -1,5 +1,7 @@
 """The loss against numbers written out, and its chunks against the whole."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,15 @@ def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
   assert cut.dtype == jnp.bfloat16
   # A last place of difference where float32 sums fell on the other side of a rounding; piecewise rounding spoils half of them.
   assert np.mean(np.asarray(cut) != np.asarray(whole)) < 0.1
+
+
+def test_a_16_bit_head_has_no_copy_in_float32():
+  """Only the sum of its gradients is: a copy before the loop would be as large, for the whole step."""
+  params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
+  loss = lambda p: LanguageModelling(toy_decoder(), 0.0, 7)(p, toy_batch())[0]
+  before = itertools.takewhile(lambda e: e.primitive.name != "scan", jax.make_jaxpr(jax.grad(loss))(params).eqns)
+  wide = [e.primitive.name for e in before for v in e.outvars if (v.aval.shape, v.aval.dtype) == ((D, V), jnp.float32)]
+  assert wide == ["broadcast_in_dim"], wide
 
 
 def test_chunks_compute_logits_once_and_no_gradient_of_a_frozen_head():
