@@ -1,4 +1,4 @@
-"""Whether a train step fits machines that are not here: compiled for a TPU slice, or estimated for GPUs."""
+"""Whether a train step fits machines that are not here: compiled for a TPU slice or GPUs, or for GPUs estimated."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.schema import Config
   from maxtext_like.training.ahead_of_time import CompiledStep, Work
+  from maxtext_like.training.gpus_ahead_of_time import CompiledForGpus
   from maxtext_like.training.memory import Limit, MemoryEstimate
   from maxtext_like.training.memory_layout import MemoryLayout
   from maxtext_like.training.program import TrainProgram
@@ -168,25 +169,34 @@ def audit_summary(keys: "tuple[KeyVerdict, ...]") -> str:
 
 
 @dataclass(frozen=True)
-class Estimated:
-  """What a train step needs of each GPU, from shapes and shardings. As text: the table, in GB (1e9 bytes).
+class OnGpus:
+  """What a train step needs of each GPU, from shapes and shardings, and as compiled. As text: the table, in GB (1e9 bytes).
 
   Attributes:
     host: the GPUs.
-    program: that nothing compiled.
+    program: of the step.
     need: the estimate that a run makes before it allocates anything.
     limit: what there is.
+    compiled: what XLA says; None where it was not asked.
+    why_not: it was not.
   """
 
   host: GpuHost
   program: "TrainProgram"
   need: "MemoryEstimate"
   limit: "Limit"
+  compiled: "CompiledForGpus | None" = None
+  why_not: str = ""
+
+  @property
+  def bytes(self) -> int:
+    """As compiled, or by estimate."""
+    return self.need.total if self.compiled is None else self.compiled.total
 
   @property
   def fits(self) -> bool:
-    """Whether the estimate is within the limit."""
-    return self.need.total <= self.limit.bytes
+    """Whether that is within the limit."""
+    return self.bytes <= self.limit.bytes
 
   def to_json(self) -> dict[str, Any]:
     """All of it."""
@@ -197,6 +207,7 @@ class Estimated:
       "mesh": dict(self.program.model.mesh.shape),
       "kernels": [use.to_json() for use in self.program.model.kernels],
       "estimate": need | {"total": self.need.total},
+      "compiled": None if self.compiled is None else asdict(self.compiled) | {"total": self.compiled.total},
       "limit": asdict(self.limit),
       "fits": self.fits,
     }
@@ -214,12 +225,31 @@ class Estimated:
       *run_rows(program.config, count(jax.tree.leaves(program.abstract_state["params"])), "GPU"),
       ("topology", f"{host.name} ({host.card}), {host.gpus} of one host, mesh {mesh}"),
       *(("attention", str(use)) for use in program.model.kernels),
-      ("by estimate", "no GPU is here, and nothing was compiled: these are the arrays that follow from shapes and shardings,"),
-      ("", "as train counts them before it allocates; of each GPU:"),
+      (
+        "by estimate",
+        "the arrays that follow from shapes and shardings, as train counts them at its start; of each GPU:",
+      ),
     ]
-    tail = [("not counted", "what XLA, cuDNN and NCCL work in, and weights that are gathered for a layer: the device tells")]
-    share = f"{self.need.total / self.limit.bytes:.0%} of what there is"
-    tail.append(("verdict", f"fits by estimate, with {share}" if self.fits else f"does not fit: {share}"))
+    share = f"{self.bytes / self.limit.bytes:.0%} of what there is"
+    if (x := self.compiled) is None:
+      by = " by estimate"
+      tail = [
+        ("not compiled", self.why_not),
+        ("not counted", "what XLA, cuDNN and NCCL work in, and weights that are gathered for a layer: the device tells"),
+      ]
+    else:
+      from maxtext_like.training.gpus_ahead_of_time import installed
+
+      by = ""
+      sizes = (
+        f"{x.argument_bytes / memory.GB:.2f} GB of state and batch, {x.output_bytes / memory.GB:.2f} that come out besides"
+      )
+      tail = [
+        ("as compiled", f"{x.total / memory.GB:.2f} GB: {sizes}, {x.temporary_bytes / memory.GB:.2f} of temporaries"),
+        ("compiled", f"in {x.seconds:.0f} s with {installed()}"),
+        ("not counted", "what the device chooses by trial, matrix kernels and cuDNN's plans, works in, and NCCL"),
+      ]
+    tail.append(("verdict", f"fits{by}, with {share}" if self.fits else f"does not fit{by}: {share}"))
     parts = [columns(rows), memory.table(self.need, self.limit), columns(tail)]
     return "\n".join(parts if self.fits else [*parts, memory.remedies(program, self.need, self.limit)])
 
@@ -232,11 +262,11 @@ def compile_step(
   xla_flags: str | None = None,
   machine_code: bool = True,
   **keys: Any,
-) -> Compiled | Estimated:
-  """Compiles the train step for TPU slices with libtpu, on any Linux machine; for GPUs it estimates. Nothing runs.
+) -> Compiled | OnGpus:
+  """Compiles the train step for TPU slices with libtpu, for GPUs with JAX's CUDA libraries, on any Linux machine. Nothing runs.
 
-  Only a GPU's own libraries can compile its programs, so there the arrays are counted, as a run counts them at its start.
-  What does not fit a TPU is tried with other values, one after the other, until one fits.
+  Without CUDA's libraries the arrays are counted for GPUs, as a run counts them at its start. What does not fit a TPU is tried
+  with other values, one after the other, until one fits.
 
   Args:
     config: a name, a path, or what ``load_config`` returned.
@@ -244,8 +274,8 @@ def compile_step(
     topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8".
     num_slices: of TPUs: how many such slices, joined by the data-center network.
     xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
-    machine_code: of TPUs: False stops the compiler once memory is laid out, which is a tenth of the work; all but the
-      compiler's own peak and its objections to kernels is known then.
+    machine_code: False: of TPUs the compiler is stopped once memory is laid out, which is a tenth of the work; all but its own
+      peak and its objections to kernels is known then. For GPUs nothing is compiled.
     keys: values laid over it.
 
   Raises:
@@ -261,9 +291,7 @@ def compile_step(
   target = host or find_topology(topology, GPU_NAMES)
   c = load_config(config, *given).config
   if isinstance(target, GpuHost):
-    from maxtext_like.training import memory
-
-    return Estimated(target, *memory.for_gpus(c, target))
+    return _on_gpus(c, target, machine_code)
   from maxtext_like.training import ahead_of_time
 
   target = replace(target, slices=num_slices)
@@ -272,6 +300,18 @@ def compile_step(
   step = ahead_of_time.compile_step(c, target, flags, machine_code=machine_code)
   tried = () if step.fits else tuple(_changes(c, target, flags))
   return Compiled(c, step, group, tried, _verdicts(c, step))
+
+
+def _on_gpus(c: "Config", host: GpuHost, compiled: bool) -> OnGpus:
+  from maxtext_like.training import gpus_ahead_of_time, memory
+
+  counted = memory.for_gpus(c, host)
+  if not compiled:
+    return OnGpus(host, *counted, why_not="machine_code=false")
+  if gpus_ahead_of_time.installed() is None:
+    why = f"JAX's CUDA libraries are not here ({gpus_ahead_of_time.INSTALL}; needs no GPU)"
+    return OnGpus(host, *counted, why_not=why)
+  return OnGpus(host, *counted, gpus_ahead_of_time.compile_step(c, host))
 
 
 def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterator[Change]":

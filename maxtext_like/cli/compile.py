@@ -1,4 +1,4 @@
-"""``maxtext-like compile``: the train step compiled for a TPU slice, or estimated for GPUs, and whether it fits there."""
+"""``maxtext-like compile``: the train step compiled for a TPU slice or the GPUs of a host, and whether it fits there."""
 
 import argparse
 import json
@@ -15,14 +15,14 @@ from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES, find_gpus, f
 DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
 (pip install -e '.[tpu]'), and prints the memory that one chip needs, what lies there, what the step does (products, bytes,
 transfers between chips) and the time that this takes at least. Nothing runs, no TPU is needed. What does not fit is tried with
-other values. For GPUs, whose programs only the device's own libraries can compile, it prints the estimate that train makes
-before it allocates anything.
+other values. For GPUs it prints the estimate that train makes before it allocates anything and, with JAX's CUDA libraries
+(pip install -e '.[cuda]'; no GPU is needed), what XLA's compiler for CUDA says.
 
   topology=NAME     a slice: {", ".join(TOPOLOGIES)}
-                    GPUs of a host, by estimate: a100-1 (80 GB), h100-8, h200-8, b200-8, h200 for one
+                    GPUs of a host: a100-1 (80 GB), h100-8, h200-8, b200-8, h200 for one
   num_slices=N      TPU: so many such slices, joined by the data-center network (the mesh: dcn_data_parallelism=N)
   machine_code=false  TPU: stop once memory is laid out, after a tenth of the work; all but the compiler's own peak and its
-                    objections to kernels is known then
+                    objections to kernels is known then. GPUs: the estimate alone
   --json FILE       also writes all of it as JSON
   xla_flags=GROUP   TPU: base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
                     them for a run; compiles 2 to 3 times as long and needs about as much memory

@@ -12,7 +12,7 @@ from maxtext_like.cli import compile as command
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training import ahead_of_time
+from maxtext_like.training import ahead_of_time, gpus_ahead_of_time
 from maxtext_like.training.ahead_of_time import CompiledStep, Work, out_of_memory_bytes, xla_flags
 from maxtext_like.training.compiled_program import Transfer
 from maxtext_like.training.memory_layout import Held, MemoryLayout
@@ -141,12 +141,13 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   """XLA took 82.7 GB for this step on an H100, and ended it for want of memory: docs/compile.md."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: None)
   words = ["compile", "gemma3-4b", "topology=h200", "per_device_batch_size=2"]
   assert main(words) == 0
   fits = capsys.readouterr().out
   for part in (
     "3,880,263,168 parameters",
-    "nothing was compiled",
+    "not compiled JAX's CUDA libraries are not here (pip install -e '.[cuda]'; needs no GPU)",
     "together          82.36 GB",
     "138.10 GB",
     "fits by estimate",
@@ -156,10 +157,25 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
   assert main(words) == 4
   too_big = capsys.readouterr().out
-  for part in ("60.04 GB  (0.4 of the 150.11 GB of an NVIDIA H200)", "does not fit: 137%", "per_device_batch_size=1 (now 2)"):
+  for part in (
+    "60.04 GB  (0.4 of the 150.11 GB of an NVIDIA H200)",
+    "does not fit by estimate: 137%",
+    "per_device_batch_size=1 (now 2)",
+  ):
     assert part in too_big
   assert main(["compile", "gemma4-tiny", "topology=h200-8", "ici_fsdp_parallelism=3"]) == 2
   assert "topology=h200-8: mesh: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gpus_ahead_of_time.installed() is None, reason="needs the extra cuda")
+@pytest.mark.parametrize("topology", ["a100", "h100", "h200-2", "b200"])
+def test_a_step_is_compiled_for_gpus(topology, monkeypatch, capsys):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert main(["compile", "gemma4-tiny", f"topology={topology}", "num_decoder_layers=6", "ici_fsdp_parallelism=-1"]) == 0
+  said = capsys.readouterr().out
+  assert "of temporaries\n" in said
+  assert "  verdict      fits, with 0% of what there is" in said
 
 
 WORK = Work(
