@@ -16,7 +16,7 @@ from maxtext_like.config.load import load_config
 ROWS, LENGTH = 8, 16
 SMALL = [
   "dtype=float32", "weight_dtype=float32", "matmul_precision=highest", f"max_target_length={LENGTH}", "vocab_size=304",
-  "remat_policy=none", "opt_type=sgd", "dataset=synthetic",
+  "remat_policy=none", "opt_type=sgd",
 ]  # fmt: skip
 
 ALONE = {

@@ -19,7 +19,7 @@ from tests.training.test_parallelism import MODELS, run
 
 SMALL = (
   "dtype=float32", "weight_dtype=float32", "max_target_length=16", "vocab_size=304", "remat_policy=full",
-  "per_device_batch_size=8", "dataset=synthetic", "warmup_steps_fraction=0",
+  "per_device_batch_size=8", "warmup_steps_fraction=0",
 )  # fmt: skip
 THREE = ("qwen3-tiny", "num_decoder_layers=3")
 UNCLIPPED = "gradient_clipping_threshold=0"
