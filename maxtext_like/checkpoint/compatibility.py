@@ -15,7 +15,7 @@ from maxtext_like.errors import UserError
 _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset(
-  {f"training.{key}" for key in ("opt_type", "trainable_parameters_mask", "vision_tower")}
+  {f"training.{key}" for key in ("opt_type", "mu_dtype", "nu_dtype", "trainable_parameters_mask", "vision_tower")}
   | {"precision.dtype", "vision.use_multimodal"}
   | {
     f"adapter.{key}"

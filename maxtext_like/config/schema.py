@@ -54,7 +54,8 @@ class TrainingConfig(Checked):
   adam_b2: float
   adam_eps: float
   adam_weight_decay: float
-  mu_dtype: Literal["float32", "bfloat16"] | None
+  mu_dtype: Literal["float32", "bfloat16", "dynamic8"] | None
+  nu_dtype: Literal["float32", "bfloat16", "dynamic8"]
   stochastic_rounding: bool
   sgd_momentum: float
   gradient_clipping_threshold: float
@@ -96,6 +97,12 @@ class TrainingConfig(Checked):
     for name in ("adam_b1", "adam_b2", "sgd_momentum"):
       if not 0 <= getattr(self, name) < 1:
         yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
+    if self.nu_dtype == "bfloat16" and self.adam_b2 > 1 - 2**-8:
+      yield Problem(
+        f"nu_dtype = bfloat16 with adam_b2 = {self.adam_b2}: numbers fall by under half a spacing of it a step, so not",
+        ("nu_dtype", "adam_b2"),
+        "set nu_dtype=dynamic8, whose blocks fall as a whole, or nu_dtype=float32, or adam_b2 to at most 0.996",
+      )  # fmt: skip
     yield from at_least(self, 0, "early_stopping_patience", "early_stopping_threshold")
     if self.early_stopping_threshold > 0 and not self.early_stopping_patience:
       yield Problem(

@@ -177,7 +177,7 @@ def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
 
   Args:
     opt_state: arrays; counters are left out.
-    params: the trained parameters: a moment of the shape of a stacked one has its rows.
+    params: the trained parameters: a moment of a stacked one has its rows, but for factored ones.
   """
   peaks = []
   for _, keys, x in _moments(opt_state):
@@ -223,13 +223,14 @@ def _moments(opt_state: Tree) -> list[tuple[str, tuple[str, ...], Any]]:
   found = []
   for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
     if jnp.issubdtype(x.dtype, jnp.floating):
-      own = tuple(entry for entry in path if isinstance(entry, jax.tree_util.DictKey))
-      kind = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
-      found.append((kind[-1], path_keys(own), x))
+      own = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
+      kind = [entry.name for entry in path[: own[0]] if isinstance(entry, jax.tree_util.GetAttrKey)]
+      found.append((kind[-1], path_keys(path[own[0] : own[-1] + 1]), x))
   return found
 
 
 def _stacked(keys: tuple[str, ...], x: Any, params: Tree) -> bool:
   for key in keys:
     params = params[key]
-  return keys[0].startswith("stack_") and x.shape == params.shape
+  # As many numbers as the parameter, or fewer along one axis: scales of blocks.
+  return keys[0].startswith("stack_") and x.ndim == params.ndim and x.shape[0] == params.shape[0]

@@ -247,7 +247,7 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
       return certain, kept
 
   own = step.optimizer
-  optimizer = Watched(own.rule, own.weight_decay, own.mu_dtype, own.weight_dtype, own.spec)
+  optimizer = Watched(own.rule, own.weight_decay, own.mu_dtype, own.nu_dtype, own.weight_dtype, own.spec)
   watched = dataclasses.replace(step, optimizer=optimizer)
 
   @jax.jit

@@ -23,6 +23,8 @@ class Adafactor:
 
   usually_bounded: ClassVar[bool] = False  # the bound holds for small gradients only
   smaller: ClassVar[str | None] = None
+  first: ClassVar[str | None] = None
+  second: ClassVar[str | None] = None
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     del mu_dtype

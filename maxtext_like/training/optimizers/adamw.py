@@ -25,7 +25,12 @@ class AdamW:
   eps: float
 
   usually_bounded: ClassVar[bool] = True
-  smaller: ClassVar[str | None] = "opt_type=adafactor: its second moment takes next to nothing, and it has no first one"
+  smaller: ClassVar[str | None] = (
+    "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor, whose second one takes next to nothing and "
+    "which has no first one"
+  )
+  first: ClassVar[str | None] = "mu"
+  second: ClassVar[str | None] = "nu"
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     return optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=mu_dtype)

@@ -24,6 +24,8 @@ class Lion:
 
   usually_bounded: ClassVar[bool] = True
   smaller: ClassVar[str | None] = None
+  first: ClassVar[str | None] = "mu"
+  second: ClassVar[str | None] = None
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     return optax.scale_by_lion(self.b1, self.b2, mu_dtype=mu_dtype)

@@ -11,7 +11,10 @@ import numpy as np
 import optax
 
 from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
+from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
+from maxtext_like.training.optimizers.moments import Moment, kept
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
 
@@ -30,14 +33,14 @@ def decays(p: Param) -> bool:
 class Optimizer:
   """The direction of descent for the trainable arrays; the step adds ``-learning_rate`` times what comes out.
 
-  All arithmetic is in float32, whatever the parameters and gradients are stored in; the first moment alone is stored in
-  ``mu_dtype``. Weight decay is decoupled from the gradient for every rule: ``weight_decay`` times the parameter is added to
-  the direction, so it is scaled by the learning rate.
+  All arithmetic is in float32, whatever the parameters, gradients and moments are stored in. Weight decay is decoupled from
+  the gradient for every rule: ``weight_decay`` times the parameter is added to the direction, so it is scaled by the learning
+  rate.
 
   Attributes:
     rule: of descent.
     weight_decay: 0 for none.
-    mu_dtype: of the first moment.
+    mu_dtype, nu_dtype: that the first and the second moment are stored in; "dynamic8": see ``dynamic8.py``.
     weight_dtype: of the stored parameters.
     spec: Params of the trainable leaves (None elsewhere).
   """
@@ -45,12 +48,19 @@ class Optimizer:
   rule: Rule
   weight_decay: float
   mu_dtype: str
+  nu_dtype: str
   weight_dtype: str
   spec: Tree
 
   @functools.cached_property
   def _transformation(self) -> optax.GradientTransformation:
-    chain = [self.rule.direction(jnp.dtype(self.mu_dtype))]
+    rule, in_words = self.rule, self.nu_dtype == "float32" and self.mu_dtype != "dynamic8"
+    direction = rule.direction(jnp.dtype(self.mu_dtype if in_words else "float32"))
+    if not in_words:
+      first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
+      second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
+      direction = kept(direction, first + second, self.spec)
+    chain = [direction]
     if self.weight_decay:
       chain.append(optax.add_decayed_weights(self.weight_decay, mask=jax.tree.map(decays, self.spec)))
     return _in_float32(optax.chain(*chain))
@@ -89,7 +99,7 @@ class Optimizer:
     """
     # A quarter of what a dtype holds, for roundings.
     most, most_stored, most_moment = (
-      float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, self.weight_dtype, self.mu_dtype)
+      float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, self.weight_dtype, _range_of(self.mu_dtype))
     )
     bound = self.rule.bound(gradient, state)
     moved = parameter + rate * (bound.direction + np.float32(self.weight_decay) * parameter)
@@ -107,16 +117,19 @@ class Optimizer:
     """
     inner = jax.tree.structure(params)
     shapes, places = jax.tree.leaves(params), jax.tree.leaves(shardings)
+    in_blocks = lambda node: isinstance(node, Blocks)
+    is_moment = lambda node: jax.tree.structure(node, is_leaf=in_blocks) == inner
 
     def place(node):
-      if jax.tree.structure(node) != inner:
+      if not is_moment(node):
         return jax.tree.map(lambda _: replicated, node)
-      found = [_match(x, p, s, replicated) for x, p, s in zip(jax.tree.leaves(node), shapes, places, strict=True)]
+      moments = jax.tree.leaves(node, is_leaf=in_blocks)
+      found = [_match(x, p, s, replicated) for x, p, s in zip(moments, shapes, places, strict=True)]
       return jax.tree.unflatten(inner, found)
 
     # A moment is a tree of the parameters' structure somewhere inside the state's named tuples. A lone parameter would
     # make every leaf such a tree; _match then goes by shape.
-    return jax.tree.map(place, state, is_leaf=lambda node: jax.tree.structure(node) == inner)
+    return jax.tree.map(place, state, is_leaf=is_moment)
 
 
 def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> Optimizer:
@@ -126,8 +139,22 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
     training: the ``training:`` section.
     spec: Params of the trainable leaves (None elsewhere).
     weight_dtype: of the stored parameters: the default of ``mu_dtype``.
+
+  Raises:
+    UserError: the rule has no such moment.
   """
-  return Optimizer(make_rule(training), training.adam_weight_decay, training.mu_dtype or weight_dtype, weight_dtype, spec)
+  t, rule = training, make_rule(training)
+  for key, value, moment in (("mu_dtype", t.mu_dtype, rule.first), ("nu_dtype", t.nu_dtype, rule.second)):
+    if moment is None and (value == "dynamic8" or (key == "nu_dtype" and value != "float32")):
+      raise UserError(
+        f"{key} = {value} does nothing with opt_type: {t.opt_type}, which has no such moment here\n  fix: leave {key} out"
+      )
+  return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec)
+
+
+def _range_of(dtype: str) -> str:
+  """A dtype that reaches as far."""
+  return "float32" if dtype == "dynamic8" else dtype
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -146,6 +173,8 @@ def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _match(leaf, parameter, sharding, replicated):
+  if isinstance(leaf, Blocks):
+    return jax.tree.unflatten(jax.tree.structure(leaf), (sharding, scale_sharding(sharding, leaf.scale.shape)))
   if leaf.shape == parameter.shape:
     return sharding
   spec = (*sharding.spec, *(None,) * (len(parameter.shape) - len(sharding.spec)))

@@ -30,11 +30,17 @@ class Rule(Protocol):
 
   Attributes:
     usually_bounded: ``bound`` is finite for every ordinary update, so that the step need not look at it.
+    first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
+      there is none.
     smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
   """
 
   usually_bounded: ClassVar[bool]
   smaller: ClassVar[str | None]
+  second: ClassVar[str | None]
+
+  @property
+  def first(self) -> str | None: ...
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     """Gradients to the direction; the first moment alone is stored in ``mu_dtype``."""

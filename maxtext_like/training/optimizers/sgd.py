@@ -23,6 +23,11 @@ class SGD:
 
   usually_bounded: ClassVar[bool] = True
   smaller: ClassVar[str | None] = None
+  second: ClassVar[str | None] = None
+
+  @property
+  def first(self) -> str | None:
+    return "trace" if self.momentum else None
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     return optax.trace(self.momentum, accumulator_dtype=mu_dtype) if self.momentum else optax.identity()

@@ -1,0 +1,112 @@
+"""Moments stored in fewer bits than a rule computes them in.
+
+An array is decoded, updated and encoded in pieces, so that a piece of it is in float32 at a time: the largest number of a block
+has to be known before the first is encoded, and compilers keep what lies between the two in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.partition import free_mesh
+from maxtext_like.layers.rules import free_axes
+from maxtext_like.training.optimizers import dynamic8
+from maxtext_like.training.optimizers.dynamic8 import Blocks
+
+Tree = Any
+
+PIECE = 1 << 25  # numbers that are updated at a time, where an array has more
+
+
+@dataclass(frozen=True)
+class Moment:
+  """How a moment is stored.
+
+  Attributes:
+    field: of the state of the rule.
+    dtype: "float32", "bfloat16", or "dynamic8", as which an array without a layout of blocks is float32.
+    signed: there are numbers below 0.
+  """
+
+  field: str
+  dtype: str
+  signed: bool
+
+  def stored(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
+    """A float32 array, in blocks, as it is kept."""
+    where = dynamic8.layout(p)
+    if where and self.dtype == "dynamic8":
+      return dynamic8.encode(x, where, signed=self.signed)
+    return _whole(p, x).astype("float32" if self.dtype == "dynamic8" else self.dtype)
+
+  def loaded(self, p: Param, x: jax.Array | Blocks) -> jax.Array:
+    """What ``stored`` kept, in float32 and in blocks."""
+    where = dynamic8.layout(p)
+    return dynamic8.decode(x, where, signed=self.signed) if where and isinstance(x, Blocks) else _in_blocks(p, x)
+
+
+def _in_blocks(p: Param, x: Any) -> jax.Array:
+  where = dynamic8.layout(p)
+  return dynamic8.in_blocks(x.astype(jnp.float32), where) if where else x.astype(jnp.float32)
+
+
+def _whole(p: Param, x: jax.Array) -> jax.Array:
+  where = dynamic8.layout(p)
+  return dynamic8.whole(x, where) if where else x
+
+
+def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: Tree) -> optax.GradientTransformation:
+  """A transformation, of each number by itself, whose moments are stored as said.
+
+  Args:
+    inner: takes no parameters and has moments in float32; its state is a named tuple.
+    moments: all fields of its state that have the parameters' structure.
+    spec: Params of the leaves (None elsewhere).
+  """
+  structure = jax.tree.structure(spec)
+  fields = [m.field for m in moments]
+
+  def init(params: Tree) -> Any:
+    state: Any = inner.init(params)
+    stored = lambda m: jax.tree.map(lambda p, x: m.stored(p, _in_blocks(p, x)), spec, getattr(state, m.field))
+    return state._replace(**{m.field: stored(m) for m in moments})
+
+  def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    del params
+    advance: Any = inner.update
+
+    def one(p, grad, *stored):
+      loaded = {m.field: m.loaded(p, x) for m, x in zip(moments, stored, strict=True)}
+      direction, after = advance(_in_blocks(p, grad), state._replace(**loaded))
+      return _whole(p, direction), *(m.stored(p, getattr(after, m.field)) for m in moments)
+
+    trees = (structure.flatten_up_to(tree) for tree in (grads, *(getattr(state, field) for field in fields)))
+    found = [_in_pieces(one, p, *arrays) for p, *arrays in zip(jax.tree.leaves(spec), *trees, strict=True)]
+    direction, *after = (structure.unflatten(arrays) for arrays in zip(*found, strict=True))
+    _, counters = advance({}, state._replace(**{field: {} for field in fields}))
+    return direction, counters._replace(**dict(zip(fields, after, strict=True)))
+
+  return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks) -> tuple:
+  """``one(p, *arrays)``, for one piece after the other where they are large and the pieces lie on one device each."""
+  grad = arrays[0]
+  assert isinstance(grad, jax.Array)
+  if grad.size <= PIECE:
+    return one(p, *arrays)
+  if p.axes[0] == "layers" and grad.ndim == len(p.shape):
+    return jax.lax.map(lambda row: _in_pieces(one, p, *row), arrays)
+  mesh, where = free_mesh(), dynamic8.layout(p)
+  lead = grad.shape[0] // (where.size if where and where.axis == -grad.ndim else 1)
+  pieces = min((n for n in range(1, lead + 1) if lead % n == 0 and grad.size <= n * PIECE), default=lead)
+  if mesh is not None and free_axes(mesh):
+    return one(p, *arrays)
+  cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), arrays)
+  found = jax.lax.map(lambda piece: one(p, *piece), cut)
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
