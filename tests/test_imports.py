@@ -146,3 +146,11 @@ def test_what_climbs_back_is_named(module, line, at_fault):
   found = faults(line, f"maxtext_like.{module}", "here.py")
   assert bool(found) == at_fault
   assert all(entry.startswith(f"here.py:{len(line.splitlines())}: ") for entry in found)
+
+
+def test_no_two_files_of_tests_have_one_name():
+  """pytest imports each by its name alone: the second could not be collected, which shows only where all are run."""
+  files: dict[str, list[str]] = {}
+  for path in Path(__file__).parent.rglob("test_*.py"):
+    files.setdefault(path.name, []).append(str(path))
+  assert not [paths for paths in files.values() if len(paths) > 1]
