@@ -152,10 +152,12 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstim
 
 def _together(gradient: Any, numbers: Numbers) -> int:
   """Bytes of the gradients that exist at a time where each layer is updated as its own appear: a layer's, and those of what
-  lies in no stack."""
-  parts = {part: _bytes(take(gradient, part), numbers) for part in parts_of(gradient)}
-  rows = {part: max((x.shape[0] for x in jax.tree.leaves(take(gradient, part))), default=1) if part else 1 for part in parts}
-  return parts.pop(()) + max((size // rows[part] for part, size in parts.items()), default=0)
+  lies in no stack. These are float32 for a while: a head's are added up so, and updated numbers are before they are rounded."""
+  parts = {part: take(gradient, part) for part in parts_of(gradient)}
+  outside = jax.tree.map(lambda x: _as_dtype(x, jnp.float32), parts.pop(()))
+  rows = {part: max((x.shape[0] for x in jax.tree.leaves(tree)), default=1) for part, tree in parts.items()}
+  layer = max((_bytes(tree, numbers) // rows[part] for part, tree in parts.items()), default=0)
+  return _bytes(outside, numbers) + layer
 
 
 def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale
@@ -218,6 +219,7 @@ class _Pass:
 
       def body(carry, row, run=run):
         carries, aux = [], {}
+        row = jax.tree.map(as_declared, row)
         for j, layer in enumerate(run.layers):
           carries.append(carry)
           carry, aux[f"layer_{j}"] = self.layers.run_layer(run.stack, j, layer, carry, row, ctx)
@@ -366,12 +368,13 @@ class _Pass:
 
 def _at(tree: Tree, row: jax.Array) -> Tree:
   """A row of arrays of stacked layers; counters belong to all."""
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False) if x.ndim else x, tree)
+  return jax.tree.map(lambda x: as_declared(jax.lax.dynamic_index_in_dim(x, row, keepdims=False)) if x.ndim else x, tree)
 
 
 def _put(tree: Tree, new: Tree, row: jax.Array) -> Tree:
   """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
-  return jax.tree.map(lambda x, n: jax.lax.dynamic_update_index_in_dim(x, n, row, 0) if x.ndim else x, tree, new)
+  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, as_declared(n), row, 0) if x.ndim else x
+  return jax.tree.map(put, tree, new)
 
 
 def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:

@@ -153,10 +153,23 @@ def as_stored(weight: Any) -> Any:
   return with_layout_constraint(weight, Layout(tiles.order(weight.shape)))
 
 
+def as_declared(row: jax.Array) -> jax.Array:
+  """One layer of a stacked array, on one GPU with its axes in the declared order. Where a product reads another, the compiler
+  would else turn the whole stack before a loop over it, and keep the copy as long as the loop lasts; so it turns a layer."""
+  mesh = free_mesh()
+  if _platform() != "gpu" or (mesh is not None and mesh.size > 1):
+    return row
+  return with_layout_constraint(row, Layout(tuple(range(row.ndim))))
+
+
 def _on_tpu() -> bool:
+  return _platform() == "tpu"
+
+
+def _platform() -> str | None:
   mesh = jax.sharding.get_abstract_mesh()
   device = None if mesh.empty else mesh.abstract_device
-  return device is not None and device.platform == "tpu"
+  return None if device is None else device.platform
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
