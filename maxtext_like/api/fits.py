@@ -190,8 +190,8 @@ class OnGpus:
 
   @property
   def bytes(self) -> int:
-    """As compiled, or by estimate."""
-    return self.need.total if self.compiled is None else self.compiled.total
+    """By estimate, by which a run is refused at its start, or as compiled, whichever is more: the device takes no less."""
+    return max(self.need.total, 0 if self.compiled is None else self.compiled.total)
 
   @property
   def fits(self) -> bool:
