@@ -233,4 +233,4 @@ def _stacked(keys: tuple[str, ...], x: Any, params: Tree) -> bool:
   for key in keys:
     params = params[key]
   # As many numbers as the parameter, or fewer along one axis: scales of blocks.
-  return keys[0].startswith("stack_") and x.ndim == params.ndim and x.shape[0] == params.shape[0]
+  return keys[0].startswith("stack_") and len(x.shape) == len(params.shape) and x.shape[0] == params.shape[0]
