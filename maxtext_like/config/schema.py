@@ -389,6 +389,7 @@ class LoggingConfig(Checked):
   wandb_project: str | None
   mlflow_experiment: str | None
   numerics_every: int
+  update_survival_every: int
   sample_every: int
   sample_prompts: tuple[str, ...]
   sample_tokens: int
@@ -399,7 +400,7 @@ class LoggingConfig(Checked):
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""
-    yield from at_least(self, 0, "numerics_every")
+    yield from at_least(self, 0, "numerics_every", "update_survival_every")
     yield from at_least(self, 1, "log_interval", "sample_tokens")
     yield from at_least(self, 0, "sample_every", "sample_temperature")
     if self.sample_every > 0 and not self.sample_prompts:

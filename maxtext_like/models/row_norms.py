@@ -87,6 +87,11 @@ def plain_squares(tree: Tree) -> Squares:
   return Squares(plain, jnp.zeros_like(plain))
 
 
+def sums_of_rows(tree: Tree) -> jax.Array:
+  """Float32 [R], the sum of every layer's array."""
+  return _sums(tree, lambda x: x)
+
+
 def split_squares(tree: Tree) -> Squares:
   """What ``row_squares`` gives, without a square that leaves float32 anywhere in the program."""
   beyond = lambda x: jnp.abs(x) > _LARGE

@@ -20,7 +20,7 @@ from maxtext_like.checkpoint.adapter_step import Base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.sharding import processes
-from maxtext_like.training import memory
+from maxtext_like.training import memory, update_survival
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import batch_of
@@ -137,6 +137,7 @@ class Loop:
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
+  _low: bool = field(default=False, init=False)  # that little of the updates survives has been said
   _spiked: tuple[_Launched, Spike] | None = field(default=None, init=False)
   _unsaved_seconds: float = field(default=0.0, init=False)
 
@@ -473,6 +474,7 @@ class Loop:
     finite = host.pop("finite")
     every = self.program.config.logging.numerics_every
     by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
+    survival = host.pop(update_survival.NAME, None)
     # Whole numbers stay whole: a count is not 1024.0.
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
     row: Row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
@@ -484,6 +486,11 @@ class Loop:
     row |= launched.read
     if every and step % every == 0:
       row |= by_layer
+    if survival is not None and step % self.program.config.logging.update_survival_every == 0 and not scalars["skipped"]:
+      row |= (shares := update_survival.metrics(survival, self.program.labels))
+      if shares and not self._low and (low := update_survival.warning(step, shares, self.program.config)):
+        self._low = True
+        self.progress.say(low)
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None
     if self.spikes is not None:

@@ -278,6 +278,7 @@ def make_program(
     probed_stacks={s.name: (s.repeats, len(s.layers)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     summed_once=_summed_once(decoder, spec, model.mesh) if t.gradient_accumulation_steps > 1 else (),
+    survival=config.logging.update_survival_every > 0,
     dropout_seed=t.seed if adapter and adapter.dropout else None,
     careful=not optimizer.usually_proved,
   )

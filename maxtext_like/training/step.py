@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import sinks
-from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks
+from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, sums_of_rows
 from maxtext_like.numerics import probe_statistics
-from maxtext_like.training import loss_scale
+from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.rounding import StochasticRounding
@@ -59,6 +59,7 @@ class TrainStep:
     rounding: how updated parameters are rounded to their dtype; None: to nearest.
     summed_once: mesh axes that split rows and no parameter: over them the gradients of microbatches are added up once, behind
       the last one.
+    survival: measures what the stored weights take of an update.
     dropout_seed: of the masks of dropout; None: there is none.
     careful: looks at an update that is not proved finite, instead of doing nothing.
     watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
@@ -78,6 +79,7 @@ class TrainStep:
   probed_stacks: dict[str, tuple[int, int]] | None = None
   rounding: StochasticRounding | None = None
   summed_once: tuple[str, ...] = ()
+  survival: bool = False
   dropout_seed: int | None = None
   careful: bool = True
   watch: Callable[[str, Any], Any] | None = None
@@ -103,6 +105,7 @@ class TrainStep:
       the given one to the last bit and the careful form must take the step again; under "finite" bools: "loss", by row
       "gradients", "parameters" and "optimizer" of the update, taken over or not, and "state_parameters" (frozen ones too)
       and "state_optimizer" of the next state, seen or proved (see ``norms.row_labels`` and ``state_labels``); with probed
+      survival also "update_survival", float32 [R] "arrived" and "intended" of ``update_survival.products``; with probed
       stacks also "numerics/SIDE/NAME/max" and ".../nonfinite", float32 [L]: forward values, their cotangents as the
       backward pass holds them (times the loss scale), and gradients of parameters.
     """
@@ -127,19 +130,25 @@ class TrainStep:
     @jax.named_scope("optimizer")
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-      return self.moved(params, self.selection.mask_rows(direction), rate, state["step"]), opt_state
+      direction = self.selection.mask_rows(direction)
+      new = self.moved(params, direction, rate, state["step"])
+      survival = {}
+      if self.survival and not self.watch:
+        arrived, intended = map(sums_of_rows, update_survival.products(params, new, direction, rate))
+        survival = {update_survival.NAME: {"arrived": arrived, "intended": intended}}
+      return new, opt_state, survival
 
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
     usual = jnp.ones((), bool)
     if self.watch:
-      params, opt_state = update()
+      params, opt_state, survival = update()
     else:
       largest = jnp.minimum(squares.largest(), self.clip * 1.001 if self.clip else jnp.inf)
       certain, kept = self.optimizer.certainly_finite(largest, known[1], known[0], rate)
 
       def look():
-        new_params, new_opt_state = update()
+        new_params, new_opt_state, _ = update()
         return row_squares(new_params).finite, jnp.isfinite(state_peaks(new_opt_state, params))
 
       rows = jax.tree.map(lambda x: jnp.ones(x.shape, bool), jax.eval_shape(look))
@@ -154,7 +163,8 @@ class TrainStep:
         usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling else False))
         applied = applied & usual
       before = (params, state["opt_state"])
-      params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(), before)
+      *after, survival = update()
+      params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), tuple(after), before)
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 
@@ -192,7 +202,7 @@ class TrainStep:
     }
     if self.watch:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
-    return new_state, metrics | optional_metrics(losses, scaling)
+    return new_state, metrics | survival | optional_metrics(losses, scaling)
 
   def moved(self, params: Any, direction: Any, rate: jax.Array, step: jax.Array, row: jax.Array | None = None) -> Any:
     """Parameters, in the dtypes that they are stored in, ``rate`` times the direction (float32) further down.

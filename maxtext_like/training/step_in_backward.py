@@ -25,7 +25,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
-from maxtext_like.training import loss_scale
+from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
 from maxtext_like.training.trainable import merge
@@ -88,6 +88,7 @@ class _Seen(NamedTuple):
     updated: bool, the updated numbers are finite.
     parameters: sums of squares of what is stored now, as ``gradients``.
     peaks: largest magnitudes in the updated state of the optimizer, infinite where a number is not finite.
+    survival: sums of ``update_survival.products``, where they are asked for.
   """
 
   gradients: tuple[Tree, Tree]
@@ -95,6 +96,7 @@ class _Seen(NamedTuple):
   updated: Tree = None
   parameters: tuple[Tree, Tree] | None = None
   peaks: Tree = None
+  survival: tuple[Tree, Tree] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +173,8 @@ class StepInBackward(TrainStep):
       "usual": jnp.ones((), bool),
       "finite": finite,
     }
+    if seen.survival is not None:
+      metrics[update_survival.NAME] = dict(zip(("arrived", "intended"), map(_by_row, seen.survival), strict=True))
     return new_state, metrics | optional_metrics(losses, scaling)
 
 
@@ -358,12 +362,15 @@ class _Pass:
     if norm is not None:
       grads = clip(grads, norm, step.clip)
     direction, new_state = self.optimizers[part].update(grads, state, params)
-    new = step.moved(params, _masked(direction, masks, row), self.rate, self.number, row)
+    direction = _masked(direction, masks, row)
+    new, survival = step.moved(params, direction, self.rate, self.number, row), None
+    if step.survival:
+      survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
     updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)
     peaks = peaks_of_arrays(new_state)
     alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
-    return new, new_state, alive, _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks)
+    return new, new_state, alive, _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
 
 
 def _at(tree: Tree, row: jax.Array) -> Tree:
@@ -410,4 +417,5 @@ def _together(seen: dict[Part, list[_Seen]]) -> _Seen:
     join([s.updated for s in parts.values()]),
     pairs(lambda s: s.parameters),
     join_states([s.peaks for s in parts.values()]),
+    None if parts[()].survival is None else pairs(lambda s: s.survival),
   )

@@ -16,6 +16,7 @@ CURVES = (
   ("Loss", ("loss", "eval_loss"), False),
   ("Gradient norm", ("grad_norm",), True),
   ("Parameter norm", ("param_norm",), False),
+  ("Share of the update that weights took", ("update_survival", "update_survival/lowest"), False),
   ("Learning rate", ("learning_rate",), False),
   ("Tokens a second", ("tokens_per_second",), False),
   ("Step seconds", ("step_seconds",), True),
