@@ -5,7 +5,7 @@
 over the numbers of a layer, ``before`` and ``after`` as they are stored, ``intended`` = -rate x direction in float32, decay of
 weights included, behind clipping. It is 1 where all arrives, and 0 where nothing does or what does has nothing to do with what
 was meant. With stochastic rounding it is 1 in the mean, as its errors have no direction; the length of what was realised would
-count those as an update. Both sums add up over arrays, so a layer's share is that of its arrays by what they were meant to move.
+count those as an update. Both sums add up over arrays: a layer's share is that of its arrays by what they were meant to move.
 """
 
 from collections.abc import Mapping, Sequence
