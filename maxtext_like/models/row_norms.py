@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import parameter_name, path_keys, row_names
+from maxtext_like.models.naming import ADAPTER, parameter_name, path_keys, row_names
 
 Tree = Any
 
@@ -154,7 +154,8 @@ def _joined(tree: Tree, terms: Callable[[jax.Array], jax.Array], known: dict[int
 
 
 def _in_stack(path: tuple[Any, ...]) -> bool:
-  return path_keys(path)[0].startswith("stack_")
+  keys = path_keys(path)
+  return keys[keys[0] == ADAPTER].startswith("stack_")  # an adapter repeats the paths of the model
 
 
 def clip(tree: Tree, norm: Norm, largest: float) -> Tree:

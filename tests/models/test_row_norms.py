@@ -21,3 +21,8 @@ def test_few_kernels_give_the_same_sums(bad):
   assert plain.shape == (4 + 4 * 3,)
   np.testing.assert_allclose(few, plain, rtol=1e-6)
   assert np.isfinite(few).all() == (bad is None)
+
+
+def test_an_adapter_has_the_rows_of_its_layers():
+  tree = {"adapter": {"stack_0": {"layer_0": {"lora_a": jnp.ones((3, 2, 2))}}}, "head": {"kernel": jnp.ones((2, 2))}}
+  np.testing.assert_array_equal(row_norms.row_squares(tree).small, [4, 4, 4, 4])
