@@ -136,10 +136,12 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
     )
   loaded = load(below, *(word for word in given if not word.startswith("init_from=")))
   settings = peft_settings(place, loaded.model)
-  checkpoint = replace(loaded.model.config.checkpoint, init_from=str(below))
-  model = replace(loaded.model, config=replace(loaded.model.config, adapter=settings, checkpoint=checkpoint))
-  adapter = configured_adapter(model, settings, None)
-  read = peft.read_adapter(place, model.decoder, model.config.model.decoder_block)
+  read = peft.read_adapter(place, loaded.model.decoder, loaded.model.config.model.decoder_block)
+  config = loaded.model.config
+  checkpoint = replace(config.checkpoint, init_from=str(below))
+  training = replace(config.training, vision_tower=read.vision_tower)
+  model = replace(loaded.model, config=replace(config, adapter=settings, checkpoint=checkpoint, training=training))
+  adapter = configured_adapter(model, settings, read.vision_tower)
   params = {**loaded.params, ADAPTER: init(adapter.params(), jax.random.key(0))}
   params = adapter.started(params, model.decoder.precision)  # of layers that have no addition
   extra = {EXTRA: Base.of(params, str(below), 0).to_json()}
@@ -157,7 +159,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
     )
     with manager:
       manager.save_and_wait(0, {"params": {ADAPTER: factors(read, params[ADAPTER])}}, extra)
-  tensors = sum(2 + (own.magnitude is not None) for own in read.maps)
+  tensors = sum(2 + (own.magnitude is not None) for own in read.maps) + len(read.whole)
   return Imported(target, tensors, loaded.notes, ("MODEL", str(target / "adapter.yml")))
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -34,6 +35,10 @@ _CHOOSING = frozenset({"router", "indexer"})
 _NAMED_ALONE = _CHOOSING | {"experts"}
 _LAYER = re.compile(r"layers\.\d+\.")
 _TOWER, _TOWER_LAYERS = "vision.", "vision.layers."
+_OF_NONE = {"frozen": "is frozen", "projector": "stays but for its projector", "trained": "is trained itself"}
+"""Values of ``vision_tower`` with which no entry means a weight of the tower."""
+_WHOLE: dict[Any, tuple[str, ...]] = {"projector": ("vision", "projector"), "trained": ("vision",)}
+"""What of the tower is trained whole beside an adapter, by ``vision_tower``."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def adapted_names(
     UserError: an entry that means none, with the nearest names; none means a tower that is to be adapted.
   """
   known, chosen = candidates(decoder, decoder_block, tower=vision_tower == "adapted"), set()
-  if vision_tower == "frozen":
+  if vision_tower in _OF_NONE:
     known = [c for c in known if not c.name.startswith(_TOWER)]
   for entry in entries:
     try:
@@ -146,7 +151,7 @@ def adapted_names(
     if not hits:
       ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
       near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
-      where = " but of its vision tower, which is frozen" if vision_tower == "frozen" else ""
+      where = f" but of its vision tower, which {_OF_NONE[vision_tower]}" if vision_tower in _OF_NONE else ""
       raise UserError(f"{key}: {entry!r} is no weight of this model{where}\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
     chosen |= hits
   if vision_tower == "adapted" and not any(name.startswith(_TOWER) for name in chosen):
@@ -165,7 +170,13 @@ def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: Visi
   """
   block = model.config.model.decoder_block
   names = adapted_names(model.decoder, block, settings.lora_modules, vision_tower=vision_tower)
-  return make_adapter(model.decoder, names, settings)
+  adapter = make_adapter(model.decoder, names, settings, _WHOLE.get(vision_tower, ()))
+  if model.base is not None and (both := sorted(".".join(path) for path in adapter.whole if path in model.base.weights)):
+    raise UserError(
+      f"base_weights_modules: {both[0]} is stored as {model.base.form.name}, vision_tower = {vision_tower} trains it whole\n"
+      "  fix: leave the tower out of base_weights_modules, or vision_tower=frozen"
+    )
+  return adapter
 
 
 def require_dropout(adapter: Adapter, model: Model) -> None:

@@ -16,7 +16,7 @@ from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import UserError
 from maxtext_like.layers.low_rank import Layout, factors, with_magnitude
-from maxtext_like.models.naming import ADAPTER
+from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.models.placed import Model
 
 
@@ -36,8 +36,13 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
       f"{', '.join(scaled)}: DoRA\n  why: it sets the norms of the weights that it was trained on, which others would change\n"
       "  fix: one adapter with DoRA, and no other"
     )
+  if len(apart := [d for d in directories if _has_whole(d, model)]) > 1:
+    raise UserError(
+      f"{', '.join(str(d) for d in apart)}: each has a vision tower, or its projector, of its own\n"
+      "  why: one would take the other's place\n  fix: one of them, and adapters that were trained without"
+    )
   params = _rounded(params, model, directories)
-  for directory in directories:
+  for directory in sorted(directories, key=lambda d: d not in apart):  # others add to what one of them puts there
     if peft.is_adapter(directory):
       params = _of_peft(params, model, directory)
     else:
@@ -49,6 +54,12 @@ def _has_magnitudes(directory: Path) -> bool:
   if peft.is_adapter(directory):
     return bool(peft.read_settings(directory).get("use_dora"))
   return section(ADAPTER, step_of_adapter(directory)[1].config).lora_dora
+
+
+def _has_whole(directory: Path, model: Model) -> bool:
+  if peft.is_adapter(directory):
+    return bool(peft.read_settings(directory).get("modules_to_save"))
+  return bool(adapter_step.stored_adapter(step_of_adapter(directory)[1], model).whole)
 
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
@@ -130,4 +141,19 @@ def _of_peft(params: Any, model: Model, directory: Path) -> Any:
       return node
     return add(node, jax.device_put(sums[name], node.sharding), norms.get(name), Layout.of(spec[name]))
 
-  return added((), params)
+  replaced: dict[str, np.ndarray] = {}
+  for piece, values in ((piece, values) for tensor, values in adapter.whole for piece in tensor.pieces):
+    name = ".".join(piece.path)
+    x = replaced.setdefault(name, np.array(jax.device_get(leaves[name])))
+    x[piece.index] = piece.to_ours(values).astype(x.dtype)
+  return _in_places(added((), params), replaced)
+
+
+def _in_places(params: Any, arrays: dict[str, np.ndarray]) -> Any:
+  """The tree with some arrays, by name, in the places of its own."""
+
+  def put(path: Any, x: Any) -> Any:
+    name = ".".join(path_keys(path))
+    return jax.make_array_from_callback(x.shape, x.sharding, arrays[name].__getitem__) if name in arrays else x
+
+  return jax.tree_util.tree_map_with_path(put, params)

@@ -18,8 +18,9 @@ from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
 from maxtext_like.config.hub import name_of
 from maxtext_like.config.schema import AdapterConfig
+from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
-from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.adapter import WHOLE, Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model
 from maxtext_like.storage import Place, failed
@@ -38,7 +39,8 @@ def with_given(model: Model) -> Model:
   settings = model.config.adapter
   if settings.lora_from is None:
     return model
-  found = _settings(settings.lora_from, model)
+  found, tower = _settings(settings.lora_from, model)
+  model = _with_tower(model, tower)
   if settings.lora_rank:
     _require_same(settings, found, model)
     return model
@@ -48,6 +50,23 @@ def with_given(model: Model) -> Model:
     base_weights_modules=below.base_weights_modules,
   )  # fmt: skip
   return dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=found))
+
+
+def _with_tower(model: Model, found: VisionTower | None) -> Model:
+  """The model whose ``vision_tower`` is that of a given adapter, where it says nothing."""
+  training = model.config.training
+  if found == training.vision_tower or (found is None and training.vision_tower in ("frozen", "adapted")):
+    return model
+  if training.vision_tower is not None or found is None:
+    raise UserError(
+      f"lora_from: {model.config.adapter.lora_from} is another adapter than this run's\n"
+      f"  vision_tower: {found or 'not trained whole'} there, {training.vision_tower} here\n"
+      "  fix: leave vision_tower out, and it is that of the adapter"
+    )
+  if model.decoder.cfg.vision is None:
+    return model
+  training = dataclasses.replace(training, vision_tower=found)
+  return dataclasses.replace(model, config=dataclasses.replace(model.config, training=training))
 
 
 def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
@@ -128,6 +147,12 @@ def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
     for name, values in parts.items():
       whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
       whole[piece.index] = values.reshape(whole[piece.index].shape)
+  for piece, values in ((piece, values) for tensor, values in given.whole for piece in tensor.pieces):
+    node = drawn
+    for key in piece.path:
+      node = node[key]
+    x = found.setdefault(".".join((*piece.path, WHOLE)), np.array(jax.device_get(node[WHOLE])))
+    x[piece.index] = piece.to_ours(values)
 
   def placed(path: Any, x: Any) -> Any:
     name = ".".join(str(entry.key) for entry in path)
@@ -170,11 +195,14 @@ def _entries(names: frozenset[str], model: Model) -> tuple[str, ...]:
   return short if same else tuple(sorted(names))
 
 
-def _settings(source: str, model: Model) -> AdapterConfig:
+def _settings(source: str, model: Model) -> tuple[AdapterConfig, VisionTower | None]:
+  """Those of an adapter, and its ``vision_tower``."""
   place = _peft_place(source)
   if place is not None:
-    return peft_settings(place, model)
-  return section(ADAPTER, step_of_adapter(located(source))[1].config)
+    given = peft.read_adapter(place, model.decoder, model.config.model.decoder_block)
+    return peft_settings(place, model), given.vision_tower
+  stored = step_of_adapter(located(source))[1].config
+  return section(ADAPTER, stored), stored.get("training", {}).get("vision_tower")
 
 
 def _peft_place(source: str) -> Path | None:

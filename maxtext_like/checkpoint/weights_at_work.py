@@ -9,7 +9,7 @@ import numpy as np
 from maxtext_like.layers.low_rank import Layout, merged
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.quantised import quantise
-from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.adapter import WHOLE, Adapter
 from maxtext_like.models.quantised_base import QuantisedBase
 
 Path = tuple[str, ...]
@@ -34,6 +34,8 @@ class WeightsAtWork:
   def __call__(self, path: Path, index: Index) -> np.ndarray:
     """Basic indexing, one entry for every axis, of a stack a number for its first one."""
     p = self._changed().get(path)
+    if self._adapter is not None and path in self._adapter.whole:
+      return np.asarray(self._own(path)[WHOLE][index], np.float32)
     if p is None:
       return self._read(path, index)
     row = None if p.rows is None else index[0]
@@ -43,6 +45,13 @@ class WeightsAtWork:
 
   def _changed(self) -> dict[Path, Param]:
     return dict(self._base.weights if self._base else {}) | dict(self._adapter.weights if self._adapter else {})
+
+  def _own(self, path: Path) -> dict[str, Any]:
+    """What the adapter has where an array stands."""
+    node = self._factors
+    for key in path:
+      node = node[key]
+    return node
 
   def _whole(self, path: Path, p: Param, row: Any) -> np.ndarray:
     """One layer's weight."""
@@ -57,10 +66,7 @@ class WeightsAtWork:
       base = self._base
       x = jax.jit(lambda x: base.values(path, quantise(base.form, p, x), "float32"))(x)
     if self._adapter is not None and path in self._adapter.weights:
-      node = self._factors
-      for key in path:
-        node = node[key]
-      own = {name: value if row is None else value[row] for name, value in node.items()}
+      own = {name: value if row is None else value[row] for name, value in self._own(path).items()}
       a, b, magnitude = own["lora_a"], own["lora_b"], own.get("lora_magnitude")
       x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.scale, magnitude)
     return np.asarray(x, np.float32)

@@ -101,7 +101,7 @@ def cross_problems(
 
 def _tower_problems(config: Config) -> Iterator[Problem]:
   """``vision_tower`` where there is no tower, or where something else says what is trained."""
-  t, rank, trained = config.training, config.adapter.lora_rank, config.adapter.trained
+  t, trained = config.training, config.adapter.trained
   if t.vision_tower is None:
     return
   said = f"vision_tower = {t.vision_tower}"
@@ -124,11 +124,6 @@ def _tower_problems(config: Config) -> Iterator[Problem]:
     yield Problem(
       f"{said} with lora_rank: 0, where there is no adapter", ("vision_tower", "lora_rank"),
       "set lora_rank, as in lora_rank=16, or vision_tower to trained, projector or frozen",
-    )  # fmt: skip
-  if t.vision_tower in ("projector", "trained") and trained:
-    yield Problem(
-      f"{said} with lora_rank = {rank}: beside an adapter no weight is trained itself", ("vision_tower", "lora_rank"),
-      "vision_tower=adapted gives the tower additions, vision_tower=frozen leaves it as it is",
     )  # fmt: skip
 
 

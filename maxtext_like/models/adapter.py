@@ -1,9 +1,12 @@
-"""The adapter of a model: low-rank additions to some of its weights (LoRA, DoRA), a tree of parameters beside the model's own.
+"""The adapter of a model: low-rank additions to some of its weights (LoRA, DoRA), a tree of parameters beside the model's own,
+and arrays of its vision tower that are trained whole.
 
 The model's tree is what it is without them, so that weights are read, written and named as ever. The additions stand under
-``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called.
+``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called. So does an array
+that is trained whole, under ``WHOLE``: its own of the model stays below it.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
@@ -17,12 +20,14 @@ from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.dropout import Dropout, folded
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
-from maxtext_like.layers.param import Param
+from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.naming import ADAPTER, path_keys, row_names
 from maxtext_like.models.quantised_base import QuantisedBase
 
 Path = tuple[str, ...]
+WHOLE = "whole"
+"""The key of an array that is trained whole, where an addition has those of its factors."""
 
 
 class Merged(NamedTuple):
@@ -53,6 +58,7 @@ class Adapter:
     names: of the weights, a layer's own each: ``layers.7.attention.q``. A stack of which some layers alone are among them
       has factors for all, of which the others stay zero.
     weights: the declared weights, by path.
+    whole: the declared arrays that are trained whole, by path; with statistics among them, which stay and which peft asks for.
     dora: the norms of the outputs are trained too.
     dropout: share of the inputs of the additions that are zero in training.
   """
@@ -61,12 +67,21 @@ class Adapter:
   scale: float
   names: frozenset[str]
   weights: Mapping[Path, Param]
+  whole: Mapping[Path, Param] = dataclasses.field(default_factory=dict)
   dora: bool = False
   dropout: float = 0.0
 
+  @property
+  def trained(self) -> frozenset[str]:
+    """``names``, and those of the arrays that are trained whole, which are of no layer of the decoder."""
+    return self.names | {".".join(path) for path in self.whole}
+
   def params(self) -> dict[str, Any]:
-    """The declared factors, "lora_a" and "lora_b" where the weight stands; see ``low_rank.factors``."""
-    return _nested({path: factors(p, self.rank, dora=self.dora) for path, p in self.weights.items()})
+    """The declared factors, "lora_a" and "lora_b" where the weight stands (see ``low_rank.factors``), and ``WHOLE`` arrays; all
+    float32."""
+    found: dict[Path, Any] = {path: factors(p, self.rank, dora=self.dora) for path, p in self.weights.items()}
+    begun = {"dtype": "float32", "init": constant(0.0), "contracts": ()}  # as ``started`` makes them
+    return _nested(found | {path: {WHOLE: dataclasses.replace(p, **begun)} for path, p in self.whole.items()})
 
   def attach(self, params: dict[str, Any], rows: jax.Array | None = None) -> dict[str, Any]:
     """The model's tree as the decoder takes it, each weight with its addition.
@@ -77,6 +92,8 @@ class Adapter:
     """
 
     def join(base, ab, path):
+      if path in self.whole:
+        return ab[WHOLE]
       p, dropout = self.weights[path], None
       if rows is not None and self.dropout:
         keys = folded(rows, jnp.array(zlib.crc32("/".join(path).encode()), jnp.uint32))
@@ -87,19 +104,26 @@ class Adapter:
     return self._joined(params, join)
 
   def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
-    """The model's tree and its additions, whose magnitudes are the norms that its weights have now.
+    """The model's tree and its additions, whose magnitudes are the norms that its weights have now, and whose whole arrays are
+    what they are in the model.
 
     Args:
       params: as of ``attach``.
       precision: in which the weights are multiplied.
       base: how they are stored; None: as they are declared.
     """
-    if not self.dora:
+    if not (self.dora or self.whole):
       return params
 
     found: dict[Path, Any] = {}
 
     def measure(below, ab, path):
+      if path in self.whole:
+        found[path] = {WHOLE: below.astype(jnp.float32)}
+        return
+      found[path] = ab
+      if not self.dora:
+        return
       p = self.weights[path]
       weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), self.scale)
       norms = lambda weight: weight.norms(precision)
@@ -119,6 +143,8 @@ class Adapter:
     sums: list[jax.Array] = []
 
     def add(stored, ab, path):
+      if path in self.whole:
+        return ab[WHOLE].astype(dtype or stored.dtype)
       p, layout = self.weights[path], Layout.of(self.weights[path])
 
       def one(row):
@@ -140,7 +166,7 @@ class Adapter:
     base = {name: value for name, value in params.items() if name != ADAPTER}
 
     def walk(node: Any, added: Any, path: Path) -> Any:
-      if path in self.weights:
+      if path in self.weights or path in self.whole:
         return join(node, added, path)
       if not isinstance(node, dict) or added is None:
         return node
@@ -149,21 +175,20 @@ class Adapter:
     return walk(base, params[ADAPTER], ())
 
 
-def make_adapter(decoder: Decoder, names: frozenset[str], settings: AdapterConfig) -> Adapter:
+def make_adapter(decoder: Decoder, names: frozenset[str], settings: AdapterConfig, whole: tuple[str, ...] = ()) -> Adapter:
   """The adapter of some weights of a model.
 
   Args:
     decoder: the model.
     names: of the weights.
     settings: of the adapter.
+    whole: what is trained whole: path of a part of the vision tower, as ("vision", "projector"); (): nothing is.
   """
-  weights = {
-    path_keys(path): p
-    for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())
-    if names & set(row_names(decoder, path_keys(path)))
-  }
+  declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
+  weights = {path: p for path, p in declared.items() if names & set(row_names(decoder, path))}
+  apart = {path: p for path, p in declared.items() if whole and path[: len(whole)] == whole}
   s = settings
-  return Adapter(s.lora_rank, s.scale, names, weights, dora=s.lora_dora, dropout=s.lora_dropout)
+  return Adapter(s.lora_rank, s.scale, names, weights, apart, dora=s.lora_dora, dropout=s.lora_dropout)
 
 
 def _nested(leaves: dict[Path, Any]) -> dict[str, Any]:

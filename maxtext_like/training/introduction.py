@@ -84,11 +84,16 @@ def tower_described(program: TrainProgram) -> str:
   """What is trained of the vision tower, with counts."""
   declared = program.model.decoder.params()["vision"]
   trained = program.selection.split(program.spec)[0]
-  own, whole = count(trained["vision"]), count([p for p in jax.tree.leaves(declared) if p.trainable])
+  beside = {} if program.adapter is None else {path: p for path, p in program.adapter.whole.items() if p.trainable}
+  own, whole = (
+    count(trained["vision"]) + count(list(beside.values())),
+    count([p for p in jax.tree.leaves(declared) if p.trainable]),
+  )
   if own in (0, whole):
     text = f"{'trained' if own else 'frozen'}: {whole:,} parameters"
   else:
     parts = [name for name, part in trained["vision"].items() if jax.tree.leaves(part)]
+    parts += sorted({path[1] for path in beside})
     text = f"{own:,} of {whole:,} parameters trained: {', '.join(parts)}"
   if program.adapter is not None and (names := sorted(n for n in program.adapter.names if n.startswith("vision."))):
     short = [name.removeprefix("vision.").removeprefix("layers.") for name in names]

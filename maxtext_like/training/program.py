@@ -246,9 +246,9 @@ def make_program(
   Raises:
     UserError: as ``make_model``; nothing to train, an objective that does not fit the rows.
   """
-  t = config.training
   model = with_given(make_model(config, mesh=mesh, platform=platform, one_document=config.data.one_document))
   config = model.config
+  t = config.training
   model = with_base(model, config.adapter)
   decoder = model.decoder
   objective: Objective = make_objective(t.objective, model)

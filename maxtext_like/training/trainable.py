@@ -87,7 +87,7 @@ def select(
     spec: the objective's ``params()``.
     model: may have one part of a layer trained alone, as the indexer of DeepSeek V3.2 in its dense warm-up.
     patterns: regular expressions, searched in names like ``layers.7.mlp.down``; none: all.
-    adapter: of whose factors those of its own layers are trained.
+    adapter: of whose factors those of its own layers are trained, and what it has whole.
     vision_tower: what is trained of the tower's own weights; an adapter has its own names.
 
   Raises:
@@ -100,7 +100,7 @@ def select(
   def wanted(name: str) -> bool:
     hits = [c for c in compiled if c.search(name)]
     used.update((c.pattern, True) for c in hits)
-    adapted = adapter is None or name.rpartition(".")[0] in adapter.names
+    adapted = adapter is None or name.rpartition(".")[0] in adapter.trained
     held = adapter is None and _held(name, vision_tower)
     return adapted and not held and bool(hits or not compiled) and (not part or f".{part}." in name)
 

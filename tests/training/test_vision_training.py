@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import maxtext_like
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
@@ -153,6 +155,8 @@ TOWERS = {
   "projector": ["vision_tower=projector"],
   "frozen": ["vision_tower=frozen"],
   "frozen below an adapter": ["vision_tower=frozen", *LORA],
+  "projector beside an adapter": ["vision_tower=projector", *LORA],
+  "trained beside an adapter": ["vision_tower=trained", *LORA],
   "adapted": ["vision_tower=adapted", *LORA],
   "adapted over nf4": ["vision_tower=adapted", "lora_modules=[q_proj, v_proj]", "base_weights=nf4", *LORA],
 }
@@ -178,8 +182,8 @@ def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict
 
 def test_what_the_start_says_of_the_tower():
   said = {name: tower_described(tower_program("gemma3-tiny", name, "dataset_path=x")) for name in TOWERS}
-  assert said["trained"] == "trained: 32,608 parameters"
-  assert said["projector"] == "1,584 of 32,608 parameters trained: projector"
+  assert said["trained"] == said["trained beside an adapter"] == "trained: 32,608 parameters"
+  assert said["projector"] == said["projector beside an adapter"] == "1,584 of 32,608 parameters trained: projector"
   assert said["frozen"] == said["frozen below an adapter"] == "frozen: 32,608 parameters"
   assert said["adapted"] == (
     "frozen: 32,608 parameters; adapted with 2,176 more in 2 layers: "
@@ -198,6 +202,7 @@ def test_what_the_start_says_of_the_tower():
   [
     (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules means no weight"),
     (["vision_tower=frozen", "lora_modules=[q_proj, vision]"], "'vision' is no weight of this model but of its vision tower"),
+    (["vision_tower=projector", "lora_modules=[vision]"], "vision tower, which stays but for its projector"),
   ],
 )
 def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
@@ -209,7 +214,7 @@ def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
 @pytest.mark.parametrize(
   ("model", "name"),
   [
-    *(("gemma3-tiny", name) for name in TOWERS),
+    *(("gemma3-tiny", name) for name in TOWERS if name != "trained beside an adapter"),
     *(("gemma4-e2b-tiny", name) for name in ("trained", "adapted")),
   ],
 )
@@ -233,6 +238,9 @@ def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, 
   }
   projector = {name for name in trainable if name.startswith("vision.projector")}
   assert tower == {"trained": trainable, "projector": projector}.get(name, set())  # all of it, bit by bit
+  whole = {name.removeprefix("adapter.").removesuffix(".whole") for name in moved if name.endswith(".whole")}
+  moved = {name for name in moved if not name.endswith(".whole")}
+  assert whole == {"trained beside an adapter": trainable, "projector beside an adapter": projector}.get(name, set())
   assert any(name.startswith("stack_0.") for name in moved) == (program.adapter is None)
   factors = {name.removeprefix("adapter.") for name in moved if name.startswith("adapter.")}
   assert bool(factors) == (program.adapter is not None)
@@ -254,3 +262,54 @@ def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
   one, two = ([(r["loss"], r["grad_norm"]) for r in metrics_of(tmp_path / str(n))] for n in (1, 2))
   np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "tower"), [("gemma3_vision", "projector"), ("gemma4_vision_small", "trained")])
+def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, tower: str, pictures: Path, tmp_path: Path):
+  """Resumed to the bit; merged, and added from the run and from peft's file, the same model; a run begins with either."""
+  shutil.copytree(GOLDEN / case / "checkpoint", tmp_path / "hf")
+  words_of(tmp_path / "hf")
+  maxtext_like.import_checkpoint(tmp_path / "hf", tmp_path / "base")
+  words = [f"dataset_path={pictures}", "dataset=jsonl", f"tokenizer={tmp_path}/hf", "max_target_length=64"]
+  words += ["use_multimodal=true", "dtype=float32", f"init_from={tmp_path}/base", "enable_tensorboard=false"]
+  words += ["per_device_batch_size=2", "lr_schedule_type=constant", "warmup_steps_fraction=0", "learning_rate=0.03"]
+  words += [f"output_dir={tmp_path}", "eval_fraction=0"]
+  lora = ["lora_rank=2", "lora_modules=[q_proj]", f"vision_tower={tower}", "checkpoint_interval=1"]
+
+  def train(name: str, *more: str) -> list[dict]:
+    assert main(["train", str(tmp_path / "base/model.yml"), *words, *more, f"run_name={name}"]) == 0
+    return metrics_of(tmp_path / name)
+
+  whole = train("run", *lora, "steps=3")
+  run = tmp_path / "run"
+  maxtext_like.export_adapter(run, tmp_path / "peft")
+  said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+  assert ("vision_tower" in said["modules_to_save"]) == (tower == "trained")
+  maxtext_like.import_checkpoint(tmp_path / "peft", tmp_path / "imported", "use_multimodal=true", f"init_from={tmp_path}/base")
+  merged = maxtext_like.load(run).params
+  moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), maxtext_like.load(tmp_path / "base").params, merged)["vision"]
+  assert any(jax.tree.leaves(moved["projector"]))
+  assert any(jax.tree.leaves(moved | {"projector": {}})) == (tower == "trained")
+  for adapter in (run, tmp_path / "peft", tmp_path / "imported"):
+    added = maxtext_like.load(tmp_path / "base", adapters=adapter).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), added, merged)
+  with pytest.raises(UserError, match="a vision tower, or its projector, of its own"):
+    _ = maxtext_like.load(tmp_path / "base", adapters=[run, tmp_path / "peft"]).params
+  if tower == "trained":  # the rest is the same for both
+    return
+  train("parts", *lora, "steps=1", "lr_schedule_steps=3")
+  assert [row["loss"] for row in train("parts", *lora, "steps=3", "lr_schedule_steps=3")] == [row["loss"] for row in whole]
+  found = [train(f"from-{name}", f"lora_from={tmp_path}/{name}", "steps=1")[0]["loss"] for name in ("run", "peft")]
+  assert found[0] == pytest.approx(found[1], rel=1e-6)
+  assert found[0] < whole[0]["loss"]
+
+
+def words_of(folder: Path) -> None:
+  """A tokenizer of three words, for the small vocabularies of the golden models."""
+  from tokenizers import Tokenizer, models, pre_tokenizers
+
+  names = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b"]
+  made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+  made.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+  made.save(str(folder / "tokenizer.json"))

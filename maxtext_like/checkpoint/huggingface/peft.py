@@ -2,7 +2,8 @@
 
 Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R];
 what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector``
-[out] has the norm of each row of the sum.
+[out] has the norm of each row of the sum. What ``modules_to_save`` names is there whole, under the names it has in the model:
+here the vision tower, or its projector.
 """
 
 import math
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.adapter import WHOLE, Adapter
 from maxtext_like.models.naming import row_names
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.storage import Place
@@ -68,7 +69,11 @@ def write_adapter(
   fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
   found: list[tuple[str, Tensor, Piece]] = []
   refused: dict[str, None] = {}
+  apart: list[Tensor] = []
   for tensor in tensor_table(decoder, family):
+    if tensor.pieces[0].path in adapter.whole:
+      apart.append(tensor)
+      continue
     for piece in tensor.pieces:
       if piece.path not in adapter.weights or name_of(decoder, piece) not in adapter.names:
         continue
@@ -92,6 +97,10 @@ def write_adapter(
     sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], adapter.rank), _b(ab, piece)))
     if adapter.dora:
       sources.append(Source(f"{_PREFIX}{module}.lora_magnitude_vector", "F32", (shapes[0],), _magnitude(ab, piece)))
+  arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
+  for tensor in apart:
+    values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
+    sources.append(Source(f"{_PREFIX}model.{tensor.name}", "F32", tensor.shape, values))
   alpha = adapter.scale * (math.sqrt(adapter.rank) if rslora else adapter.rank)
   config = {
     "peft_type": "LORA",
@@ -109,6 +118,8 @@ def write_adapter(
     # Whole paths: a tower may have modules of the same names.
     "target_modules": sorted(module for module, _, _ in found),
   }
+  if apart:
+    config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in apart})
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
@@ -184,10 +195,25 @@ class AdaptedMap:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-  """An adapter that peft wrote, matched with a model."""
+  """An adapter that peft wrote, matched with a model.
+
+  Attributes:
+    directory: of it.
+    maps: what it adds to.
+    whole: tensors of the vision tower that take the places of the model's, float32.
+  """
 
   directory: Path
   maps: tuple[AdaptedMap, ...]
+  whole: tuple[tuple[Tensor, np.ndarray], ...] = ()
+
+  @property
+  def vision_tower(self) -> Literal["projector", "trained"] | None:
+    """What was trained whole of the tower, as the key of this name says it."""
+    if not self.whole:
+      return None
+    paths = {piece.path[:2] for tensor, _ in self.whole for piece in tensor.pieces}
+    return "projector" if paths == {("vision", "projector")} else "trained"
 
 
 def is_adapter(directory: Path) -> bool:
@@ -215,14 +241,20 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     UserError: as ``read_settings``; of another model, or with parts that are not for linear maps.
   """
   where, config = printable(directory / CONFIG), read_settings(directory)
-  for key in ("lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "target_parameters"):
+  for key in ("lora_bias", "trainable_token_indices", "fan_in_fan_out", "target_parameters"):
     if config.get(key):
       raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: an adapter of LoRA, rsLoRA or DoRA")
   file = SafetensorsFile(directory / WEIGHTS)
-  tensors = {_bare(t.name): t for t in tensor_table(decoder, FAMILIES[decoder_block].huggingface) if t.rule.kind in _LINEAR}
+  table = tensor_table(decoder, FAMILIES[decoder_block].huggingface)
+  tensors = {_bare(t.name): t for t in table if t.rule.kind in _LINEAR}
+  apart = {_bare(t.name): t for t in table if t.vision} if config.get("modules_to_save") else {}
+  whole = []
   found: dict[str, dict[str, np.ndarray]] = {}
   for name in file.entries:
     match = _TENSOR.fullmatch(name)
+    if match is None and config.get("modules_to_save"):
+      whole.append(_whole(file, name, apart, where))
+      continue
     if match is None:
       raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' is none of a LoRA adapter of linear maps")
     part = match[2] or "magnitude_vector"
@@ -248,7 +280,23 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     maps.append(AdaptedMap(tensor, a, b, _scale(config, module, a.shape[0], where), magnitude))
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
-  return PeftAdapter(directory, tuple(maps))
+  return PeftAdapter(directory, tuple(maps), tuple(whole))
+
+
+def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: str) -> tuple[Tensor, np.ndarray]:
+  """A tensor of ``modules_to_save``, and the model's that it takes the place of."""
+  tensor = known.get(_bare(name.removeprefix(_PREFIX)))
+  if tensor is None:
+    raise UserError(
+      f"{where}: modules_to_save: '{printable(name)}' is no array of this model's vision tower\n"
+      "  why: of what is trained whole beside an adapter, a tower and its projector alone are taken\n"
+      "  fix: use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
+    )
+  values = np.asarray(file.tensor(name), np.float32)
+  if values.shape != tensor.shape or not np.isfinite(values).all():
+    what = f"{list(values.shape)} of {list(tensor.shape)}" if values.shape != tensor.shape else "numbers that are not finite"
+    raise UserError(f"{printable(file.path)}: '{printable(name)}': {what}")
+  return tensor, values
 
 
 def _bare(module: str) -> str:
