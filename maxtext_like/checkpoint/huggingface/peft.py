@@ -31,6 +31,7 @@ from maxtext_like.strict_json import parse_file, printable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MERGE = "use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
 _LINEAR = ("linear", "linear2")
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
@@ -280,6 +281,13 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     maps.append(AdaptedMap(tensor, a, b, _scale(config, module, a.shape[0], where), magnitude))
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
+  modules = config.get("modules_to_save") or []
+  for module in modules if isinstance(modules, list) else [modules]:
+    if not any(str(module).split(".")[-1] in tensor.name.split(".") for tensor, _ in whole):
+      raise UserError(
+        f"{where}: modules_to_save = {printable(modules)} is not supported: {printable(module)} is of no vision tower here\n"
+        f"  fix: {_MERGE}"
+      )
   return PeftAdapter(directory, tuple(maps), tuple(whole))
 
 
@@ -290,7 +298,7 @@ def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: st
     raise UserError(
       f"{where}: modules_to_save: '{printable(name)}' is no array of this model's vision tower\n"
       "  why: of what is trained whole beside an adapter, a tower and its projector alone are taken\n"
-      "  fix: use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
+      f"  fix: {_MERGE}"
     )
   values = np.asarray(file.tensor(name), np.float32)
   if values.shape != tensor.shape or not np.isfinite(values).all():
