@@ -59,7 +59,8 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
     loss = jnp.sum(p["w"] * jnp.nan)
     return loss, jnp.float32(2), {"rescued": jnp.zeros((), jnp.int32), "terms": {"cross_entropy": loss}, "means": {}}
 
-  optimizer = Optimizer(AdamW(0.9, 0.999, 1e-8), 0.0, "float32", "float32", None)
+  rule: Any = AdamW(0.9, 0.999, 1e-8)
+  optimizer = Optimizer(rule, 0.0, "float32", "float32", "float32", None)
   nothing: Any = None  # a decoder: ``apply`` is all that is called of the objective
   step = TrainStep(
     apply=apply,
