@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import by_copy, together, weight_copies
+from maxtext_like.layers.partition import by_copy, together, vary_alike, weight_copies
 from maxtext_like.layers.precision import Precision
 
 
@@ -114,11 +114,30 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   (weight,) = together(weight)
   copies = weight_copies()
   if copies == 1 or index.shape[0] % copies:
-    return precision.cast(weight[index])
+    return precision.cast(_rows(weight, index))
   # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
   every = by_copy(jnp.broadcast_to(weight, (copies, *weight.shape)))
-  rows = jax.vmap(lambda table, i: table[i])(every, index.reshape(copies, -1, *index.shape[1:]))
+  rows = jax.vmap(_rows)(every, index.reshape(copies, -1, *index.shape[1:]))
   return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
+
+
+def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
+  """table[index]. The gradient of a row adds up in float32 over all places that read it, as PyTorch's does: a token may stand
+  in thousands, and a sum in bfloat16 grows no further once it is 256 times what is added."""
+  if table.dtype.itemsize > 2:
+    return table[index]
+  like = jax.ShapeDtypeStruct(table.shape, table.dtype)
+
+  @jax.custom_vjp
+  def rows(table, index):
+    return table[index]
+
+  def backward(index, gradient):
+    total = jnp.zeros(like.shape, jnp.float32).at[index].add(gradient.astype(jnp.float32))
+    return total.astype(like.dtype), None
+
+  rows.defvjp(lambda table, index: (table[index], index), backward)
+  return rows(*vary_alike(table, index))
 
 
 def values(precision: Precision, weight: Any) -> jax.Array:

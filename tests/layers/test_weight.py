@@ -3,6 +3,7 @@
 A low-rank addition (``layers/low_rank.py``) and a scaled int8 weight, made from nothing but the ``Param`` of each weight.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -216,3 +217,19 @@ def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
     with jax.sharding.use_abstract_mesh(mesh):
       program = jax.make_jaxpr(gradient)(jnp.zeros((7, 8)), jnp.zeros((4, 3), jnp.int32))
     assert f"f32[{','.join(map(str, shape))}] = scatter-add" in str(program)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
+def test_the_gradient_of_a_row_that_many_places_read_adds_up_in_float32(mesh):
+  """In bfloat16 it would be 256: one more is less than half of what follows it."""
+  table, index = jnp.ones((3, 2), jnp.bfloat16), jnp.asarray([[1] * 512] * 2)
+  gradient = jax.grad(lambda table: jnp.sum(lookup(Precision(), table, index)))
+  sizes = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
+  with jax.sharding.use_abstract_mesh(sizes) if mesh else contextlib.nullcontext():
+    program = str(jax.make_jaxpr(gradient)(table))
+  assert "bf16[3,2] = scatter-add" not in program
+  assert "scatter-add" in program
+  if not mesh:
+    found = gradient(table)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, [[0, 0], [1024, 1024], [0, 0]])
