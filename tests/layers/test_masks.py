@@ -32,7 +32,8 @@ def rule(b, i, j, *, window, segments, images):
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
 @pytest.mark.parametrize("images", [None, BLOCKS])
 def test_every_pair_follows_the_rule(window, segments, images):
-  tokens = Tokens(*(None if a is None else jnp.asarray(a, jnp.int32) for a in (segments, images)))
+  segments_of, images_of = (None if a is None else jnp.asarray(a, jnp.int32) for a in (segments, images))
+  tokens = Tokens(segments=segments_of, images=images_of)
   got = attention_mask(tokens, 2, T, window=window, bidirectional_images=True)
   rows = [
     [[rule(b, i, j, window=window, segments=segments, images=images) for j in range(T)] for i in range(T)] for b in range(2)
