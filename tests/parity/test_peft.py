@@ -1,13 +1,17 @@
 """Adapters against peft: what is exported is what peft computes with, and what peft saves is what is read here."""
 
+import json
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxtext_like
 from maxtext_like.cli.main import main
 
 torch = pytest.importorskip("torch", reason="needs the extra parity")
 peft = pytest.importorskip("peft", reason="needs the extra parity")
+Image = pytest.importorskip("PIL.Image", reason="needs the extra parity")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity")
 
 # peft and transformers warn of each other.
@@ -67,3 +71,39 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
     theirs = adapted.eval()(input_ids=torch.tensor(TOKENS)).logits.numpy()
   ours = maxtext_like.load(checkpoint, adapters=tmp_path / "adapter", dtype="float32").logits(TOKENS)
   np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.abs(theirs).max()) / 10))
+
+
+@pytest.mark.parametrize(("name", "tower"), [("gemma3_vision", "projector"), ("gemma4_vision_small", "trained")])
+def test_a_tower_that_was_trained_whole_is_what_peft_saves_whole(name, tower, tmp_path):
+  """modules_to_save: peft's model with the exported adapter against ours merged, which is plain transformers."""
+  checkpoint = f"{GOLDEN}/{name}/checkpoint"
+  numbers = np.random.default_rng(0)
+  for i in range(4):
+    Image.fromarray(numbers.integers(0, 255, (32, 32, 3)).astype(np.uint8)).save(tmp_path / f"{i}.png")
+  records = ({"text": f"<image> {'ab'[i % 2]}", "images": [f"{i}.png"]} for i in range(4))
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+  words_of = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "a": 20, "b": 21}
+  tokenizer = Tokenizer(models.WordLevel(words_of, unk_token="<unk>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
+  words = ["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]", "steps=3", "learning_rate=0.03", "dtype=float32"]
+  words += ["use_multimodal=true", f"vision_tower={tower}", "dataset=jsonl", f"dataset_path={tmp_path}/rows.jsonl"]
+  words += [f"tokenizer={tmp_path}/tokenizer.json", "eval_fraction=0", "packing=false", "max_target_length=64"]
+  words += [f"init_from={checkpoint}", f"output_dir={tmp_path}", "run_name=run"]
+  assert main(["train", str(tmp_path / "imported/model.yml"), *words]) == 0
+  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "adapter")
+  maxtext_like.export_checkpoint(tmp_path / "run", tmp_path / "merged", dtype="float32")
+  with np.load(f"{GOLDEN}/{name}/inputs.npz") as file:
+    inputs = {key: torch.tensor(value) for key, value in file.items() if key != "labels"}
+
+  def logits(place, adapter=None):
+    model = transformers.AutoModelForImageTextToText.from_pretrained(place, dtype=torch.float32).eval()
+    if adapter is not None:
+      model = peft.PeftModel.from_pretrained(model, adapter).eval()
+    with torch.no_grad():
+      return model(**inputs).logits.numpy()
+
+  theirs = logits(checkpoint, tmp_path / "adapter")
+  assert np.abs(theirs - logits(checkpoint)).max() > 0.1
+  np.testing.assert_allclose(logits(tmp_path / "merged"), theirs, atol=1e-4)
