@@ -140,6 +140,16 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and _on_tpu() else arrays
 
 
+def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """A float32 zero, of which arrays to add to are made, and x, before which it is not there.
+
+  A constant would be the same as any other: compilers keep one array for all that read zeros of a shape, and who compares with
+  zeros elsewhere would read that one, which then lies in memory from the first of them to the last.
+  """
+  zero, x = jax.lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
+  return zero, x
+
+
 def as_stored(weight: Any) -> Any:
   """One layer of a stacked weight, its gradient too, on TPUs in the order of axes in which the stack lies (``tiles.order``).
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import by_copy, together, vary_alike, weight_copies
+from maxtext_like.layers.partition import by_copy, own_zero, together, vary_alike, weight_copies
 from maxtext_like.layers.precision import Precision
 
 
@@ -133,7 +133,8 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
     return table[index]
 
   def backward(index, gradient):
-    total = jnp.zeros(like.shape, jnp.float32).at[index].add(gradient.astype(jnp.float32))
+    zero, gradient = own_zero(gradient.astype(jnp.float32))
+    total = jnp.broadcast_to(zero, like.shape).at[index].add(gradient)
     return total.astype(like.dtype), None
 
   rows.defvjp(lambda table, index: (table[index], index), backward)

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from maxtext_like.errors import UserError
 from maxtext_like.layers import context_parallel
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.partition import own_zero
 from maxtext_like.models.placed import Model, Shapes
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
@@ -196,8 +197,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
         (dx,) = pull_back(jnp.full(2, cotangent))
       return (terms + part, head_sum), dx
 
-    # Not a constant: whoever reads zeros of that shape elsewhere, as a comparison with them, would read this array.
-    zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+    zero, x_BTD = own_zero(x_BTD)
     zeros = jax.tree.map(lambda w: jnp.broadcast_to(zero, w.shape), head) if trained else None
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
