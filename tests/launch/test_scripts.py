@@ -76,6 +76,14 @@ def test_gpu_flags_are_known_to_this_xla(stage, monkeypatch):
   assert subprocess.run(python, env=os.environ | {"XLA_FLAGS": done.stdout.strip()}, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize(("gpus", "nodes", "overlaps"), [(1, "1", False), (1, "2", True), (2, "1", True)])
+def test_collectives_are_overlapped_where_there_are_some(stage, gpus, nodes, overlaps):
+  stage.stand_in("nvidia-smi", f"for i in $(seq {gpus}); do echo GPU $i; done")
+  done = stage.run("bash", "-euc", '. gpu/env.sh; echo "$XLA_FLAGS"', SLURM_JOB_NUM_NODES=nodes, XLA_FLAGS="--mine=1")
+  assert done.stdout.split()[-1] == "--mine=1"
+  assert ("--xla_gpu_enable_latency_hiding_scheduler=true" in done.stdout.split()) == overlaps
+
+
 @pytest.mark.parametrize("folder", ["tpu", "gpu"])
 def test_finiteness_check_trains_two_steps(stage, folder):
   stage.stand_in("python", "exit 3")

@@ -202,6 +202,8 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
       d_head = jax.tree.map(lambda d, dtype: d.astype(dtype), d_head, dtypes)
+      # Rounded before the layers' backward begins: whoever reads it would round it there, and float32 lie in memory until then.
+      d_head, dx_nBCD = jax.lax.optimization_barrier((d_head, dx_nBCD))
     return (jnp.sum(terms), terms), (d_head, _joined(dx_nBCD, parts, x_BTD.shape[1]), cotangent)
 
   def backward(saved, cotangents):
