@@ -80,12 +80,13 @@ TILES = {
 }
 
 
+@pytest.mark.parametrize("name", ["pallas_tpu", "rounds"])
 @pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
-def test_tiles_with_several_groups(sizes):
+def test_tiles_with_several_groups(name, sizes):
   keys = jax.random.split(jax.random.key(1), 3)
   x, w, g = (jax.random.normal(key, shape) for key, shape in zip(keys, ((300, D), (6, D, F), (300, F)), strict=True))
   used = sum(sizes)
-  out, dx, dw = compiled("pallas_tpu")(x.at[used:].set(jnp.nan), w, jnp.asarray(sizes, jnp.int32), g)
+  out, dx, dw = compiled(name)(x.at[used:].set(jnp.nan), w, jnp.asarray(sizes, jnp.int32), g)
   assert not np.asarray(out)[used:].any()
   assert not np.asarray(dx)[used:].any()
   wanted = written_out(x[:used], w, sizes, g[:used]) if used else (np.zeros((0, F)), np.zeros((0, D)), np.zeros_like(w))
@@ -121,8 +122,10 @@ def test_any_sizes(cuts, seed):
   ends = np.array([0, *sorted(cuts), 37])
   sizes = [int(size) for size in np.diff(ends)]
   given_ = arrays(sizes, seed=seed)
-  for got, wanted in zip(compiled("tiles")(*given_), written_out(given_[0], given_[1], sizes, given_[3]), strict=True):
-    np.testing.assert_allclose(got, wanted, atol=2e-6 * np.abs(wanted).max())
+  wanted = written_out(given_[0], given_[1], sizes, given_[3])
+  for name in ("tiles", "rounds"):
+    for got, want in zip(compiled(name)(*given_), wanted, strict=True):
+      np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
 
 
 @given(st.integers(1, 100_000), st.integers(1, 512))
@@ -134,7 +137,7 @@ def test_tiles_add_little_work(rows, groups):
     assert groups * R <= rows / 5
 
 
-@pytest.mark.parametrize("name", ["tiles", "pallas_tpu"])
+@pytest.mark.parametrize("name", ["tiles", "pallas_tpu", "rounds"])
 def test_nothing_of_one_group_reaches_another(name):
   """NaN in a group's rows or matrix stays in it, though tiles reach beyond their group."""
   x, w, sizes, g = arrays(SIZES["uneven"])
@@ -154,7 +157,7 @@ def test_the_choice():
   }
   assert auto == {
     ("cpu", "bfloat16"): "tiles", ("cpu", "float16"): "tiles",
-    ("gpu", "bfloat16"): "ragged_dot", ("gpu", "float16"): "ragged_dot",
+    ("gpu", "bfloat16"): "rounds", ("gpu", "float16"): "rounds",
     ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "tiles",
   }  # fmt: skip
   assert choose("tiles", Case(platform="gpu", dtype="bfloat16")).name == "tiles"
