@@ -13,8 +13,7 @@ kernel, profile.svg as a picture, and the trace for xprof and ui.perfetto.dev. R
 with packing=false.
 
 On a GPU command buffers are off while it measures (kernels in them have no names) unless XLA_FLAGS say otherwise; "step" is
-then a little longer than in training. Beside what imports cProfile, as torch.compile does, this file's folder must not be on
-the path: python -P.
+then a little longer than in training.
 """
 
 import argparse

@@ -191,7 +191,8 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), head)
         part, pull_back = jax.vjp(lambda head, x: chunk(head, x, targets), wide, x)
         d_head, dx = pull_back(jnp.full(2, cotangent))
-        head_sum = jax.tree.map(jnp.add, head_sum, d_head)
+        with jax.named_scope("head"):
+          head_sum = jax.tree.map(jnp.add, head_sum, d_head)
       else:
         part, pull_back = jax.vjp(lambda x: chunk(head, x, targets), x)
         (dx,) = pull_back(jnp.full(2, cotangent))
