@@ -202,12 +202,14 @@ def test_low_precision_is_near(dtype, tolerance, random_params):
   np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
 
 
-def test_a_fused_kernel_is_taken_only_where_the_heads_are_of_one_size_and_nothing_selects_keys():
+def test_a_fused_kernel_is_taken_where_values_are_no_wider_than_keys_and_nothing_selects_keys():
   fits = dataclasses.replace(BASE, platform="gpu", nope_dim=12, value_dim=16, indexer=None)
   bfloat16 = Precision(dtype="bfloat16")
-  assert choose("auto", MLA(fits, bfloat16).case(256, images=False)).name == "cudnn_flash"
-  for cfg in (BASE, dataclasses.replace(BASE, indexer=INDEXER, nope_dim=12, value_dim=16)):
-    case = MLA(dataclasses.replace(cfg, platform="gpu"), bfloat16).case(256, images=False)
+  for width in (16, 8):
+    cfg = dataclasses.replace(fits, value_dim=width)
+    assert choose("auto", MLA(cfg, bfloat16).case(256, images=False)).name == "cudnn_flash"
+  for cfg in (dataclasses.replace(fits, value_dim=24), dataclasses.replace(fits, indexer=INDEXER)):
+    case = MLA(cfg, bfloat16).case(256, images=False)
     assert choose("auto", case).name == "dot_product"
     with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here"):
       choose("cudnn_flash", case)

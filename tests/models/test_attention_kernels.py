@@ -107,7 +107,7 @@ def test_without_a_device_nothing_is_tested_and_that_is_said():
 
 
 def test_layers_that_no_fused_kernel_can_do_are_not_tested():
-  cases: list[dict[str, Any]] = [{"length": 200}, {"model": "gemma3-tiny", "images": True}, {"model": "deepseek3-tiny"}]
+  cases: list[dict[str, Any]] = [{"length": 200}, {"model": "gemma3-tiny", "images": True}, {"model": "deepseek3.2-tiny"}]
   for case in cases:
     layers, uses, ran = decide(BAD, **case)
     assert not ran
