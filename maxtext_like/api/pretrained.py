@@ -97,7 +97,7 @@ class Pretrained:
 
     from maxtext_like.layers.nnx import NNX
 
-    graph, state = nnx.split(nnx.eval_shape(lambda: NNX(self.decoder, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(NNX(self.decoder, rngs=None))
     nnx.replace_by_pure_dict(state, self.params)
     return nnx.merge(graph, state)
 

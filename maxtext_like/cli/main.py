@@ -1,6 +1,7 @@
 """``maxtext-like VERB ...``: finds the verb, turns errors into one message and an exit code. Imports nothing heavy."""
 
 import errno
+import gc
 import importlib
 import keyword
 import os
@@ -49,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code: 0 done; 2 wrong usage, configuration or input; 3 non-finite numbers or no progress; 4 does not fit; 42 a
     restart can mend it; 130 stopped by Ctrl-C. An error of this program itself is raised, with its traceback.
   """
-  code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+  usual = gc.get_threshold()
+  gc.set_threshold(50_000, 20, 100)  # what imports and tracing make stays: an eighth of a start went into looking for garbage
+  try:
+    code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+  finally:
+    gc.set_threshold(*usual)
   if left_behind.any_running():
     streams.leave(code)
   return code

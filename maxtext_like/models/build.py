@@ -59,9 +59,11 @@ def build_decoder(
     dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
-  operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
-  by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands)).name
-  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, grouped=by, rules=rules)
+  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, rules=rules)
+  if grouped_product != "auto" or any(layer.cfg.ffn.experts is not None for layer in layers):  # asking imports every kernel
+    operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
+    by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands)).name
+    cfg = dataclasses.replace(cfg, grouped=by)
   if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:

@@ -15,6 +15,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import ADAPTER, parameter_name, path_keys, row_names
 
 Tree = Any
+Axes = tuple[int, ...] | None
 
 _LARGE = 2.0**40  # sums of squares up to here stay in float32, whatever the number of terms
 _DOWN = 2.0**-96  # and squares of numbers beyond it do after this
@@ -120,7 +121,7 @@ def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
 def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
   """Float32 [R], ``terms`` of every row summed."""
   together = functools.partial(_sums_of_kernels, terms=terms)
-  return jax.lax.platform_dependent(tree, cuda=together, default=lambda tree: _joined(tree, terms, {}))
+  return jax.lax.platform_dependent(tree, cuda=together, default=lambda tree: _joined(tree, _sum(terms), {}))
 
 
 def _sums_of_kernels(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -138,18 +139,22 @@ def _sums_of_kernels(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax
     places, arrays = zip(*vectors, strict=True)
     rows = jnp.sum(terms(jax.lax.optimization_barrier(jnp.stack(arrays))), axis=-1)
     sums |= dict(zip(places, rows, strict=True))
-  return jax.lax.optimization_barrier(_joined(tree, terms, sums))
+  return jax.lax.optimization_barrier(_joined(tree, _sum(terms), sums))
 
 
-def _joined(tree: Tree, terms: Callable[[jax.Array], jax.Array], known: dict[int, jax.Array]) -> jax.Array:
-  """The sums of all arrays of a tree in one, those of some of which are known."""
+def _sum(terms: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, Axes], jax.Array]:
+  return lambda x, over: jnp.sum(terms(x.astype(jnp.float32)), axis=over)
+
+
+def _joined(tree: Tree, of: Callable[[jax.Array, Axes], jax.Array], known: dict[int, jax.Array]) -> jax.Array:
+  """One number of every row in one array: ``of`` (an array, axes), for some arrays of the tree what is known."""
   parts = []
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     over = tuple(range(1, x.ndim)) if _in_stack(path) else None
     if x.dtype.itemsize == 1:  # codes of a quantised weight, which are no numbers of their own; frozen, and looked at when read
       parts.append(jnp.zeros(1 if over is None else x.shape[0], jnp.float32))
     else:
-      parts.append(jnp.atleast_1d(known[i] if i in known else jnp.sum(terms(x.astype(jnp.float32)), axis=over)))
+      parts.append(jnp.atleast_1d(known[i] if i in known else of(x, over)))
   return jnp.concatenate(parts)
 
 
@@ -178,6 +183,11 @@ def row_labels(decoder: Decoder, tree: Tree) -> list[str]:
   return [name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in row_names(decoder, path_keys(path))]
 
 
+def row_peaks(tree: Tree) -> jax.Array:
+  """The largest magnitude in every layer's array, float32 [R], infinite where a number is not finite."""
+  return _joined(tree, _peak, {})
+
+
 def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
   """The largest magnitude in every array of an optimizer state, float32 [R], infinite where a number is not finite.
 
@@ -188,18 +198,18 @@ def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
   peaks = []
   for _, keys, x in _moments(opt_state):
     over = tuple(range(1, x.ndim)) if _stacked(keys, x, params) else None
-    peaks.append(jnp.atleast_1d(jnp.max(_magnitudes(x), axis=over, initial=0.0)))
+    peaks.append(jnp.atleast_1d(_peak(x, over)))
   return jnp.concatenate(peaks) if peaks else jnp.zeros(0)
 
 
-def _magnitudes(x: jax.Array) -> jax.Array:
-  return jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf)
+def _peak(x: jax.Array, over: Axes) -> jax.Array:
+  return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf), axis=over, initial=0.0)
 
 
 def peaks_of_arrays(opt_state: Tree) -> Tree:
   """The largest magnitude of each array, float32 scalars, infinite where a number is not finite; None for counters."""
   is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-  return jax.tree.map(lambda x: jnp.max(_magnitudes(x), initial=0.0) if is_float(x) else None, opt_state)
+  return jax.tree.map(lambda x: _peak(x, None) if is_float(x) else None, opt_state)
 
 
 def peaks_of_rows(peaks: Tree, opt_state: Tree, params: Tree) -> jax.Array:

@@ -31,7 +31,7 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
 
   from maxtext_like.layers.nnx import NNX
 
-  graph, shapes = nnx.split(nnx.eval_shape(lambda: NNX(layer, rngs=nnx.Rngs(0))))
+  graph, shapes = nnx.split(NNX(layer, rngs=None))
 
   def apply(params, *args):
     state = jax.tree.map(lambda x: x, shapes)  # a copy: the values are written into it

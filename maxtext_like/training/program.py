@@ -20,7 +20,7 @@ from maxtext_like.layers.rules import free_axes
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
-from maxtext_like.models.row_norms import row_labels, split_squares, state_labels, state_peaks
+from maxtext_like.models.row_norms import row_labels, row_peaks, state_labels, state_peaks
 from maxtext_like.sharding.mesh import replicated, use_mesh
 from maxtext_like.training import loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
@@ -199,9 +199,9 @@ class TrainProgram:
     row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
 
     def look(params, opt_state):
-      sizes, peaks = split_squares(params), state_peaks(opt_state, self.selection.split(params)[0])
-      known = jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)])
-      return {"known": known, "state_parameters": sizes.finite, "state_optimizer": jnp.isfinite(peaks)}
+      parameters, optimizer = row_peaks(params), state_peaks(opt_state, self.selection.split(params)[0])
+      known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
+      return {"known": known, "state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}
 
     with use_mesh(self.model.mesh):
       state = self.abstract_state

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from maxtext_like.layers import attention, block, decoder, embedding, indexer, mla, mlp, moe, norms, per_layer
-from maxtext_like.layers.param import Param, checked, init
+from maxtext_like.layers.param import Param, abstract, checked, init
 
 
 class Frozen(nnx.Variable):
@@ -31,12 +31,14 @@ class NNX(nnx.Module):
   Args:
     layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``; mixers and feed-forwards, whose call reads a
       context, have ``alone`` for it.
-    rngs: the stream "params" seeds the arrays.
+    rngs: the stream "params" seeds the arrays; None: there are none, but ``jax.ShapeDtypeStruct`` in their places.
   """
 
-  def __init__(self, layer: Any, *, rngs: nnx.Rngs):
+  def __init__(self, layer: Any, *, rngs: nnx.Rngs | None):
     self.layer = layer
-    for name, value in init(layer.params(), rngs.params(), _box).items():
+    spec = layer.params()
+    tree = jax.tree.map(_box, spec, abstract(spec)) if rngs is None else init(spec, rngs.params(), _box)
+    for name, value in tree.items():
       setattr(self, name, Branch(value) if isinstance(value, dict) else value)
 
   def __call__(self, *args, **kwargs):
@@ -45,12 +47,12 @@ class NNX(nnx.Module):
     return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
 
 
-def _box(p: Param, x: jax.Array):
+def _box(p: Param, x: Any):
   return (nnx.Param if p.trainable else Frozen)(x, out_sharding=p.axes, eager_sharding=False)
 
 
 def _face(layer_class):
-  def make(*args, rngs: nnx.Rngs, **kwargs) -> NNX:
+  def make(*args, rngs: nnx.Rngs | None, **kwargs) -> NNX:
     return NNX(layer_class(*args, **kwargs), rngs=rngs)
 
   make.__name__ = make.__qualname__ = layer_class.__name__

@@ -182,26 +182,27 @@ def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.
   """uint32 bits for several leaves, of (code, Param) each: number n of row r of a leaf is a function of code, r and n."""
   if not leaves:
     return []
-  rows = [(code, row) for code, p in leaves for row in range(p.rows or 1)]
+  order = sorted(range(len(leaves)), key=lambda i: _row_size(leaves[i][1]))
+  rows = [(code, row, _row_size(p)) for code, p in (leaves[i] for i in order) for row in range(p.rows or 1)]
   fold = jax.vmap(jax.random.fold_in)
-  row_codes, row_numbers = (np.array(column, np.uint32) for column in zip(*rows, strict=True))
+  row_codes, row_numbers, sizes = (np.array(column, np.uint32) for column in zip(*rows, strict=True))
   row_keys = jax.random.key_data(fold(fold(jnp.broadcast_to(key, len(rows)), row_codes), row_numbers))
   keys, numbers, begin = [], [], 0
-  for _, p in leaves:
-    count, size = p.rows or 1, _row_size(p)
+  for size, count in zip(*(x.tolist() for x in np.unique(sizes, return_counts=True)), strict=True):
     mine = row_keys[begin : begin + count, None]
     keys.append(jnp.broadcast_to(mine, (count, size, mine.shape[-1])).reshape(count * size, -1))
     numbers.append(jnp.broadcast_to(jnp.arange(size), (count, size)).reshape(-1))
     begin += count
   every_key = jax.random.wrap_key_data(jnp.concatenate(keys), impl=jax.random.key_impl(key))
-  # A folded key is itself the output of the generator: 64 random bits for each number, of which one half is used.
-  bits = jax.random.key_data(fold(every_key, jnp.concatenate(numbers)))[:, 0]
-  parts, begin = [], 0
-  for _, p in leaves:
-    end = begin + math.prod(p.shape)
-    parts.append(bits[begin:end].reshape(p.shape))
+  # A folded key is itself the output of the generator: 64 random bits for each number, of which one half is used. Without the
+  # barrier XLA compiles the generator's end into each leaf's own kernel.
+  bits = jax.lax.optimization_barrier(jax.random.key_data(fold(every_key, jnp.concatenate(numbers)))[:, 0])
+  parts, begin = {}, 0
+  for i in order:
+    end = begin + math.prod(leaves[i][1].shape)
+    parts[i] = bits[begin:end].reshape(leaves[i][1].shape)
     begin = end
-  return parts
+  return [parts[i] for i in range(len(leaves))]
 
 
 def stack(spec: Spec, n: int) -> Spec:

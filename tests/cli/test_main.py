@@ -1,6 +1,7 @@
 """The command line: exit codes, one message on stderr, no traceback unless asked for, and quick help (faults F49, F57)."""
 
 import errno
+import gc
 import os
 import re
 import subprocess
@@ -126,6 +127,14 @@ def test_an_error_of_the_program_itself_keeps_its_traceback(monkeypatch):
   monkeypatch.setattr("maxtext_like.cli.config.run", fail)
   with pytest.raises(RuntimeError, match="a bug"):
     main(["config"])
+
+
+def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
+  seen, usual = [], gc.get_threshold()
+  monkeypatch.setattr("maxtext_like.cli.config.run", lambda argv: seen.append(gc.get_threshold()) or 0)
+  assert main(["config"]) == 0
+  assert gc.get_threshold() == usual
+  assert seen[0][0] > usual[0]
 
 
 def test_ctrl_c_is_130(monkeypatch, capsys):

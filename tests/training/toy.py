@@ -13,7 +13,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.layers.rules import RULES
-from maxtext_like.models.row_norms import split_squares, state_peaks
+from maxtext_like.models.row_norms import row_peaks, state_peaks
 from maxtext_like.training import loss_scale
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.optimizer import make_optimizer
@@ -102,9 +102,9 @@ def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any,
 def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
   """``TrainProgram.lower_look`` of a toy, all of whose parameters but the biases are trained."""
   layer = {**params["stack_0"]["layer_0"], "bias": None}
-  sizes, peaks = split_squares(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
-  known = jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)])
-  return {"known": known, "state_parameters": sizes.finite, "state_optimizer": jnp.isfinite(peaks)}
+  parameters, optimizer = row_peaks(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
+  known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
+  return {"known": known, "state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}
 
 
 def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:
