@@ -68,16 +68,18 @@ class MeshConfig(Checked):
     count = math.prod(dcn.values())
     if slices is not None and count != slices:
       raise ValueError(
-        f"mesh: {self._words('dcn')} make {count} slices, and this run has {slices}; set dcn_data_parallelism to -1 for all"
+        f"mesh: {self._words('dcn')} make {count} {'slice' if count == 1 else 'slices'}, and this run has {slices}\n"
+        f"  fix: dcn_*_parallelism keys that multiply to {slices}; one of them may be -1, for what the others leave"
       )
     if devices % count:
       raise ValueError(f"mesh: {self._words('dcn')} do not divide the {devices} devices of this run into equal slices")
     ici = self._sizes("ici", devices // count)
     if math.prod(ici.values()) * count != devices:
       of_each = "" if count == 1 else f" of each of {count} slices"
+      how = "divide" if -1 in self._written("ici").values() else "multiply to"
       raise ValueError(
-        f"mesh: {self._words('ici')} do not multiply to the {devices // count} devices{of_each or ' of this run'}; "
-        "set one axis to -1 for the rest"
+        f"mesh: {self._words('ici')} do not {how} the {devices // count} devices{of_each or ' of this run'}\n"
+        f"  fix: ici_*_parallelism keys that multiply to {devices // count}; one of them may be -1, for what the others leave"
       )
     return dcn, ici
 
@@ -102,4 +104,4 @@ class MeshConfig(Checked):
 
   def _words(self, network: str) -> str:
     keys = {key: getattr(self, key) for key in PARALLELISM[network]}
-    return ", ".join(f"{key} = {size}" for key, size in keys.items() if size != 1) or f"{network}_*_parallelism = 1"
+    return ", ".join(f"{key} = {size}" for key, size in keys.items() if size not in (1, -1)) or f"{network}_*_parallelism = 1"

@@ -20,14 +20,14 @@ from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import MESH_AXES, Rules
 
 
-def abstract_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
-  """A mesh of so many devices that are not there.
+def abstract_mesh(config: MeshConfig, devices: int, slices: int | None = None) -> AbstractMesh:
+  """A mesh of so many devices that are not there, and of so many slices where they are TPUs.
 
   Raises:
-    UserError: the axes do not multiply to the number of devices.
+    UserError: the axes do not multiply to the number of devices, or slices.
   """
   try:
-    sizes = config.axis_sizes(devices)
+    sizes = config.axis_sizes(devices, slices)
   except ValueError as error:
     raise UserError(str(error)) from error
   return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -284,7 +284,7 @@ def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
   try:
     return make_mesh(config, description.devices)
   except UserError as error:
-    raise UserError(f"topology={topology.name}: {error}") from error
+    raise UserError(f"topology={topology.name} num_slices={topology.slices}: {error}") from error
 
 
 def xla_flags(group: str = "base") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from maxtext_like.training.flops import train_flops
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.roofline import Roofline, roofline
 from maxtext_like.training.topologies import Cpus, GpuHost, Topology, assumed_gpu
+from maxtext_like.training.transfers import transfers
 
 GAPS = 1.06
 """What a TPU's compiler lays out beside a program's arguments is so much more than what is in use at the fullest instant, as
@@ -86,16 +87,18 @@ def plan(config: Config, target: Target) -> Plan:
     UserError: a mesh that does not fit them.
   """
   platform = "tpu" if isinstance(target, Topology) else "gpu" if isinstance(target, GpuHost) else "cpu"
+  slices = target.slices if isinstance(target, Topology) else None
   try:
-    program = make_program(config, mesh=abstract_mesh(config.mesh, target.devices), platform=platform)
+    program = make_program(config, mesh=abstract_mesh(config.mesh, target.devices, slices), platform=platform)
   except UserError as error:
-    raise UserError(f"topology={target.name}: {error}") from error
+    several = f" num_slices={slices}" if slices is not None else ""
+    raise UserError(f"topology={target.name}{several}: {error}") from error
   with assumed_gpu():
     need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod)
     kept, everything = memory.activation_bytes(program)
   fetched = tpu_memory.fetched(program)
   weights = tpu_memory.by_part(fetched)
-  head = weights.pop(tpu_memory.TABLE, 0)
+  weights.pop(tpu_memory.TABLE, 0)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
   everything -= _casts(program)
   if platform == "tpu":
@@ -111,11 +114,11 @@ def plan(config: Config, target: Target) -> Plan:
   passes = 2 if t.remat_policy == "none" else 3
   moved = 2 * passes * sum(weights.values()) + PASSES * everything * t.gradient_accumulation_steps
   chip = _chip(target)
-  transfers = tuple(_transfers(program, weights, head))
+  travels = transfers(program, fetched)
   bounds = None
   if chip is not None and chip.memory is not None:
     near = target.chips_of_slice if isinstance(target, Topology) else devices
-    bounds = roofline(chip, near, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops)
+    bounds = roofline(chip, near, flops=flops, memory_bytes=moved, transfers=travels, model_flops=model_flops)
   return Plan(
     config=config,
     target=target,
@@ -126,7 +129,7 @@ def plan(config: Config, target: Target) -> Plan:
     flops=flops,
     model_flops=model_flops,
     memory_bytes=moved,
-    transfers=transfers,
+    transfers=travels,
     roofline=bounds,
   )
 
@@ -138,7 +141,8 @@ def _chip(target: Target) -> Any:
 
 
 def _casts(program: TrainProgram) -> int:
-  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs."""
+  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs, as
+  ``memory.activation_bytes`` shares them out."""
   precision = program.config.precision
   if precision.dtype == precision.weight_dtype:
     return 0
@@ -149,7 +153,7 @@ def _casts(program: TrainProgram) -> int:
     if path_keys(path)[0].startswith("stack_")
   ]
   size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
-  return size * jnp.dtype(precision.dtype).itemsize
+  return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 
 def _recomputed(program: TrainProgram) -> float:
@@ -166,39 +170,6 @@ def _recomputed(program: TrainProgram) -> float:
   taught = all(jax.tree.leaves(selection.leaves[name]))
   head = (6.0 if taught else 4.0) * decoder.cfg.embedding.vocab_size * config.model.emb_dim * rows * length
   return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
-
-
-def _transfers(program: TrainProgram, weights: dict[str, int], head: int) -> Iterator[Transfer]:
-  """What every step has to move: weights of layers to the products of both passes, gradients back, sums over data."""
-  config, mesh = program.config, program.model.mesh
-  t, ways = config.training, mesh.shape["fsdp"]
-  parts = t.gradient_accumulation_steps
-  share = (ways - 1) / ways
-  passes = 2 * parts
-  layers = len(program.model.decoder.layers)
-  item = jnp.dtype(config.precision.dtype).itemsize
-  summed = 4 if config.precision.reduction_dtype == "float32" else item  # bytes of a number that devices add up
-  if ways > 1:
-    chunks = getattr(program.objective, "chunks", 1)
-    every = sum(weights.values())
-    between = config.mesh.dcn_fsdp_parallelism > 1
-    yield Transfer("all-gather", int(passes * every * share), passes * layers, asynchronous=True, between_slices=between)
-    yield Transfer("all-gather", int(parts * chunks * head * share), parts * chunks, False, between)
-    yield Transfer(
-      "reduce-scatter", int(parts * (every + chunks * head) * share * summed / item), parts * (layers + chunks), False, between
-    )
-  data = mesh.shape["data"]
-  if data > 1:
-    trained = program.selection.split(program.abstract_state["params"])[0]
-    size = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(trained))
-    between = config.mesh.dcn_data_parallelism > 1
-    yield Transfer("all-reduce", int(2 * size * (data - 1) / data), len(jax.tree.leaves(trained)), between, between)
-  if mesh.shape["tensor"] > 1:
-    n = mesh.shape["tensor"]
-    rows = program.model.rows // program.model.ways("batch")
-    stream = rows * t.max_target_length // program.model.ways("sequence") * config.model.emb_dim * summed
-    sums = (4 if t.remat_policy == "none" else 6) * layers * parts  # two products a layer, in every pass
-    yield Transfer("all-reduce", int(2 * stream * (n - 1) / n * sums), sums, asynchronous=False)
 
 
 def search(config: Config, target: Target) -> list[Plan]:
@@ -219,11 +190,14 @@ def search(config: Config, target: Target) -> list[Plan]:
 
 
 def _meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
+  """Over tensor and data, and where there are experts over these; fsdp takes the rest, and slices are data."""
   slices = target.slices if isinstance(target, Topology) else 1
   inside = target.devices // slices
   ones = {name: 1 for name in vars(config.mesh) if name.endswith("_parallelism")}
-  for tensor, data in itertools.product((1, 2, 4), (1, 2)):
-    if inside % (tensor * data) == 0:
-      sizes = {"ici_tensor_parallelism": tensor, "ici_data_parallelism": data, "dcn_data_parallelism": slices}
-      fsdp = inside // (tensor * data)
-      yield dataclasses.replace(config.mesh, **ones | sizes | {"ici_fsdp_parallelism": fsdp})
+  grid = [(tensor, data, 1) for tensor, data in itertools.product((1, 2, 4), (1, 2))]
+  grid += [(1, 1, 2**n) for n in range(1, inside.bit_length()) if getattr(config.model, "num_experts", 0)]
+  for tensor, data, expert in grid:
+    if inside % (tensor * data * expert) == 0:
+      sizes = {"ici_tensor_parallelism": tensor, "ici_data_parallelism": data, "ici_expert_parallelism": expert}
+      rest = {"ici_fsdp_parallelism": inside // (tensor * data * expert), "dcn_data_parallelism": slices}
+      yield dataclasses.replace(config.mesh, **ones | sizes | rest)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.partition import axes_of
-from maxtext_like.layers.tiles import ROWS, filled
+from maxtext_like.layers.rules import GATHERED
+from maxtext_like.layers.tiles import ROWS, filled, numbers
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.memory import MemoryEstimate
 from maxtext_like.training.program import TrainProgram
@@ -26,6 +27,8 @@ class Fetched:
 
   Attributes:
     part: "stack_0/7/layer_3/mlp": of what it is, the row between; or ``TABLE``.
+    axes: mesh axes that it is split over, and fetched from.
+    ways: their devices.
     numbers: of the whole.
     bytes: of it in ``dtype``, or as it is stored where that is no floating point.
     arriving: bytes in which it comes where the parts fill no tiles and are put together once they are here; else 0.
@@ -34,6 +37,8 @@ class Fetched:
   """
 
   part: str
+  axes: tuple[str, ...]
+  ways: int
   numbers: int
   bytes: int
   arriving: int
@@ -42,28 +47,32 @@ class Fetched:
 
 
 def fetched(program: TrainProgram) -> list[Fetched]:
-  """The weights that the ``fsdp`` axis brings together, and the axes that split the same dimension with it."""
+  """The weights that lie split to save memory alone, or over devices that have rows of their own."""
   mesh, params = program.model.mesh, program.abstract_state["params"]
   item = jnp.dtype(program.config.precision.dtype).itemsize
   head = "embedding" if program.model.decoder.cfg.tied else "head"
   taught = {path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.selection.split(params)[0])}
   found = []
-  for path, x in jax.tree_util.tree_leaves_with_path(params):
-    keys = path_keys(path)
-    split = [i for i, entry in enumerate(x.sharding.spec) if "fsdp" in axes_of(entry)]
+  declared = jax.tree.leaves(program.spec)
+  for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(params), declared, strict=True):
+    keys, entries = path_keys(path), dict(enumerate(x.sharding.spec))
+    split = [i for i, entry in entries.items() if "fsdp" in axes_of(entry) or (p.axes[i] in GATHERED and axes_of(entry))]
     stacked = keys[0].startswith("stack_")
-    if mesh.shape["fsdp"] == 1 or not split or not (stacked or keys[0] == head):
+    axes = axes_of(entries[split[0]]) if split else ()
+    ways = math.prod(mesh.shape[axis] for axis in axes)
+    if ways == 1 or not (stacked or keys[0] == head):
       continue
     shard = x.sharding.shard_shape(x.shape)
-    ways = math.prod(mesh.shape[axis] for axis in axes_of(x.sharding.spec[split[0]]))
     rows, own = x.shape[0] if stacked else 1, shard[split[0]]
-    numbers = math.prod(shard) * ways // rows
-    size = numbers * (item if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype.itemsize)
+    whole = math.prod(shard) * ways // rows
+    size = whole * (item if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype.itemsize)
     parts = [f"{keys[0]}/{row}/{keys[1]}/{keys[2]}" for row in range(rows)] if stacked else [TABLE]
     found += [
       Fetched(
         part=part,
-        numbers=numbers,
+        axes=axes,
+        ways=ways,
+        numbers=whole,
         bytes=size,
         arriving=size * filled(own) // own if own % ROWS else 0,
         trained=keys in taught,
@@ -83,10 +92,11 @@ def by_part(weights: list[Fetched]) -> dict[str, int]:
 
 
 def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[Fetched]) -> int:
-  """Bytes beside a program's arguments at the fuller of two instants.
+  """Bytes beside a program's arguments at the fullest of three instants.
 
   In the loss: the table of the logits, whole, and what a piece of them takes. In the backward pass of a layer: the gradients of
   all layers, the layer's activations, and of its fullest part the weights and the largest gradient, before it is scattered.
+  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored.
 
   Args:
     program: of the run.
@@ -103,7 +113,14 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     fullest = max(read, key=lambda part: read[part])
     own = [w for w in weights if w.part == fullest]
     backward += read[fullest] + max(w.arriving for w in own) + _gradients(program, [w for w in own if w.trained])
-  return int(max(loss, backward))
+  return int(max(loss, backward, need.gradients + _rows(program)))
+
+
+def _rows(program: TrainProgram) -> int:
+  """Bytes of the gradient of the table whose rows were read, while it is added up and rounded; 0 where it is not trained."""
+  trained = program.selection.split(program.abstract_state["params"])[0]
+  tables = jax.tree.leaves(trained.get("embedding", {}))
+  return sum(numbers(x.sharding.shard_shape(x.shape)) * (4 + x.dtype.itemsize) for x in tables)
 
 
 def _gradients(program: TrainProgram, weights: list[Fetched]) -> int:

@@ -130,11 +130,11 @@ def test_mesh_works_out_the_rest(written, devices, slices, sizes):
   ("written", "slices", "reason"),
   [
     *(({"ici_data": d, "ici_fsdp": f}, None, f"ici_data_parallelism = {d}.*8 devices") for d, f in [(3, -1), (2, 2), (16, -1)]),
-    ({"ici_tensor": 3}, None, "ici_tensor_parallelism = 3 do not multiply to the 8 devices of this run; set one axis to -1"),
+    ({"ici_tensor": 3}, None, "ici_tensor_parallelism = 3 do not divide the 8 devices of this run"),
     ({"dcn_data": 3}, None, "dcn_data_parallelism = 3 do not divide the 8 devices of this run into equal slices"),
     ({"dcn_data": 2, "ici_fsdp": 8}, None, "ici_fsdp_parallelism = 8 do not multiply to the 4 devices of each of 2 slices"),
-    ({"dcn_data": 4}, 2, "dcn_data_parallelism = 4 make 4 slices, and this run has 2; set dcn_data_parallelism to -1"),
-    ({"dcn_data": 1}, 2, "make 1 slices, and this run has 2"),
+    ({"dcn_data": 4}, 2, "dcn_data_parallelism = 4 make 4 slices, and this run has 2"),
+    ({"dcn_data": 1}, 2, "make 1 slice, and this run has 2"),
   ],
 )
 def test_mesh_that_does_not_multiply_to_the_devices(written, slices, reason):

@@ -99,6 +99,14 @@ def test_a_search_finds_what_fits_best_first(monkeypatch):
   assert bounds == sorted(bounds)
 
 
+def test_a_search_splits_experts():
+  meshes = lambda model: [
+    m.ici_expert_parallelism for m in plan_module._meshes(load_config(model).config, find_topology("v6e-8"))
+  ]
+  assert sorted({*meshes("gemma4-moe-tiny")}) == [1, 2, 4, 8]
+  assert {*meshes("gemma4-tiny"), *meshes("gemma3-tiny")} == {1}
+
+
 def test_the_verb(capsys, tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   file = tmp_path / "plan.json"
@@ -112,7 +120,8 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
     ("topology=v6e-9",): "did you mean v6e-",
     (): "no topology",
     ("topology=cpu-8", "num_slices=2"): "num_slices=2 is for TPUs",
-    ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8: mesh",
+    ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "make 2 slices, and this run has 1",
+    ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8 num_slices=1: mesh",
   }.items():
     assert main(["plan", "gemma3-tiny", *words]) == 2
     assert message in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_eight_devices_give_the_losses_of_one(model):
 
 
 def test_axes_that_do_not_fit_the_devices():
-  with pytest.raises(UserError, match="do not multiply to the"):
+  with pytest.raises(UserError, match="do not divide the"):
     make_program(small_config("gemma4-tiny", f"ici_data_parallelism={2 * jax.device_count() + 1}"))
 
 
