@@ -148,6 +148,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   lines = {"lora_from": str(target.resolve())} | {
     key: getattr(settings, key) for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules")
   }
+  lines |= {key: value for key in ("lora_rank_pattern", "lora_alpha_pattern") if (value := getattr(settings, key))}
   with new_directory(target, "adapter.yml") as new:
     part = new.path
     text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]
@@ -228,7 +229,7 @@ class ExportedAdapter(Saved):
   Attributes:
     directory: adapter_config.json and adapter_model.safetensors; here or in a store.
     maps: linear maps that it adds to.
-    rank: of the additions.
+    rank: of the additions; of most, where lora_rank_pattern gives some another.
     base: the weights that it was trained on; None: they were drawn from a seed.
   """
 
@@ -260,11 +261,11 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   adapter, factors = read_adapter(step, stored, model)
   base = Base.from_json(stored.extra[EXTRA]).source
   nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested
-  rslora = section("adapter", stored.config).lora_rslora
+  settings = section("adapter", stored.config)
   maps = write_adapter(
-    target, adapter, factors, model.decoder, model.config.model.decoder_block, base=base, nested=nested, rslora=rslora
+    target, adapter, factors, model.decoder, model.config.model.decoder_block, base=base, nested=nested, settings=settings
   )
-  return ExportedAdapter(target, maps, adapter.rank, base)
+  return ExportedAdapter(target, maps, settings.lora_rank, base)
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

@@ -137,29 +137,37 @@ def adapted_names(
   Raises:
     UserError: an entry that means none, with the nearest names; none means a tower that is to be adapted.
   """
-  known, chosen = candidates(decoder, decoder_block, tower=vision_tower == "adapted"), set()
-  if vision_tower in _OF_NONE:
-    known = [c for c in known if not c.name.startswith(_TOWER)]
-  for entry in entries:
-    try:
-      found = [c for c in known if c.means(entry)]
-    except re.error as error:
-      raise UserError(f"{key}: {entry!r} is not a regular expression: {error}") from None
-    # "gate" is DeepSeek's router and every MLP's gate: what chooses for a token is adapted by whoever says so.
-    hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
-    hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}
-    if not hits:
-      ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
-      near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
-      where = f" but of its vision tower, which {_OF_NONE[vision_tower]}" if vision_tower in _OF_NONE else ""
-      raise UserError(f"{key}: {entry!r} is no weight of this model{where}\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
-    chosen |= hits
+  known = _open_to_entries(decoder, decoder_block, vision_tower)
+  chosen = {name for entry in entries for name in _meant(known, entry, key, vision_tower)}
   if vision_tower == "adapted" and not any(name.startswith(_TOWER) for name in chosen):
     raise UserError(
       f"vision_tower = adapted, but {key} means no weight of its layers\n"
       f"  fix: name some, as in {key}=[{ALL_LINEAR}] or {key}=[q_proj, v_proj], or leave vision_tower out"
     )
   return frozenset(chosen)
+
+
+def _open_to_entries(decoder: Decoder, decoder_block: str, vision_tower: VisionTower | None) -> list[Candidate]:
+  """The weights that entries may mean; vision_tower: as of ``adapted_names``."""
+  known = candidates(decoder, decoder_block, tower=vision_tower == "adapted")
+  return [c for c in known if not (vision_tower in _OF_NONE and c.name.startswith(_TOWER))]
+
+
+def _meant(known: list[Candidate], entry: str, key: str, vision_tower: VisionTower | None) -> set[str]:
+  """The names of those that one entry means. Raises UserError: none."""
+  try:
+    found = [c for c in known if c.means(entry)]
+  except re.error as error:
+    raise UserError(f"{key}: {entry!r} is not a regular expression: {error}") from None
+  # "gate" is DeepSeek's router and every MLP's gate: what chooses for a token is adapted by whoever says so.
+  hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
+  hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}
+  if not hits:
+    ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
+    near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
+    where = f" but of its vision tower, which {_OF_NONE[vision_tower]}" if vision_tower in _OF_NONE else ""
+    raise UserError(f"{key}: {entry!r} is no weight of this model{where}\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
+  return hits
 
 
 def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: VisionTower | None) -> Adapter:
@@ -170,7 +178,18 @@ def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: Visi
   """
   block = model.config.model.decoder_block
   names = adapted_names(model.decoder, block, settings.lora_modules, vision_tower=vision_tower)
-  adapter = make_adapter(model.decoder, names, settings, _WHOLE.get(vision_tower, ()))
+  of_their_own: dict[str, dict[str, Any]] = {}
+  for key in ("lora_rank_pattern", "lora_alpha_pattern"):
+    values: dict[str, Any] = of_their_own.setdefault(key, {})
+    known = _open_to_entries(model.decoder, block, vision_tower) if getattr(settings, key) else []
+    for entry, value in (getattr(settings, key) or {}).items():
+      found = _meant(known, entry, key, vision_tower) & names
+      if not found:
+        raise UserError(f"{key}: {entry!r} means no weight that lora_modules means\n  fix: name it there too, or leave it out")
+      values |= dict.fromkeys(found - set(values), value)  # the first that fits, as in peft
+  ranks, alphas = of_their_own.values()
+  whole = _WHOLE.get(vision_tower, ())
+  adapter = make_adapter(model.decoder, names, settings, whole, ranks=ranks, alphas=alphas)
   if model.base is not None and (both := sorted(".".join(path) for path in adapter.whole if path in model.base.weights)):
     raise UserError(
       f"base_weights_modules: {both[0]} is stored as {model.base.form.name}, vision_tower = {vision_tower} trains it whole\n"

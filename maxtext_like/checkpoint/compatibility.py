@@ -13,10 +13,12 @@ from maxtext_like.errors import UserError
 
 # Labels, not dimensions: a renamed model file, or one that lists the tokens that end an answer, is the same model.
 _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
+# Mappings that are one value: another entry is another value, not a key of another version.
+_MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset(
   {f"training.{key}" for key in ("opt_type", "mu_dtype", "nu_dtype", "trainable_parameters_mask", "vision_tower")}
-  | {"precision.dtype", "vision.use_multimodal"}
+  | {"precision.dtype", "vision.use_multimodal", *_MAPPINGS}
   | {
     f"adapter.{key}"
     for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules", "base_weights", "base_weights_modules")
@@ -48,7 +50,7 @@ def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   """Returns nested sections as ``section.key`` -> value."""
   flat: dict[str, Any] = {}
   for key, value in values.items():
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and prefix + key not in _MAPPINGS:
       flat.update(flat_keys(value, f"{prefix}{key}."))
     else:
       flat[prefix + key] = value

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,9 @@ def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
     parts = {"lora_a": own.a.T, "lora_b": own.b.T} | ({} if own.magnitude is None else {"lora_magnitude": own.magnitude})
     for name, values in parts.items():
       whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
+      if name != "lora_magnitude":  # zeros beyond its rank, where other layers of its stack have a larger one
+        rank = node["lora_a"].shape[-1] - own.a.shape[0]
+        values = np.pad(values, [(0, 0), (0, rank)] if name == "lora_a" else [(0, rank), (0, 0)])
       whole[piece.index] = values.reshape(whole[piece.index].shape)
   for piece, values in ((piece, values) for tensor, values in given.whole for piece in tensor.pieces):
     node = drawn
@@ -165,27 +169,32 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   """The settings of an adapter of peft as keys of ours.
 
   Raises:
-    UserError: as ``peft.read_adapter``; ranks or scales that differ from map to map, maps that two weights of ours share.
+    UserError: as ``peft.read_adapter``; maps that two weights of ours share.
   """
   config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
   where = printable(directory / peft.CONFIG)
-  for key in ("rank_pattern", "alpha_pattern"):
-    if len({own.a.shape[0] if key == "rank_pattern" else own.scale for own in given.maps}) > 1:
-      raise UserError(
-        f"{where}: {key} = {printable(config.get(key))}: a run has one rank and one scale for all maps\n"
-        "  fix: generate --adapter and export take it; train with lora_rank and lora_modules of your own"
-      )
   if shared := [own.tensor.name for own in given.maps if len(own.tensor.pieces) > 1]:
     raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
-  names = frozenset(peft.name_of(model.decoder, own.tensor.pieces[0]) for own in given.maps)
-  first = given.maps[0]
+  maps = {peft.name_of(model.decoder, own.tensor.pieces[0]): own for own in given.maps}
   rslora = bool(config.get("use_rslora"))
-  rank = first.a.shape[0]
-  alpha = first.scale * (rank**0.5 if rslora else rank)
+  ranks = {name: own.a.shape[0] for name, own in maps.items()}
+  alphas = {name: float(f"{own.scale * (ranks[name] ** 0.5 if rslora else ranks[name]):.9g}") for name, own in maps.items()}
+  (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
   return dataclasses.replace(
     model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),
-    lora_modules=_entries(names, model), lora_from=None,
+    lora_modules=_entries(frozenset(maps), model), lora_from=None, lora_rank_pattern=rank_pattern,
+    lora_alpha_pattern=alpha_pattern,
   )  # fmt: skip
+
+
+def _pattern(values: dict[str, Any], model: Model) -> tuple[Any, dict[str, Any] | None]:
+  """What most weights have, and the others as entries of a pattern; None: there are none."""
+  (most, _), *others = Counter(values.values()).most_common()
+  found: dict[str, Any] = {}
+  for value, _ in others:
+    names = frozenset(name for name, own in values.items() if own == value)
+    found |= dict.fromkeys(_entries(names, model), value)
+  return most, found or None
 
 
 def _entries(names: frozenset[str], model: Model) -> tuple[str, ...]:
@@ -216,15 +225,22 @@ def _peft_place(source: str) -> Path | None:
   return place if peft.is_adapter(place) else None
 
 
+def _shown(settings: AdapterConfig, key: str) -> str:
+  """A setting, and where it is another one."""
+  pattern = getattr(settings, f"{key}_pattern", None)
+  return f"{getattr(settings, key)}{f' but for {pattern}' if pattern else ''}"
+
+
 def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -> None:
   """Refuses settings that are not the given adapter's."""
   tower = model.config.training.vision_tower
   own, given = (configured_adapter(model, s, tower) for s in (settings, found))
+  both = lambda same: all(same(own.sizes[path], given.sizes[path]) for path in own.sizes.keys() & given.sizes.keys())
   differ = [
-    f"{key}: {getattr(found, key)} there, {getattr(settings, key)} here"
+    f"{key}: {_shown(found, key)} there, {_shown(settings, key)} here"
     for key, same in {
-      "lora_rank": own.rank == given.rank,
-      "lora_alpha": abs(own.scale - given.scale) <= 1e-6 * given.scale,
+      "lora_rank": both(lambda own, given: own.ranks == given.ranks),
+      "lora_alpha": both(lambda own, given: np.allclose(own.scales, given.scales, rtol=1e-6, atol=0)),
       "lora_dora": own.dora == given.dora,
       "lora_modules": own.names == given.names,
     }.items()

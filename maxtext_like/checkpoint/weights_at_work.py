@@ -68,5 +68,5 @@ class WeightsAtWork:
     if self._adapter is not None and path in self._adapter.weights:
       own = {name: value if row is None else value[row] for name, value in self._own(path).items()}
       a, b, magnitude = own["lora_a"], own["lora_b"], own.get("lora_magnitude")
-      x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.scale, magnitude)
+      x = merged(jax.numpy.asarray(x), a, b, Layout.of(p), self._adapter.size(path, row)[1], magnitude)
     return np.asarray(x, np.float32)

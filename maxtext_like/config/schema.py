@@ -146,6 +146,8 @@ class AdapterConfig(Checked):
   lora_dora: bool
   lora_dropout: float
   lora_modules: tuple[str, ...]
+  lora_rank_pattern: dict[str, int] | None = field(hash=False)
+  lora_alpha_pattern: dict[str, float] | None = field(hash=False)
   lora_from: str | None
   base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
   base_weights_modules: tuple[str, ...]
@@ -154,6 +156,10 @@ class AdapterConfig(Checked):
     """Every contradiction among the values."""
     yield from at_least(self, 0, "lora_rank")
     yield from above_zero(self, "lora_alpha")
+    for key in ("lora_rank_pattern", "lora_alpha_pattern"):
+      for entry, value in (getattr(self, key) or {}).items():
+        if value <= 0:
+          yield Problem(f"{key}: {entry}: {value:g} is not above 0", (key,), "leave out of lora_modules what is to have none")
     if self.lora_from == "":
       yield Problem("lora_from is empty", ("lora_from",), "name a directory, or null for a fresh adapter")
     if not 0 <= self.lora_dropout < 1:
@@ -170,7 +176,8 @@ class AdapterConfig(Checked):
       )  # fmt: skip
     if not self.lora_rank:
       of_it = ("lora_dropout", "base_weights")  # which any adapter has, a given one too
-      for name in ("lora_alpha", "lora_rslora", "lora_dora", *(() if self.lora_from else of_it)):
+      patterns = ("lora_rank_pattern", "lora_alpha_pattern")
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", *patterns, *(() if self.lora_from else of_it)):
         if getattr(self, name):
           yield Problem(
             f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),
@@ -183,10 +190,13 @@ class AdapterConfig(Checked):
     return bool(self.lora_rank or self.lora_from)
 
   @property
-  def scale(self) -> float:
-    """What multiplies the additions: alpha / rank, or alpha / sqrt(rank) with ``lora_rslora``."""
-    alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
-    return alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+  def alpha(self) -> float:
+    """``lora_alpha``, where null is ``lora_rank``."""
+    return self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+  def scale(self, rank: int, alpha: float) -> float:
+    """What multiplies an addition: alpha / rank, or alpha / sqrt(rank) with ``lora_rslora``."""
+    return alpha / (rank**0.5 if self.lora_rslora else rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,8 @@ def make_data(
     raise UserError(
       f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
       f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} "
-      "rows; add data, or lower per_device_batch_size or max_target_length"
+      "rows; add data, lower per_device_batch_size, gradient_accumulation_steps or max_target_length, or say epochs= in place "
+      "of steps="
     )
   return opened
 

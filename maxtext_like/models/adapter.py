@@ -11,10 +11,12 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
@@ -48,13 +50,20 @@ class Merged(NamedTuple):
     return math.sqrt(error / added) if added else 0.0
 
 
+class Sizes(NamedTuple):
+  """Rank and scale of the additions to a weight: those of each layer of its stack, of any other weight one."""
+
+  ranks: tuple[int, ...]
+  scales: tuple[float, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
   """Which weights have an addition, and of which kind. Holds no array.
 
   Attributes:
-    rank: of the additions.
-    scale: what multiplies them.
+    sizes: of the additions, by path: in a stack, factors have the largest rank of a layer, and beyond their own zeros, which
+      no gradient moves.
     names: of the weights, a layer's own each: ``layers.7.attention.q``. A stack of which some layers alone are among them
       has factors for all, of which the others stay zero.
     weights: the declared weights, by path.
@@ -63,13 +72,18 @@ class Adapter:
     dropout: share of the inputs of the additions that are zero in training.
   """
 
-  rank: int
-  scale: float
+  sizes: Mapping[Path, Sizes]
   names: frozenset[str]
   weights: Mapping[Path, Param]
   whole: Mapping[Path, Param] = dataclasses.field(default_factory=dict)
   dora: bool = False
   dropout: float = 0.0
+
+  def size(self, path: Path, row: int | None) -> tuple[int, float]:
+    """Rank and scale of the addition to a row of a weight; None: it is of no stack."""
+    ranks, scales = self.sizes[path]
+    i = row if row is not None and len(ranks) > 1 else 0
+    return ranks[i], scales[i]
 
   @property
   def trained(self) -> frozenset[str]:
@@ -79,7 +93,7 @@ class Adapter:
   def params(self) -> dict[str, Any]:
     """The declared factors, "lora_a" and "lora_b" where the weight stands (see ``low_rank.factors``), and ``WHOLE`` arrays; all
     float32."""
-    found: dict[Path, Any] = {path: factors(p, self.rank, dora=self.dora) for path, p in self.weights.items()}
+    found: dict[Path, Any] = {path: factors(p, max(self.sizes[path].ranks), dora=self.dora) for path, p in self.weights.items()}
     begun = {"dtype": "float32", "init": constant(0.0), "contracts": ()}  # as ``started`` makes them
     return _nested(found | {path: {WHOLE: dataclasses.replace(p, **begun)} for path, p in self.whole.items()})
 
@@ -99,20 +113,21 @@ class Adapter:
         keys = folded(rows, jnp.array(zlib.crc32("/".join(path).encode()), jnp.uint32))
         dropout = Dropout(keys if p.rows is None else folded(keys, jnp.arange(p.rows)), self.dropout)
       magnitude = ab.get("lora_magnitude")
-      return LowRank(base, ab["lora_a"], ab["lora_b"], Layout.of(p), self.scale, magnitude, dropout)
+      scale, b = self._scaled(path, ab["lora_b"])
+      return LowRank(base, ab["lora_a"], b, Layout.of(p), scale, magnitude, dropout)
 
     return self._joined(params, join)
 
   def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
-    """The model's tree and its additions, whose magnitudes are the norms that its weights have now, and whose whole arrays are
-    what they are in the model.
+    """The model's tree and its additions: zeros beyond the rank of a layer, magnitudes that are the norms that the weights have
+    now, and whole arrays as they are in the model.
 
     Args:
       params: as of ``attach``.
       precision: in which the weights are multiplied.
       base: how they are stored; None: as they are declared.
     """
-    if not (self.dora or self.whole):
+    if not (self.dora or self.whole or any(len(set(own.ranks)) > 1 for own in self.sizes.values())):
       return params
 
     found: dict[Path, Any] = {}
@@ -121,11 +136,11 @@ class Adapter:
       if path in self.whole:
         found[path] = {WHOLE: below.astype(jnp.float32)}
         return
-      found[path] = ab
+      found[path] = ab = ab | {"lora_a": self._of_rank(path, ab["lora_a"])}
       if not self.dora:
         return
       p = self.weights[path]
-      weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), self.scale)
+      weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), 1.0)  # whatever the scale: B is zero
       norms = lambda weight: weight.norms(precision)
       found[path] = ab | {"lora_magnitude": norms(weight) if p.rows is None else jax.lax.map(norms, weight)}
 
@@ -146,14 +161,16 @@ class Adapter:
       if path in self.whole:
         return ab[WHOLE].astype(dtype or stored.dtype)
       p, layout = self.weights[path], Layout.of(self.weights[path])
+      scale, b = self._scaled(path, ab["lora_b"])
 
       def one(row):
         stored, ab = row
         below = base.values(path, stored, "float32") if base and path in base.weights else stored.astype("float32")
-        exact = merged(below, ab["lora_a"], ab["lora_b"], layout, self.scale, ab.get("lora_magnitude"))
+        exact = merged(below, ab["lora_a"], ab["lora_b"], layout, scale, ab.get("lora_magnitude"))
         out = exact.astype(dtype or p.dtype)
         return out, jnp.stack([jnp.sum(jnp.square(x)) for x in (out.astype("float32") - exact, exact - below)])
 
+      ab = ab | {"lora_b": b}
       out, squares = one((stored, ab)) if p.rows is None else jax.lax.map(one, (stored, ab))
       sums.append(jnp.sum(squares.reshape(-1, 2), axis=0))
       return out
@@ -161,6 +178,24 @@ class Adapter:
     tree = self._joined(params, add)
     tree = tree if base is None else base.whole(tree, leave=self.weights)
     return Merged(tree, sum(sums, jnp.zeros(2)))
+
+  def _scaled(self, path: Path, b: jax.Array) -> tuple[float, jax.Array]:
+    """The scale of a weight's additions, and its B; where layers of a stack have scales of their own, the largest, and each
+    layer's B times its share of that."""
+    scales = self.sizes[path].scales
+    largest = max(scales)
+    if len(set(scales)) == 1:
+      return largest, b
+    shares = np.array(scales, np.float32) / np.float32(largest)
+    return largest, b * shares.reshape(-1, *(1,) * (b.ndim - 1))
+
+  def _of_rank(self, path: Path, a: jax.Array) -> jax.Array:
+    """A with zeros beyond the rank of each layer of a stack."""
+    ranks = self.sizes[path].ranks
+    if len(set(ranks)) == 1:
+      return a
+    kept = np.arange(a.shape[-1]) < np.array(ranks)[:, None]
+    return a * kept.reshape(len(ranks), *(1,) * (a.ndim - 2), -1)
 
   def _joined(self, params, join) -> dict[str, Any]:
     base = {name: value for name, value in params.items() if name != ADAPTER}
@@ -175,20 +210,37 @@ class Adapter:
     return walk(base, params[ADAPTER], ())
 
 
-def make_adapter(decoder: Decoder, names: frozenset[str], settings: AdapterConfig, whole: tuple[str, ...] = ()) -> Adapter:
+def make_adapter(
+  decoder: Decoder,
+  names: frozenset[str],
+  settings: AdapterConfig,
+  whole: tuple[str, ...] = (),
+  *,
+  ranks: Mapping[str, int] = MappingProxyType({}),
+  alphas: Mapping[str, float] = MappingProxyType({}),
+) -> Adapter:
   """The adapter of some weights of a model.
 
   Args:
     decoder: the model.
     names: of the weights.
     settings: of the adapter.
+    ranks, alphas: of weights, by name, that have others than the settings say.
     whole: what is trained whole: path of a part of the vision tower, as ("vision", "projector"); (): nothing is.
   """
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   weights = {path: p for path, p in declared.items() if names & set(row_names(decoder, path))}
   apart = {path: p for path, p in declared.items() if whole and path[: len(whole)] == whole}
   s = settings
-  return Adapter(s.lora_rank, s.scale, names, weights, apart, dora=s.lora_dora, dropout=s.lora_dropout)
+
+  def sizes(path: Path) -> Sizes:
+    layers = row_names(decoder, path)
+    own = next(name for name in layers if name in names)  # layers without an addition take that of one that has
+    layers = [name if name in names else own for name in layers]
+    found = tuple(ranks.get(name, s.lora_rank) for name in layers)
+    return Sizes(found, tuple(s.scale(rank, alphas.get(name, s.alpha)) for rank, name in zip(found, layers, strict=True)))
+
+  return Adapter({path: sizes(path) for path in weights}, names, weights, apart, dora=s.lora_dora, dropout=s.lora_dropout)
 
 
 def _nested(leaves: dict[Path, Any]) -> dict[str, Any]:

@@ -7,9 +7,12 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, manifest, restore
+from maxtext_like.checkpoint.adapted_weights import configured_adapter
 from maxtext_like.checkpoint.given_adapter import read_given
 from maxtext_like.checkpoint.read_weights import read_weights
+from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, no_checkpoint, readable_step
+from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.storage import Place
 from maxtext_like.training import loss_scale
@@ -37,12 +40,30 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   """The weights below the adapter of a restored step, those that it was trained on, and what names them.
 
   Raises:
-    UserError: they are gone, or others; as ``read_weights``.
+    UserError: they are gone, or others; the adapter is of other ranks or scales now; as ``read_weights``.
   """
   c = program.config
+  _require_same_sizes(program, restored)
   weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
   adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory)
   return weights, found
+
+
+def _require_same_sizes(program: TrainProgram, restored: restore.Restored) -> None:
+  """Refuses ranks and scales that the stored factors were not trained with, where all shapes agree: the model would jump."""
+  tower = restored.config.get("training", {}).get("vision_tower")
+  stored, own = section(ADAPTER, restored.config), program.config.adapter
+  then, now = (configured_adapter(program.model, stored, tower), program.adapter)
+  assert now is not None
+  if any(then.sizes[path] != now.sizes[path] for path in then.sizes.keys() & now.sizes.keys()):
+    keys = ("lora_rank", "lora_alpha", "lora_rslora", "lora_rank_pattern", "lora_alpha_pattern")
+    differ = [(key, getattr(stored, key), getattr(own, key)) for key in keys]
+    lines = "\n".join(f"  {key}: checkpoint {was}, this run {is_}" for key, was, is_ in differ if was != is_)
+    raise UserError(
+      f"{restored.directory}: the adapter is of other ranks or scales than this run's\n{lines}\n"
+      "  why: what it has learned would count more or less than it did\n"
+      "  fix: use the checkpoint's values, or start a new run with another run_name"
+    )
 
 
 def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State:

@@ -1,7 +1,7 @@
 """What a run says of itself before its first step."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +75,17 @@ def described(adapter: Adapter) -> str:
     layers.setdefault(weight, set()).add(number or "")
   counts = ", ".join(f"{weight} {len(found)}" for weight, found in sorted(layers.items()))
   places = {number for found in layers.values() for number in found if number}
-  kind = f"{'DoRA' if adapter.dora else 'LoRA'} of rank {adapter.rank} times {adapter.scale:g}"
+  sizes = [(rank, scale) for own in adapter.sizes.values() for rank, scale in zip(*own, strict=True)]
+  rank, scale = (_range(values) for values in zip(*sizes, strict=True))
+  kind = f"{'DoRA' if adapter.dora else 'LoRA'} of rank {rank} times {scale}"
   kind += f", dropout {adapter.dropout:g}," if adapter.dropout else ""
   return f"{kind} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
+
+
+def _range(values: Iterable[float]) -> str:
+  """One number, or the smallest and the largest of several."""
+  found = sorted(set(values))
+  return f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
 
 
 def tower_described(program: TrainProgram) -> str:

@@ -141,6 +141,8 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
     ({"fan_in_fan_out": True}, "fan_in_fan_out = True is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"lora_alpha": "big"}, "lora_alpha = big is no number"),
+    ({"init_lora_weights": "pissa_niter_4"}, "takes a part out of the model's own weights"),
+    ({"use_qalora": True}, "use_qalora = True is not supported"),
   ],
 )
 def test_what_peft_writes_and_is_not_here_is_refused(workplace, tmp_path, change, said):
@@ -243,6 +245,9 @@ def test_dora_is_the_same_model_however_it_is_written(workplace, dora, tmp_path)
     (["lora_dropout=0.1", "lora_modules=[all-linear, embed_tokens]"], "there is no dropout before embedding.table"),
     (["lora_dropout=1"], "lora_dropout = 1.0 is outside [0, 1)"),
     (["lora_rank=0", "lora_dora=true"], "lora_dora = true does nothing with lora_rank: 0"),
+    (["lora_rank_pattern={mlp.dwn: 4}"], "lora_rank_pattern: 'mlp.dwn' is no weight of this model"),
+    (["lora_modules=[q_proj]", "lora_alpha_pattern={mlp: 4}"], "'mlp' means no weight that lora_modules means"),
+    (["lora_rank_pattern={mlp: 0}"], "lora_rank_pattern: mlp: 0 is not above 0"),
   ],
 )
 def test_what_cannot_be_is_refused(workplace, capsys, words, said):
@@ -293,13 +298,62 @@ def test_a_run_that_began_with_an_adapter_goes_on(workplace, gone_on):
   assert losses(workplace, "of-peft") == losses(workplace, "in-one-go")
 
 
+PATTERNS = ["lora_rank_pattern={mlp.down: 2, layers.0.attention: 5}", "lora_alpha_pattern={q_proj: 1}"]
+
+
+@pytest.mark.slow
+def test_layers_have_ranks_and_scales_of_their_own(workplace, tmp_path, capsys):
+  """Layers of a stack share arrays: what a smaller rank leaves of them stays zero, in training too."""
+  words = (f"init_from={workplace}/base", *LORA, *PATTERNS, "adam_weight_decay=0.1", "steps=2")
+  assert train(workplace, "patterns", *words) == 0
+  assert "adapter LoRA of rank 2 to 5 times 0.2 to 3 on 14 arrays" in capsys.readouterr().out
+  maxtext_like.export_adapter(workplace / "patterns", tmp_path / "peft")
+  config = json.loads((tmp_path / "peft" / peft.CONFIG).read_text())
+  layers = [f"model.layers.{i}." for i in (0, 1)]
+  own = {f"{layers[0]}self_attn.{name}_proj": 5 for name in "kqov"} | {f"{layer}mlp.down_proj": 2 for layer in layers}
+  assert (config["r"], config["rank_pattern"]) == (3, own)
+  assert config["alpha_pattern"] == {f"{layer}self_attn.q_proj": 1.0 for layer in layers}
+  load = lambda *args, **more: maxtext_like.load(*args, dtype="float32", **more).logits([[5, 6, 7]])
+  run = load(workplace / "patterns")
+  np.testing.assert_allclose(load(workplace / "base", adapters=tmp_path / "peft"), run, atol=1e-5)
+  assert np.abs(run - load(workplace / "base")).max() > 1e-3
+  assert main(["import", str(tmp_path / "peft"), "--out", str(tmp_path / "imported")]) == 0
+  np.testing.assert_allclose(load(tmp_path / "imported"), run, atol=1e-5)
+  assert "lora_rank_pattern: {" in (tmp_path / "imported/adapter.yml").read_text()
+  assert train(workplace, "patterns", *words, "lora_alpha_pattern={q_proj: 1, k_proj: 2}", "steps=3") == 2
+  assert "lora_alpha_pattern: checkpoint {'q_proj': 1.0}, this run {'q_proj': 1.0, 'k_proj': 2.0}" in capsys.readouterr().err
+
+
+def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
+  words = [*WORDS, *LORA, "lora_rank_pattern={layers.0.attention: 5}", "inhomogeneous_layer_cycle_interval=1"]
+  program = make_program(load_config("gemma3-tiny", [*words, "dataset=synthetic"]).config)
+  batch = {name: jnp.ones(x.shape, x.dtype) for name, x in program.abstract_batch.items()}
+  q = lambda tree: tree["adapter"]["stack_0"]["layer_0"]["attention"]["q"]
+
+  def gradients(seed):
+    """Those of q's factors where B is not zero, and its A."""
+    params = program.initial_state(seed)["params"]
+    a = q(params)["lora_a"]
+    q(params)["lora_b"] = jnp.zeros_like(q(params)["lora_b"]).at[0].set(0.1).at[1, :3].set(0.1)
+    given = lambda own: {**params, "adapter": {"stack_0": {"layer_0": own}}}
+    layer = params["adapter"]["stack_0"]["layer_0"]
+    found = jax.grad(lambda own: program.step.apply(given(own), batch)[0])(layer)
+    return a, found["attention"]["q"]
+
+  a, found = jax.jit(gradients)(np.uint32(0))
+  for values in (a, found["lora_a"], jnp.moveaxis(found["lora_b"], 1, -1)):
+    moved = np.any(np.asarray(values) != 0, axis=tuple(range(1, values.ndim - 1)))
+    np.testing.assert_array_equal(moved, [[True] * 5, [True] * 3 + [False] * 2])
+
+
 @pytest.mark.parametrize(
   ("words", "change", "said"),
   [
     (["lora_rank=4"], {}, "lora_rank: 3 there, 4 here"),
     (["lora_rank=3"], {}, "lora_alpha: 6.0 there, None here"),
     (["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]"], {}, "lora_modules: "),
-    ([], {"alpha_pattern": {"q_proj": 3}}, "alpha_pattern = {'q_proj': 3}: a run has one rank and one scale"),
+    (["lora_rank=3", "lora_alpha=6"], {"alpha_pattern": {"q_proj": 3}}, "6.0 but for {'attention.q': 3.0} there, 6.0 here"),
+    (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_rank: 0"),
     ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
     (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_rank: 0"),
   ],

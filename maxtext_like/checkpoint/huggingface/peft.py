@@ -21,6 +21,7 @@ from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import WHOLE, Adapter
@@ -32,6 +33,14 @@ from maxtext_like.strict_json import parse_file, printable
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MERGE = "use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
+_UNSUPPORTED = (
+  *("lora_bias", "trainable_token_indices", "fan_in_fan_out", "target_parameters", "alora_invocation_tokens", "arrow_config"),
+  *("kasa_config", "layer_replication", "monteclora_config", "use_bdlora", "use_qalora"),
+)
+"""Keys of peft that make of an adapter something else than an addition to weights."""
+_OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Beginnings of an adapter (``init_lora_weights``) that leave the weights below as they are; PiSSA, OLoRA, CorDA, LoftQ and
+LoRA-GA do not."""
 _LINEAR = ("linear", "linear2")
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
@@ -47,7 +56,7 @@ def write_adapter(
   *,
   base: str | None,
   nested: bool,
-  rslora: bool,
+  settings: AdapterConfig,
 ) -> int:
   """Writes an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads.
 
@@ -58,7 +67,7 @@ def write_adapter(
     decoder, decoder_block: the model.
     base: what the weights below it are called; None: nobody knows.
     nested: transformers has the text model inside of another.
-    rslora: the scale is said as ``lora_alpha / sqrt(r)``.
+    settings: of the adapter.
 
   Returns:
     The number of adapted maps.
@@ -90,27 +99,34 @@ def write_adapter(
       f"{printable(out)}: peft has no place for additions to {', '.join(refused)} in this family\n"
       "  fix: export the weights with the additions added, or train with other lora_modules, as the projections of attention"
     )
-  sources = []
+  sources, rank, alpha = [], settings.lora_rank, settings.alpha
+  ranks: dict[str, int] = {}
+  alphas: dict[str, float] = {}
   for module, _, piece in found:
     ab = _at(factors, piece.path)
     shapes = piece.hf_shape()
-    sources.append(Source(f"{_PREFIX}{module}.lora_A.weight", "F32", (adapter.rank, shapes[1]), _a(ab, piece)))
-    sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], adapter.rank), _b(ab, piece)))
+    own, scale = adapter.size(piece.path, piece.index[0] if piece.index else None)
+    ranks |= {module: own} if own != rank else {}
+    own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
+    alphas |= {module: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {}
+    sources.append(Source(f"{_PREFIX}{module}.lora_A.weight", "F32", (own, shapes[1]), _a(ab, piece, own)))
+    sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], own), _b(ab, piece, own)))
     if adapter.dora:
       sources.append(Source(f"{_PREFIX}{module}.lora_magnitude_vector", "F32", (shapes[0],), _magnitude(ab, piece)))
   arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
   for tensor in apart:
     values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
     sources.append(Source(f"{_PREFIX}model.{tensor.name}", "F32", tensor.shape, values))
-  alpha = adapter.scale * (math.sqrt(adapter.rank) if rslora else adapter.rank)
   config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": base,
-    "r": adapter.rank,
+    "r": rank,
     "lora_alpha": alpha,
+    "rank_pattern": ranks,
+    "alpha_pattern": alphas,
     "lora_dropout": adapter.dropout,
-    "use_rslora": rslora,
+    "use_rslora": settings.lora_rslora,
     "use_dora": adapter.dora,
     "bias": "none",
     "fan_in_fan_out": False,
@@ -145,22 +161,22 @@ def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
   return tree
 
 
-def _a(ab: dict[str, Any], piece: Piece) -> Any:
+def _a(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
   """A as peft has it, [R, in]."""
 
   def values() -> np.ndarray:
     a = np.asarray(ab["lora_a"][piece.index], np.float32)
-    return a.reshape(-1, a.shape[-1]).T
+    return a.reshape(-1, a.shape[-1]).T[:rank]
 
   return values
 
 
-def _b(ab: dict[str, Any], piece: Piece) -> Any:
+def _b(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
   """B as peft has it, [out, R]."""
 
   def values() -> np.ndarray:
     b = np.asarray(ab["lora_b"][piece.index], np.float32)
-    return b.reshape(b.shape[0], -1).T
+    return b.reshape(b.shape[0], -1).T[:, :rank]
 
   return values
 
@@ -242,9 +258,16 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     UserError: as ``read_settings``; of another model, or with parts that are not for linear maps.
   """
   where, config = printable(directory / CONFIG), read_settings(directory)
-  for key in ("lora_bias", "trainable_token_indices", "fan_in_fan_out", "target_parameters"):
+  for key in _UNSUPPORTED:
     if config.get(key):
       raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: an adapter of LoRA, rsLoRA or DoRA")
+  begun = config.get("init_lora_weights")
+  if begun not in _OF_THE_MODEL:
+    raise UserError(
+      f"{where}: init_lora_weights = {printable(begun)} is not supported\n"
+      "  why: that beginning takes a part out of the model's own weights, and the adapter is one to what is left of them\n"
+      "  fix: have peft make a plain adapter of it: save_pretrained(DIR, path_initial_model_for_weight_conversion=BEGINNING)"
+    )
   file = SafetensorsFile(directory / WEIGHTS)
   table = tensor_table(decoder, FAMILIES[decoder_block].huggingface)
   tensors = {_bare(t.name): t for t in table if t.rule.kind in _LINEAR}
@@ -256,6 +279,11 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     if match is None and config.get("modules_to_save"):
       whole.append(_whole(file, name, apart, where))
       continue
+    if match is None and name.endswith(".base_layer.weight"):
+      raise UserError(
+        f"{printable(file.path)}: '{printable(name)}' is a weight of the model itself, which peft saved beside its addition\n"
+        "  fix: save_pretrained(DIR, save_embedding_layers=False)"
+      )
     if match is None:
       raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' is none of a LoRA adapter of linear maps")
     part = match[2] or "magnitude_vector"

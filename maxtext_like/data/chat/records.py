@@ -73,7 +73,10 @@ class _Reader:
       raise self._bad("the conversation has no messages")
     messages = self._with_images(messages, record.get("images"))
     self._check(messages)
-    thinking = record.get("enable_thinking", (record.get("chat_template_kwargs") or {}).get("enable_thinking"))
+    given = self._json(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(given, Mapping):
+      raise self._bad(f"chat_template_kwargs is {type(given).__name__}, expected an object")
+    thinking = record.get("enable_thinking", given.get("enable_thinking"))
     if thinking is not None and not isinstance(thinking, bool):
       raise self._bad(f"enable_thinking is {strict_json.printable(thinking)}, expected true or false")
     return Conversation(tuple(messages), self._tools(record.get("tools")), thinking)
@@ -121,6 +124,8 @@ class _Reader:
     weight = value.get("weight", 1)
     if weight not in (0, 1):
       raise self._bad(f"{where}.weight is {strict_json.printable(weight)}, expected 0 or 1")
+    if value.get("function_call"):
+      raise self._bad(f"{where} has a function_call, OpenAI's older form, expected tool_calls")
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
     if role != "assistant" and (calls or responses or thinking):
       raise self._bad(f"{where}: only the assistant calls tools and thinks")

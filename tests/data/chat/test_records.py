@@ -52,7 +52,7 @@ def test_arguments_as_text_and_as_object():
 
 
 def test_tools_and_thinking():
-  found = read({"messages": BOTH, "tools": '[{"name": "f"}]', "chat_template_kwargs": {"enable_thinking": True}})
+  found = read({"messages": BOTH, "tools": '[{"name": "f"}]', "chat_template_kwargs": '{"enable_thinking": true}'})
   assert found.tools == ({"type": "function", "function": {"name": "f"}},)
   assert found.thinks
   assert not read({"messages": BOTH}).thinks
@@ -99,6 +99,9 @@ def test_images():
     ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 places for images.* lists 2"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 places for images.* lists 0"),
     ({"messages": BOTH, "enable_thinking": "yes"}, "enable_thinking is yes"),
+    ({"messages": BOTH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs: not valid JSON"),
+    ({"messages": BOTH, "chat_template_kwargs": [1]}, "chat_template_kwargs is list, expected an object"),
+    ({"messages": [BOTH[0], BOTH[1] | {"function_call": {"name": "f", "arguments": "{}"}}]}, "older form, expected tool_calls"),
     ({"messages": BOTH, "tools": [{"type": "function"}]}, r"tools\[0\]: expected a function with a name"),
   ],
 )
