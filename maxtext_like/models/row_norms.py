@@ -202,6 +202,11 @@ def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
   return jnp.concatenate(peaks) if peaks else jnp.zeros(0)
 
 
+def state_rows(opt_state: Tree, params: Tree) -> int:
+  """R of ``state_peaks``."""
+  return sum(x.shape[0] if _stacked(keys, x, params) else 1 for _, keys, x in _moments(opt_state))
+
+
 def _peak(x: jax.Array, over: Axes) -> jax.Array:
   return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf), axis=over, initial=0.0)
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.probe import sinks
-from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, sums_of_rows
+from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, state_rows, sums_of_rows
 from maxtext_like.numerics import probe_statistics
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.objectives.objective import Objective
@@ -141,6 +141,7 @@ class TrainStep:
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
     usual = jnp.ones((), bool)
+    unread = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
     if self.watch:
       params, opt_state, survival = update()
     else:
@@ -151,12 +152,11 @@ class TrainStep:
         new_params, new_opt_state, _ = update()
         return row_squares(new_params).finite, jnp.isfinite(state_peaks(new_opt_state, params))
 
-      rows = jax.tree.map(lambda x: jnp.ones(x.shape, bool), jax.eval_shape(look))
       if self.careful:
-        finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: rows)
+        finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: unread)
         applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
       else:
-        finite["parameters"], finite["optimizer"] = rows
+        finite["parameters"], finite["optimizer"] = unread
         # A float16 overflow is what its scale is there for. Elsewhere an infinite sum may be one of finite numbers beyond
         # 1e19, which are clipped. Behind a step that did nothing no other does anything.
         certain = certain & ~jnp.any(jnp.isinf(squares.small))
@@ -182,8 +182,7 @@ class TrainStep:
     if self.watch:
       sound, largest_state = seen()
     else:
-      all_sound = jnp.ones(jax.eval_shape(seen)[0].shape, bool)
-      proved = lambda: (all_sound, jnp.where(applied, jnp.maximum(kept, known[1]), known[1]))
+      proved = lambda: (unread[1], jnp.where(applied, jnp.maximum(kept, known[1]), known[1]))
       sound, largest_state = jax.lax.cond(certain, proved, seen) if self.careful else proved()
     # Plain sums are infinite for finite numbers beyond 1e19 too. Then nothing is known, and the next step is a careful one.
     whole = sizes.finite if self.careful or self.watch else ~jnp.isnan(sizes.small)
