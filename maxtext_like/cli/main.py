@@ -33,6 +33,7 @@ VERBS = {
   "models": "list the model configurations with their parameter counts",
 }
 """Verb to what it does; each lives in ``maxtext_like.cli.<verb>`` (``import_``: a word of Python) as ``run(argv) -> int``."""
+SEVERAL_PROCESSES = ("train", "sft", "xray", "replay")
 
 USES_JAX = (
   "train", "sft", "forward", "import", "export", "generate", "bisect", "compile", "plan", "audit", "risk", "xray", "replay",
@@ -111,6 +112,9 @@ def _dispatch(words: list[str]) -> int:
     from maxtext_like.cli import keys
 
     return keys.run(rest[rest.index("--help-keys") + 1 :])
+  several = next((word for word in rest if word.partition("=")[0] in ("--processes", "--devices-per-process")), None)
+  if several is not None and verb not in SEVERAL_PROCESSES:
+    raise UserError(f"{verb} runs in one process; {several} is for {', '.join(SEVERAL_PROCESSES)}\n  fix: leave it out")
   if verb in USES_JAX and "-h" not in rest and "--help" not in rest:
     from maxtext_like.cli.environment import check_environment
 

@@ -2,6 +2,7 @@
 
 import sys
 
+from maxtext_like.cli import local_processes
 from maxtext_like.cli.arguments import split_configuration
 
 DESCRIPTION = """Fine-tunes a model on conversations: `train` with data_format=chat, and dataset as the files of dataset_path
@@ -14,7 +15,10 @@ EXAMPLES = """examples:
 
 def run(argv: list[str]) -> int:
   """Fine-tunes; see ``DESCRIPTION``."""
+  argv, processes, devices = local_processes.take_options(argv)
   config, overrides = split_configuration("sft", DESCRIPTION, argv, EXAMPLES)
+  if processes is not None:
+    return local_processes.run(["sft", *argv], processes, devices)
   from maxtext_like import sft
   from maxtext_like.training.sinks.output import guarded_output
 

@@ -6,6 +6,7 @@ is whole before it is scattered. docs/compile.md has the sums beside what libtpu
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,12 @@ def by_part(weights: list[Fetched]) -> dict[str, int]:
 
 
 def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[Fetched]) -> int:
-  """Bytes beside a program's arguments at the fullest of three instants.
+  """Bytes beside a program's arguments at the fullest of four instants.
 
   In the loss: the table of the logits, whole, and what a piece of them takes. In the backward pass of a layer: the gradients of
   all layers, the layer's activations, and of its fullest part the weights and the largest gradient, before it is scattered.
-  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored.
+  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored; in the update they and
+  the steps of all arrays, where the optimizer's rule makes them whole.
 
   Args:
     program: of the run.
@@ -113,14 +115,17 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     fullest = max(read, key=lambda part: read[part])
     own = [w for w in weights if w.part == fullest]
     backward += read[fullest] + max(w.arriving for w in own) + _gradients(program, [w for w in own if w.trained])
-  return int(max(loss, backward, need.gradients + _rows(program)))
-
-
-def _rows(program: TrainProgram) -> int:
-  """Bytes of the gradient of the table whose rows were read, while it is added up and rounded; 0 where it is not trained."""
   trained = program.selection.split(program.abstract_state["params"])[0]
-  tables = jax.tree.leaves(trained.get("embedding", {}))
-  return sum(numbers(x.sharding.shard_shape(x.shape)) * (4 + x.dtype.itemsize) for x in tables)
+  behind = need.gradients + _in_both_dtypes(trained.get("embedding", {}), 4)
+  if program.step.optimizer.rule.whole and not program.config.training.optimizer_in_backward:
+    behind = max(behind, need.gradients + _in_both_dtypes(trained, 0))
+  return int(max(loss, backward, behind))
+
+
+def _in_both_dtypes(arrays: Any, float32: int) -> int:
+  """Bytes of a device's part of arrays in float32, and again as they are stored; ``float32``: of a number that is stored so."""
+  size = lambda dtype: 4 + (dtype.itemsize if dtype.itemsize < 4 else float32)
+  return sum(numbers(x.sharding.shard_shape(x.shape)) * size(x.dtype) for x in jax.tree.leaves(arrays))
 
 
 def _gradients(program: TrainProgram, weights: list[Fetched]) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from maxtext_like.cli import local_processes
 from maxtext_like.cli.local_processes import take_options
+from maxtext_like.cli.main import SEVERAL_PROCESSES, main
 from maxtext_like.errors import UserError
 
 
@@ -33,6 +34,15 @@ def test_the_first_bad_end_is_the_answer():
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=60)
   assert done.returncode == 2
   assert "[1] error: unknown verb" in done.stdout
+
+
+@pytest.mark.parametrize("verb", SEVERAL_PROCESSES)
+def test_a_verb_starts_itself_in_each(verb, monkeypatch):
+  """With the words that were given to it, but for those that ask."""
+  started = []
+  monkeypatch.setattr(local_processes, "run", lambda *given: started.append(given) or 42)
+  assert main([verb, "gemma4-tiny", "steps=1", "--processes", "2", "--devices-per-process=3"]) == 42
+  assert started == [([verb, "gemma4-tiny", "steps=1"], 2, 3)]
 
 
 def stand_in(folder, line):

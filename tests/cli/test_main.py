@@ -43,6 +43,11 @@ def loaded_modules(*words):
   return set(program("-c", code, *words).stderr.split())
 
 
+def test_a_verb_of_one_process_says_so(capsys):
+  assert main(["bisect", "gemma4-tiny", "--processes", "2"]) == 2
+  assert "bisect runs in one process; --processes is for train, sft, xray, replay" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   "words",
   [

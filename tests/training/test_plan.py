@@ -36,6 +36,9 @@ def slow(*values):
     slow("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
+    # 2026-11-23: an optimizer that makes the steps of all arrays whole before it applies one.
+    ("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor", "weight_dtype=bfloat16"], 4.83, 63.35),
+    slow("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor"], 5.93, 63.35),
     ("deepseek3-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml"], 29.57, 659),
     slow("deepseek3.2-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml", "max_target_length=1024"], 28.65, 335.1),
   ],

@@ -22,6 +22,7 @@ class Adafactor:
   for the others. An array of stacked layers is factored over its two largest dimensions and clipped as one."""
 
   usually_bounded: ClassVar[bool] = False  # the bound holds for small gradients only
+  whole: ClassVar[bool] = True  # its rms
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = None
   second: ClassVar[str | None] = None

@@ -25,6 +25,7 @@ class AdamW:
   eps: float
 
   usually_bounded: ClassVar[bool] = True
+  whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = (
     "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor, whose second one takes next to nothing and "
     "which has no first one"

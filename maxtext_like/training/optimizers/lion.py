@@ -23,6 +23,7 @@ class Lion:
   b2: float
 
   usually_bounded: ClassVar[bool] = True
+  whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = None

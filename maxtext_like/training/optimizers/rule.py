@@ -32,10 +32,12 @@ class Rule(Protocol):
     usually_bounded: ``bound`` is finite for every ordinary update, so that the step need not look at it.
     first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
       there is none.
+    whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
     smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
   """
 
   usually_bounded: ClassVar[bool]
+  whole: ClassVar[bool]
   smaller: ClassVar[str | None]
   second: ClassVar[str | None]
 

@@ -22,6 +22,7 @@ class SGD:
   momentum: float
 
   usually_bounded: ClassVar[bool] = True
+  whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = None
   second: ClassVar[str | None] = None
 
