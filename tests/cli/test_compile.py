@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
 @needs_libtpu
 def test_a_mesh_that_the_slice_has_not_got():
   config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config
-  with pytest.raises(UserError, match="topology=v6e-8: mesh"):
+  with pytest.raises(UserError, match="topology=v6e-8 num_slices=1: mesh"):
     ahead_of_time.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
 
 
