@@ -9,11 +9,12 @@ python benchmarks/step_cost.py gemma4-31b per_device_batch_size=1 --against fini
   finite    the step as it is, every update proved finite; against one that looks at loss and gradients only
   look      the careful form of the step, which looks at an update that is not proved finite; against the same
   numerics  numerics_every=1; against numerics_every=0
+  dora      lora_dora=true, with a lora_rank among the words; against LoRA (not unless asked for)
 
-The two programs take turns on the same state, so whatever else the machine does hits both alike. The table has the median
-of the paired ratios and the interquartile range. With --cpu-time it is the processor time of this process, which other
-programs on the machine do not touch: on shared machines. With --topology nothing runs: both are compiled for a TPU slice, and
-the table has the most memory that a chip needs at once.
+The two programs take turns, on the same state where they have the same arrays, so whatever else the machine does hits both
+alike. The table has the median of the paired ratios and the interquartile range. With --cpu-time it is the processor time of
+this process, which other programs on the machine do not touch: on shared machines. With --topology nothing runs: both are
+compiled for a TPU slice, and the table has the most memory that a chip needs at once.
 """
 
 import argparse
@@ -63,8 +64,8 @@ def proof(program: TrainProgram) -> TrainProgram:
   return dataclasses.replace(program, step=dataclasses.replace(program.step, optimizer=optimizer))
 
 
-def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, TrainProgram]:
-  """The lowered steps with and without, and the program of the one without."""
+def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, TrainProgram, TrainProgram]:
+  """The lowered steps with and without, and the programs whose states they take."""
 
   def build(*more: str) -> TrainProgram:
     config = load_config(model, [*words, *more]).config
@@ -74,15 +75,17 @@ def pair(name: str, model: str, words: list[str], topology: str | None = None) -
   if name in ("finite", "look"):
     program = build()
     plain = lower(proof(program), checked=False, platform=platform)
-    return lower(program, careful=name == "look", platform=platform), plain, program
+    return lower(program, careful=name == "look", platform=platform), plain, program, program
   on, off = key_pair(name, model, words, build)
-  return lower(on, platform=platform), lower(off, platform=platform), off
+  return lower(on, platform=platform), lower(off, platform=platform), on, off
 
 
 def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgram, TrainProgram]:
   """The programs with and without a key."""
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
+  if name == "dora":
+    return build("lora_dora=true"), build("lora_dora=false")
   config = load_config(model, words).config
   flags = [key for key in KEYS.values() if key.mends == "forward" and key.safer is True]
   keys = [key.name for key in flags if not key.lacking(config.model, config.vision)]
@@ -105,23 +108,25 @@ def batch(program: TrainProgram, documents: int = 2) -> dict[str, jax.Array]:
   return program.place({name: everywhere(x) for name, x in arrays.items()})
 
 
-def ratios(on: Any, off: Any, program: TrainProgram, steps: int, clock) -> tuple[list[float], float]:
+def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, steps: int, clock) -> tuple[list[float], float]:
   """Paired ratios of step times, and the median seconds of a step without."""
-  compiled = [on.compile(), off.compile()]
-  state = program.lower_init().compile()(np.uint32(0))
+  start = lambda program: program.lower_init().compile()(np.uint32(0))
+  one = jax.tree.structure(with_it.abstract_state) == jax.tree.structure(program.abstract_state)
+  states = {"off": start(program)} | ({} if one else {"on": start(with_it)})
+  compiled = [(on.compile(), "off" if one else "on"), (off.compile(), "off")]
   data, known = batch(program), np.full(2, 1e4, np.float32)
   found, plain = [], []
   for i in range(steps + 2):
     seconds = []
     # Who goes first alternates too.
-    for run in compiled if i % 2 else compiled[::-1]:
-      start = clock()
-      state, metrics = run(state, data, known)
-      jax.block_until_ready((state, metrics))
-      seconds.append(clock() - start)
-    with_it, without = seconds if i % 2 else seconds[::-1]
+    for run, whose in compiled if i % 2 else compiled[::-1]:
+      begin = clock()
+      states[whose], metrics = run(states[whose], data, known)
+      jax.block_until_ready((states[whose], metrics))
+      seconds.append(clock() - begin)
+    added, without = seconds if i % 2 else seconds[::-1]
     if i >= 2:
-      found.append(with_it / without)
+      found.append(added / without)
       plain.append(without)
   return found, statistics.median(plain)
 
