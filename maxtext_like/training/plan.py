@@ -190,12 +190,13 @@ def search(config: Config, target: Target) -> list[Plan]:
 
 
 def _meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
-  """Over tensor and data, and where there are experts over these; fsdp takes the rest, and slices are data."""
+  """Over tensor and data, where there are experts over these and data; fsdp takes the rest, and slices are data."""
   slices = target.slices if isinstance(target, Topology) else 1
   inside = target.devices // slices
   ones = {name: 1 for name in vars(config.mesh) if name.endswith("_parallelism")}
   grid = [(tensor, data, 1) for tensor, data in itertools.product((1, 2, 4), (1, 2))]
-  grid += [(1, 1, 2**n) for n in range(1, inside.bit_length()) if getattr(config.model, "num_experts", 0)]
+  if getattr(config.model, "num_experts", 0):
+    grid = [(1, 1, 1), (1, 2, 1), *((1, 1, 2**n) for n in range(2, inside.bit_length()))]
   for tensor, data, expert in grid:
     if inside % (tensor * data * expert) == 0:
       sizes = {"ici_tensor_parallelism": tensor, "ici_data_parallelism": data, "ici_expert_parallelism": expert}
