@@ -62,9 +62,11 @@ _product.defvjp(_forward, _backward)
 
 
 def _in_round(number: jax.Array, sizes: jax.Array, C: int, rows: int) -> jax.Array:
-  """int32 [G, C]: the rows of each group in a round; ``rows``, of which there is none, behind the group's end."""
-  within = number * C + jnp.arange(C)
-  return jnp.where(within < sizes[:, None], (jnp.cumsum(sizes) - sizes)[:, None] + within, rows)
+  """int32 [G, C]: the rows of each group in a round, each number once; behind the group's end those from ``rows`` on, which are
+  of no row."""
+  G, within = sizes.shape[0], number * C + jnp.arange(C)
+  own = (jnp.cumsum(sizes) - sizes)[:, None] + within
+  return jnp.where(within < sizes[:, None], own, rows + jnp.arange(G * C).reshape(G, C))
 
 
 def _rounds(sizes: jax.Array, C: int) -> jax.Array:
@@ -79,7 +81,7 @@ def _rows_times_groups(x, w, sizes, precision, spec: str):
     made = jnp.einsum(
       spec, x.at[at].get(mode="fill", fill_value=0), w, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
-    return out.at[at].set(made.astype(x.dtype), mode="drop")
+    return out.at[at].set(made.astype(x.dtype), mode="drop", unique_indices=True)  # so that a GPU needs no atomic writes
 
   out, _ = vary_alike(jnp.zeros((M, w.shape[2 if spec[-1] == "F" else 1]), x.dtype), x)
   return jax.lax.fori_loop(0, _rounds(sizes, C), one, out)
