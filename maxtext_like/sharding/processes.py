@@ -383,7 +383,7 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
         self._tell(f"{name_of(0)}, which holds the others together, is lost: it did not answer for {self._seconds:.0f} s")
         return
       except Exception as error:
-        self._tell(f"{name_of(0)}, which holds the others together, does not answer: {str(error).splitlines()[0]}")
+        self._tell(f"{name_of(0)}, which holds the others together, is lost: {str(error).splitlines()[0]}")
         return
       now = before = time.monotonic()
       for number, (value, since) in seen.items():
