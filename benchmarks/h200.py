@@ -15,19 +15,13 @@ what the process did. Torch has to be in the Python that --python names.
 import argparse
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 COMMON = ("max_target_length=4096", "dtype=bfloat16", "weight_dtype=float32", "opt_type=adamw")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -59,37 +53,11 @@ HEADER = (
 )
 
 
-def starts(length: int, documents: int) -> list[int]:
-  """Where the documents of a row begin, the later the longer: as ``step_cost.batch`` has them."""
-  return [length * i * (i + 1) // (documents * (documents + 1)) for i in range(documents)]
-
-
-def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, groups: int) -> dict[str, Any]:
-  """Seconds of a step, the first and its compilation apart, and the last loss."""
-  begin = time.perf_counter()
-  wait(step())
-  first = time.perf_counter() - begin
-  wait(step())
-  seconds: list[float] = []
-  loss = float("nan")
-  for _ in range(groups):
-    begin = time.perf_counter()
-    for _ in range(steps):
-      found = step()
-    loss = wait(found)
-    seconds.append((time.perf_counter() - begin) / steps)
-  return {"first_step_seconds": first, "seconds": statistics.median(seconds), "all_seconds": seconds, "loss": loss}
-
-
-def resident() -> float:
-  """GiB that this process held at most: where a device's allocator does not say."""
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
 def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
   """Our side, in this process."""
   import jax
   import numpy as np
+  from peer import GIB, resident, timed
   from step_cost import batch
 
   from maxtext_like.config.load import load_config
@@ -122,74 +90,18 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def theirs(row: Row, documents: int, steps: int, groups: int, directory: str, shape: list[int]) -> dict[str, Any]:
-  """The side of transformers, in this process.
+def theirs(row: Row, documents: int, steps: int, groups: int, python: str) -> dict[str, Any]:
+  """The side of transformers, in a process of its own."""
+  from peer import ask, write_config
 
-  Args:
-    row, documents, steps, groups: as of ours.
-    directory: of config.json.
-    shape: rows and their length.
-  """
-  import torch  # pyright: ignore[reportMissingImports]
-  import transformers  # pyright: ignore[reportMissingImports]
-
-  device = "cuda" if torch.cuda.is_available() else "cpu"
-  torch.manual_seed(0)
-  config = transformers.AutoConfig.from_pretrained(directory)
-  with torch.device(device):
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
-  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
-  call = torch.compile(model) if row.peer == "compile" else model
-  tokens = torch.randint(3, config.vocab_size, shape, device=device)
-  inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-  if documents > 1:  # positions of one document, given all the same, would cost torch.compile a mask
-    begins = starts(shape[1], documents)
-    ends = [*begins[1:], shape[1]]
-    positions = torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
-    inputs["position_ids"] = positions.to(device).expand(shape)
-
-  def step() -> Any:
-    with torch.autocast(device, torch.bfloat16):
-      loss = call(**inputs).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
-
-  found = timed(step, lambda loss: loss.item(), steps, groups)  # which waits for the device
-  experts = getattr(config, "_experts_implementation", None)
-  return found | {
-    "tokens": shape[0] * shape[1], "tokens_per_second": shape[0] * shape[1] / found["seconds"],
-    "kernels": [f"attention {model.config._attn_implementation}", *([f"experts {experts}"] if experts else []), row.peer],
-    "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    "peak_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else resident(),
-    "versions": {
-      "torch": torch.__version__, "transformers": transformers.__version__, "cuda": torch.version.cuda,
-      "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
-    },
-  }  # fmt: skip
-
-
-def apart(side: str, python: str, given: dict[str, Any]) -> dict[str, Any]:
-  """A side in a process of its own, whose memory is its own; what it said where it failed."""
-  # Beside torch.compile this folder must not be on the path: it imports the library's own module profile.
-  command = [python, *(["-P"] if side == "theirs" else []), __file__, "--alone", side, json.dumps(given)]
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  if done.returncode:
-    said = [line for line in done.stderr.splitlines() if line.strip()] or ["?"]
-    return {"failed": said[-1][:500], "said": "\n".join(said[-40:])}
-  return json.loads(done.stdout.splitlines()[-1])
-
-
-def write_config(row: Row, directory: str) -> list[int]:
-  """config.json of a row's model for transformers; returns rows and their length."""
-  from maxtext_like.checkpoint.huggingface.config import export_config
   from maxtext_like.config.load import load_config
 
   config = load_config(row.model, [*COMMON, *row.words]).config
-  Path(directory, "config.json").write_text(json.dumps(export_config(config.model, "float32")))
-  return [round(config.training.per_device_batch_size), config.training.max_target_length]
+  shape = [round(config.training.per_device_batch_size), config.training.max_target_length]
+  with tempfile.TemporaryDirectory() as directory:
+    write_config(config.model, "float32", directory)
+    given = {"directory": directory, "shape": shape, "documents": documents, "steps": steps, "groups": groups}
+    return ask(python, "all_weights", given | {"compiled": row.peer == "compile"})
 
 
 def line(found: dict[str, Any]) -> str:
@@ -212,10 +124,12 @@ def line(found: dict[str, Any]) -> str:
 def main() -> None:
   """Prints the table."""
   if sys.argv[1:2] == ["--alone"]:
-    side, given = sys.argv[2], json.loads(sys.argv[3])
+    given = json.loads(sys.argv[2])
     given["row"] = Row(**given["row"] | {"words": tuple(given["row"]["words"])})
-    print(json.dumps((ours if side == "ours" else theirs)(**given)))
+    print(json.dumps(ours(**given)))
     return
+  from peer import apart
+
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--only", nargs="+", metavar="NAME", choices=[row.name for row in ROWS])
   parser.add_argument("--model", nargs="+", metavar="MODEL key=value", help="another row in place of all")
@@ -236,12 +150,10 @@ def main() -> None:
     row = Row(**asdict(row) | {"words": row.words, "peer": args.peer or row.peer})
     for documents in args.documents:
       given = {"row": asdict(row), "documents": documents, "steps": args.steps, "groups": args.groups}
-      with tempfile.TemporaryDirectory() as directory:
-        shape = write_config(row, directory)
-        found = given | {
-          "ours": apart("ours", sys.executable, given),
-          "theirs": apart("theirs", args.python, given | {"directory": directory, "shape": shape}),
-        }
+      found = given | {
+        "ours": apart([sys.executable, __file__, "--alone", json.dumps(given)]),
+        "theirs": theirs(row, documents, args.steps, args.groups, args.python),
+      }
       print(line(found), flush=True)
       same = lambda one: (one["row"]["name"], one["row"]["peer"], one["documents"])
       kept = [one for one in kept if same(one) != same(found)] + [found]

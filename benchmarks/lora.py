@@ -1,33 +1,40 @@
 """What quantised weights below an adapter cost and save: memory and speed of LoRA on each form of them, on one device.
 
 python benchmarks/lora.py gemma3-4b gemma4-31b:bfloat16,nf4 --out lora.json
-python benchmarks/lora.py gemma4-tiny --words max_target_length=128 --steps 3
+python benchmarks/lora.py gemma3-4b:bfloat16,nf4,int8 gemma4-31b:nf4 gemma4-26b:nf4 --against peft       beside transformers
+python benchmarks/lora.py gemma4-tiny --words max_target_length=128 --steps 3 --against peft --python TORCH/bin/python
 
 A model is a name or a file, with the forms behind a colon (default: all; the first is what the others are compared with).
 Weights are drawn, each layer quantised as it is drawn, and trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
 AdamW, what is not quantised in bfloat16. Every form has a process of its own, so that its peak is its own: "drawn" is
 the peak when the weights were there, "peak" that of everything. A step is the median of --steps, in tokens a second.
+
+``--against peft`` measures the same fine-tune in transformers, peft and bitsandbytes after each row, in the Python of --python
+(benchmarks/peer.py says how): its tokens a second and peak, and ours beside them as "times". Its additions are where ours are
+as far as peft has a place for them, which is not in fused experts; those bitsandbytes leaves in bfloat16. The row says so.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
 FORMS = ("bfloat16", "nf4", "int8", "fp8_block")
+PEER_FORMS = FORMS[:3]
 WORDS = ("per_device_batch_size=1", "max_target_length=2048", "lora_rank=16", "lora_alpha=32", "weight_dtype=bfloat16")
-GIB = 2**30
 
 
 def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, Any]:
   """One form of a model, in this process."""
   import jax
   import numpy as np
+  from peer import GIB
 
   from maxtext_like.config.load import load_config
+  from maxtext_like.models.naming import ADAPTER
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.memory import estimate
   from maxtext_like.training.program import make_program
@@ -70,8 +77,53 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
     "estimate_gib": estimate(program).total / GIB,
     "init_seconds": seconds,
     "compile_seconds": compiled,
+    "trained": sum(x.size for x in jax.tree.leaves(state["params"][ADAPTER])),
     "losses": losses,
   }
+
+
+def against_peft(model: str, form: str, words: list[str], steps: int, python: str) -> dict[str, Any]:
+  """The same fine-tune in transformers, peft and bitsandbytes, in a process of its own.
+
+  Returns:
+    What ``peer.adapter`` found, and under "without" the weights that have an addition here and none there; or why there is
+    nothing under "failed".
+  """
+  from peer import ask, write_config
+
+  from maxtext_like.checkpoint.huggingface.peft import places
+  from maxtext_like.config.load import load_config
+  from maxtext_like.sharding.mesh import abstract_mesh
+  from maxtext_like.training.program import make_program
+
+  if form not in PEER_FORMS:
+    return {"failed": "bitsandbytes has no such form"}
+  config = load_config(model, [*WORDS, *words]).config
+  # On no device: this process would take its memory from those that measure.
+  program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
+  assert program.adapter is not None, "lora_rank is among WORDS"
+  found, without, _ = places(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
+  given = {
+    "shape": [round(config.training.per_device_batch_size), config.training.max_target_length],
+    "form": form, "rank": config.adapter.lora_rank, "alpha": config.adapter.alpha, "steps": steps,
+    "modules": sorted({module for module, _, _ in found}),
+  }  # fmt: skip
+  with tempfile.TemporaryDirectory() as directory:
+    write_config(config.model, "bfloat16", directory)
+    return ask(python, "adapter", given | {"directory": directory}) | {"without": without}
+
+
+def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+  """What a row says of the other side."""
+  if "failed" in theirs:
+    return f" {'-':>9} {'-':>9} {'-':>6}  {theirs['failed'][:160]}"
+  times = f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}" if "failed" not in ours else "-"
+  notes = []
+  if theirs["unquantised"]:
+    notes.append(f"{', '.join(theirs['unquantised'])} in bfloat16")
+  if theirs["without"]:
+    notes.append(f"{theirs['maps']} maps; nothing added to {', '.join(theirs['without'])}")
+  return f" {theirs['tokens_per_second']:9.0f} {theirs['peak_gib']:9.2f} {times:>6}  {'; '.join(notes)}"
 
 
 def main() -> None:
@@ -80,6 +132,8 @@ def main() -> None:
   parser.add_argument("models", nargs="+", metavar="MODEL[:FORM,...]")
   parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the model's configuration")
   parser.add_argument("--steps", type=int, default=8)
+  parser.add_argument("--against", choices=["peft"], help="the other side, beside each row")
+  parser.add_argument("--python", default=sys.executable, help="that has torch, transformers, peft and bitsandbytes")
   parser.add_argument("--out", help="a JSON file of everything")
   parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
   options = parser.parse_args()
@@ -87,33 +141,38 @@ def main() -> None:
     model, _, form = options.models[0].partition(":")
     print(json.dumps(measure(model, form, options.words, options.steps)))
     return
+  from peer import apart
+
   rows: list[dict[str, Any]] = []
-  print("model           form        tokens/s   ratio   peak GiB  drawn GiB  XLA's GiB  estimate  init s  compile s  last loss")
+  print(
+    "model           form        tokens/s   ratio   peak GiB  drawn GiB  XLA's GiB  estimate  init s  compile s  last loss"
+    + ("    peft's  peak GiB  times" if options.against else "")
+  )
   for entry in options.models:
     model, _, named = entry.partition(":")
     first = None
     for form in named.split(",") if named else FORMS:
       words = ["--words", *options.words] if options.words else []
-      command = [sys.executable, __file__, f"{model}:{form}", "--alone", "--steps", str(options.steps), *words]
-      done = subprocess.run(command, capture_output=True, text=True, check=False)
-      if done.returncode:
-        error = (done.stderr.strip().splitlines() or ["?"])[-1]
-        print(f"{model:<15} {form:<10} failed ({done.returncode}): {error[:300]}", flush=True)
-        rows.append({"model": model, "form": form, "failed": done.stderr[-4000:]})
-        continue
-      row = json.loads(done.stdout.splitlines()[-1])
+      row = apart([sys.executable, __file__, f"{model}:{form}", "--alone", "--steps", str(options.steps), *words])
+      row |= {"model": model, "form": form}
+      if "failed" in row:
+        line = f"{model:<15} {form:<10} failed: {row['failed'][:300]}"
+      else:
+        first = first or row["tokens_per_second"]
+        ratio = row["tokens_per_second"] / first
+        line = (
+          f"{model:<15} {form:<10} {row['tokens_per_second']:9.0f} {ratio:7.2f} {row['peak_gib']:10.2f}"
+          f" {row['drawn_gib']:10.2f} {row['program_gib']:10.2f} {row['estimate_gib']:9.2f} {row['init_seconds']:7.0f}"
+          f" {row['compile_seconds']:10.0f} {row['losses'][-1]:10.3f}"
+        )
+      if options.against:
+        row["peft"] = against_peft(model, form, options.words, options.steps, options.python)
+        line += cells(row, row["peft"])
+      print(line, flush=True)
       rows.append(row)
-      first = first or row["tokens_per_second"]
-      ratio = row["tokens_per_second"] / first
-      print(
-        f"{model:<15} {form:<10} {row['tokens_per_second']:9.0f} {ratio:7.2f} {row['peak_gib']:10.2f} {row['drawn_gib']:10.2f}"
-        f" {row['program_gib']:10.2f} {row['estimate_gib']:9.2f} {row['init_seconds']:7.0f}"
-        f" {row['compile_seconds']:10.0f} {row['losses'][-1]:10.3f}",
-        flush=True,
-      )
-  if options.out:
-    with open(options.out, "w", encoding="utf-8") as file:
-      json.dump(rows, file, indent=1)
+      if options.out:  # what was measured stays, should a later one be cut off
+        with open(options.out, "w", encoding="utf-8") as file:
+          json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

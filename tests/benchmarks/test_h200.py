@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.h200 import starts
+from benchmarks.peer import starts
 from maxtext_like.config.files import configs_folder
 
 ROOT = configs_folder().parent

@@ -75,25 +75,7 @@ def write_adapter(
   Raises:
     UserError: a weight that peft has no place for, or ``out`` cannot be written.
   """
-  family = FAMILIES[decoder_block].huggingface
-  fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
-  found: list[tuple[str, Tensor, Piece]] = []
-  refused: dict[str, None] = {}
-  apart: list[Tensor] = []
-  for tensor in tensor_table(decoder, family):
-    if tensor.pieces[0].path in adapter.whole:
-      apart.append(tensor)
-      continue
-    for piece in tensor.pieces:
-      if piece.path not in adapter.weights or name_of(decoder, piece) not in adapter.names:
-        continue
-      own = ".".join(piece.path[2:])
-      # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
-      taken = fused and re.search(r"(gate|up|down)_proj\.weight$", tensor.name) is not None
-      if tensor.rule.kind not in _LINEAR or own in family.stacked or taken or "router" in piece.path:
-        refused[re.sub(r"\d+", "N", tensor.name)] = None
-      else:
-        found.append((_module(tensor, nested), tensor, piece))
+  found, refused, apart = places(adapter, decoder, decoder_block, nested=nested)
   if refused:
     raise UserError(
       f"{printable(out)}: peft has no place for additions to {', '.join(refused)} in this family\n"
@@ -141,6 +123,40 @@ def write_adapter(
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
   return len(found)
+
+
+def places(
+  adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool
+) -> tuple[list[tuple[str, Tensor, Piece]], list[str], list[Tensor]]:
+  """Where peft has the additions of an adapter.
+
+  Args:
+    adapter, decoder, decoder_block, nested: as of ``write_adapter``.
+
+  Returns:
+    Module, tensor and piece of each; the names, of all layers at once, of what peft has no place for; tensors that are
+    trained whole.
+  """
+  family = FAMILIES[decoder_block].huggingface
+  fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
+  found: list[tuple[str, Tensor, Piece]] = []
+  refused: dict[str, None] = {}
+  apart: list[Tensor] = []
+  for tensor in tensor_table(decoder, family):
+    if tensor.pieces[0].path in adapter.whole:
+      apart.append(tensor)
+      continue
+    for piece in tensor.pieces:
+      if piece.path not in adapter.weights or name_of(decoder, piece) not in adapter.names:
+        continue
+      own = ".".join(piece.path[2:])
+      # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
+      taken = fused and re.search(r"(gate|up|down)_proj\.weight$", tensor.name) is not None
+      if tensor.rule.kind not in _LINEAR or own in family.stacked or taken or "router" in piece.path:
+        refused[re.sub(r"\d+", "N", tensor.name)] = None
+      else:
+        found.append((_module(tensor, nested), tensor, piece))
+  return found, list(refused), apart
 
 
 def name_of(decoder: Decoder, piece: Piece) -> str:

@@ -1,0 +1,243 @@
+"""The other side of a comparison: training steps of transformers on random weights and tokens, with peft and bitsandbytes for
+an adapter.
+
+No program to call: benchmarks/h200.py (all parameters) and benchmarks/lora.py (an adapter) run it by ``ask``, in the Python
+that has torch. That process has the one side and its memory alone, and needs nothing of this project: what it builds is a
+config.json.
+
+A step of an adapter is what ``Trainer`` does of ``get_peft_model`` with bf16 and gradient_checkpointing: autocast to bfloat16
+over weights of bfloat16, nf4 or int8 and additions of float32, SDPA, every layer computed again in the backward pass, gradients
+clipped, AdamW of the additions. Every ``nn.Linear`` but the head becomes bitsandbytes' as ``BitsAndBytesConfig`` has it: nf4 in
+blocks of 64 with double quantisation, computed in bfloat16; int8 with outliers above 6 apart. Of what
+``prepare_model_for_kbit_training`` does, the casts of norms and embeddings to float32 are left out: they would cost it memory.
+Modules are drawn one after the other, each quantised before the next, so that the whole is never there in 16 bits.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def starts(length: int, documents: int) -> list[int]:
+  """Where the documents of a row begin, the later the longer: as ``step_cost.batch`` has them."""
+  return [length * i * (i + 1) // (documents * (documents + 1)) for i in range(documents)]
+
+
+def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, groups: int) -> dict[str, Any]:
+  """Seconds of a step, the first and its compilation apart, and the last loss."""
+  begin = time.perf_counter()
+  wait(step())
+  first = time.perf_counter() - begin
+  wait(step())
+  seconds: list[float] = []
+  loss = float("nan")
+  for _ in range(groups):
+    begin = time.perf_counter()
+    for _ in range(steps):
+      found = step()
+    loss = wait(found)
+    seconds.append((time.perf_counter() - begin) / steps)
+  return {"first_step_seconds": first, "seconds": statistics.median(seconds), "all_seconds": seconds, "loss": loss}
+
+
+def resident() -> float:
+  """GiB that this process held at most: where a device's allocator does not say."""
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def apart(command: list[str]) -> dict[str, Any]:
+  """The line of JSON that a program printed, in a process of its own, whose memory is its own; or what it said as it failed."""
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    return {"failed": said[-1][:500], "said": "\n".join(said[-40:])}
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def ask(python: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+  """A step of the other side, "all_weights" or "adapter" with its arguments, by a Python that has torch."""
+  # Beside torch.compile this folder must not be on the path: it imports the library's own module profile.
+  return apart([python, "-P", __file__, kind, json.dumps(given)])
+
+
+def write_config(model: Any, dtype: str, directory: str) -> None:
+  """config.json of a ``ModelConfig`` for transformers, without a tower."""
+  from maxtext_like.checkpoint.huggingface.config import export_config
+
+  Path(directory, "config.json").write_text(json.dumps(export_config(model, dtype)))
+
+
+def all_weights(directory: str, shape: list[int], documents: int, steps: int, groups: int, compiled: bool) -> dict[str, Any]:
+  """All parameters in float32, under autocast, in this process.
+
+  Args:
+    directory: of config.json.
+    shape: rows and their length.
+    documents: of a row.
+    steps, groups: as of ``timed``.
+    compiled: by torch.compile.
+  """
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
+
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  torch.manual_seed(0)
+  config = transformers.AutoConfig.from_pretrained(directory)
+  with torch.device(device):
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+  call = torch.compile(model) if compiled else model
+  tokens = torch.randint(3, config.vocab_size, shape, device=device)
+  inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+  if documents > 1:  # positions of one document, given all the same, would cost torch.compile a mask
+    begins = starts(shape[1], documents)
+    ends = [*begins[1:], shape[1]]
+    positions = torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
+    inputs["position_ids"] = positions.to(device).expand(shape)
+
+  found = timed(_step(call, inputs, list(model.parameters()), optimizer, device), lambda loss: loss.item(), steps, groups)
+  kernels = [*_kernels(model), "compile" if compiled else "eager"]
+  return found | _about(model, shape, found["seconds"], device) | {"kernels": kernels}
+
+
+def adapter(
+  directory: str, shape: list[int], form: str, rank: int, alpha: float, modules: list[str], steps: int
+) -> dict[str, Any]:
+  """Additions of low rank over weights of a form, in this process.
+
+  Args:
+    directory, shape: as of ``all_weights``.
+    form: of the weights, "bfloat16", "nf4" or "int8".
+    rank, alpha, modules: of peft's ``LoraConfig``.
+    steps: that are measured, each waited for.
+  """
+  import peft  # pyright: ignore[reportMissingImports]
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
+
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  torch.manual_seed(0)
+  config = transformers.AutoConfig.from_pretrained(directory)
+  with torch.device("meta"):
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+  begin = time.perf_counter()
+  with torch.no_grad():
+    _draw(model, model, form, device)
+  model.tie_weights()
+  model.requires_grad_(False)
+  model.is_loaded_in_4bit, model.is_loaded_in_8bit = form == "nf4", form == "int8"  # by which peft knows
+  wide = sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 2})
+  model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+  lora = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+  model = peft.get_peft_model(model, lora).train()
+  drawn, seconds = _peak(device), time.perf_counter() - begin
+  trained = [p for p in model.parameters() if p.requires_grad]
+  optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
+  tokens = torch.randint(3, config.vocab_size, shape, device=device)
+  inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+  found = timed(_step(model, inputs, trained, optimizer, device), lambda loss: loss.item(), 1, steps)
+  maps = sum(name.endswith(".lora_A") for name, _ in model.named_modules())
+  about = _about(model, shape, found["seconds"], device)
+  about["versions"] |= {"peft": peft.__version__}
+  if form != "bfloat16":
+    about["versions"] |= {"bitsandbytes": _bitsandbytes().__version__}
+  return found | about | {
+    "drawn_gib": drawn, "init_seconds": seconds, "maps": maps, "kernels": [*_kernels(model), "eager"],
+    "trained": sum(p.numel() for p in trained), "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+    "unquantised": wide if form != "bfloat16" else [],
+  }  # fmt: skip
+
+
+def _draw(module: Any, owner: Any, form: str, device: str) -> None:
+  """Draws what a module of the device "meta" holds, as ``owner``, the model of transformers around it, begins with it."""
+  import transformers  # pyright: ignore[reportMissingImports]
+  from torch import nn  # pyright: ignore[reportMissingImports]
+
+  for name, child in list(module.named_children()):
+    _draw(child, child if isinstance(child, transformers.PreTrainedModel) else owner, form, device)
+    if form != "bfloat16" and type(child) is nn.Linear and child is not owner.get_output_embeddings():
+      setattr(module, name, _quantised(child, form, device))
+  module.to_empty(device=device, recurse=False)
+  owner._init_weights(module)
+
+
+def _quantised(linear: Any, form: str, device: str) -> Any:
+  """bitsandbytes' layer in the place of one of torch."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  nn = _bitsandbytes().nn
+  sizes = linear.in_features, linear.out_features, linear.bias is not None
+  with torch.device("meta"):
+    if form == "nf4":
+      new = nn.Linear4bit(*sizes, torch.bfloat16, compress_statistics=True, quant_type="nf4")
+    else:
+      new = nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+  if form == "nf4":
+    new.weight = nn.Params4bit(
+      linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
+    ).to(device)  # fmt: skip
+  else:  # which is quantised on its way from the host alone
+    new.weight = nn.Int8Params(linear.weight.data.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
+  if linear.bias is not None:
+    new.bias = linear.bias
+  return new
+
+
+def _bitsandbytes() -> Any:
+  import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+  return bitsandbytes
+
+
+def _step(call: Any, inputs: dict[str, Any], trained: list[Any], optimizer: Any, device: str) -> Callable[[], Any]:
+  """A step: forward, backward, clipping, update; what it returns is the loss, on the device."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  def step() -> Any:
+    with torch.autocast(device, torch.bfloat16):
+      loss = call(**inputs).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+  return step
+
+
+def _peak(device: str) -> float:
+  import torch  # pyright: ignore[reportMissingImports]
+
+  return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else resident()
+
+
+def _kernels(model: Any) -> list[str]:
+  experts = getattr(model.config, "_experts_implementation", None)
+  return [f"attention {model.config._attn_implementation}", *([f"experts {experts}"] if experts else [])]
+
+
+def _about(model: Any, shape: list[int], seconds: float, device: str) -> dict[str, Any]:
+  """What every row of this side says."""
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
+
+  return {
+    "tokens": shape[0] * shape[1], "tokens_per_second": shape[0] * shape[1] / seconds, "peak_gib": _peak(device),
+    "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    "versions": {
+      "torch": torch.__version__, "transformers": transformers.__version__, "cuda": torch.version.cuda,
+      "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
+    },
+  }  # fmt: skip
+
+
+if __name__ == "__main__":
+  print(json.dumps({"all_weights": all_weights, "adapter": adapter}[sys.argv[1]](**json.loads(sys.argv[2]))))
