@@ -63,12 +63,13 @@ def dynamic_number(code: jax.Array) -> jax.Array:
   """float32 entries of ``dynamic_map``, computed to 4e-7 of each: without a gather, which a TPU has no unit for."""
   code = code.astype(jnp.int32)
   number = jnp.abs(code - 127)  # 0, and 1 to 127 for both signs; 128 is 1
-  low, step, exponent = jnp.zeros(code.shape, jnp.float32), jnp.zeros(code.shape, jnp.float32), 0
+  zero = _zero(code)
+  low, step, exponent = zero, zero, 0
   for exponent in range(7):
     here, unit = number >= 2**exponent, 10.0 ** (exponent - 6)
-    low = jnp.where(here, unit * (0.1 + 0.45 * 2.0**-exponent) - unit * 0.9, low)
-    step = jnp.where(here, unit * 0.9 * 2.0**-exponent, step)
-  value = jnp.where(number == 128, 1.0, low + step * number)
+    low = jnp.where(here, zero + (unit * (0.1 + 0.45 * 2.0**-exponent) - unit * 0.9), low)
+    step = jnp.where(here, zero + unit * 0.9 * 2.0**-exponent, step)
+  value = jnp.where(number == 128, zero + 1.0, low + step * number)
   return jnp.where(code < 127, -value, value)
 
 
@@ -192,9 +193,15 @@ def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
   return jnp.searchsorted(jnp.asarray(middles), x).astype(jnp.uint8)
 
 
+def _zero(codes: jax.Array) -> jax.Array:
+  """float32 zero, to add to a constant among all codes: jax takes what depends on nothing out of a loop that it differentiates,
+  at full size, and a GPU would keep and read an array in the place of every constant. XLA knows it for a zero."""
+  return (codes[(0,) * codes.ndim] & 0).astype(jnp.float32)
+
+
 def _chosen(codes: jax.Array, codebook: np.ndarray) -> jax.Array:
   """float32 entries of a codebook of 16, by halves, which is no gather either."""
-  entries: list[Any] = [jnp.float32(value) for value in codebook]
+  entries: list[Any] = [_zero(codes) + value for value in codebook]
   for bit in range(4):
     high = (codes >> bit) & 1 == 1
     entries = [jnp.where(high, b, a) for a, b in zip(entries[::2], entries[1::2], strict=True)]

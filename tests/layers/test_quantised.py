@@ -205,6 +205,21 @@ def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(tiny_decoder, batch):
   assert seen >= 2
 
 
+def test_no_constant_leaves_a_loop(tiny_decoder, batch):
+  """jax takes out of a loop that it differentiates what depends on nothing, and so would a constant for every code."""
+  decoder = tiny_decoder("gemma3", remat_policy="full")
+  spec = decoder.params()
+  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), abstract(spec))
+  codes = [
+    w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantised)) if isinstance(w, Quantised)
+  ]
+  shapes = {(rows // 32, *each, outputs) for *_, rows, outputs in codes for each in [(64,), ()]}
+  loss = lambda table, p: objective(decoder)({**p, "embedding": table}, batch)[0]
+  loops = [e for e in named(jax.grad(loss), p["embedding"], p, name="scan") if any(v.aval.dtype == jnp.uint8 for v in e.invars)]
+  assert len(loops) >= 2
+  assert not [v.aval for e in loops for v in e.invars if v.aval.dtype == jnp.float32 and v.aval.shape in shapes]
+
+
 def test_drawn_weights_are_those_that_are_drawn_whole():
   """Small leaves are drawn together, large ones row by row; both as they are without quantisation."""
   spec = {
