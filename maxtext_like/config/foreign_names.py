@@ -105,7 +105,8 @@ NAMES: dict[str, Foreign] = {
     "mixed_precision", "precision", "torch_dtype", "compute_type", "compute_dtype", "param_dtype", "amp",
   ),
   **_told(
-    "what the backward pass computes again is remat_policy: none, minimal, full or save_attention", "remat_policy=full",
+    "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full",
+    "remat_policy=full",
     "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing", "remat", "recompute",
     "disable_gradient_checkpointing", "enable_activation_checkpointing", "activation_checkpoint",
   ),

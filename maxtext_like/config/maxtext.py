@@ -102,7 +102,10 @@ KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
 _FILES = Meaning(refused=f"the text comes from files of yours: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
-_KEPT = Meaning(refused="write remat_policy=minimal (products are kept), save_attention, full (nothing is kept) or none")
+_KEPT = Meaning(
+  refused="write remat_policy=minimal (products are kept), save_mlp (o, gate, up and down), save_outputs (o and down), "
+  "save_attention, full (nothing is kept) or none"
+)
 _MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
 VALUES: dict[str, Mapping[str, Meaning]] = {

@@ -166,7 +166,6 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
       "a sum over microbatches is all gradients at a time: raise per_device_batch_size instead, of whose activations a layer's "
       "alone are in memory",
     ),
-    "remat_policy": (t.remat_policy != "full", "a layer is computed again where it is differentiated: set remat_policy=full"),
     "lora_rank": (config.adapter.lora_rank > 0, "the gradients of an adapter are small: leave optimizer_in_backward out"),
     "numerics_every": (config.logging.numerics_every > 0, "no pass sees all layers' gradients: set numerics_every=0"),
   }

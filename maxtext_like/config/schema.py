@@ -36,7 +36,7 @@ class TrainingConfig(Checked):
   seed: int
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
-  remat_policy: Literal["none", "minimal", "full", "save_attention"]
+  remat_policy: Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
   grouped_product: grouped.Choice
   attention: Choice
   per_device_batch_size: int | float

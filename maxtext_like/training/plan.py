@@ -18,6 +18,7 @@ from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers import tiles
+from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory, tpu_memory
@@ -35,6 +36,9 @@ arrays of several times lie around each other: 1.00 to 1.21, the mean of the pro
 
 PASSES = 11.5
 """How often what a layer keeps without remat goes through memory in a step with remat, temporaries included: of the same."""
+_OUTPUTS = ("attention.o", "mlp.down", "shared.down")
+KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
+"""The weights whose products a remat policy keeps: those that the layers name so."""
 
 Target = Topology | GpuHost | Cpus
 
@@ -169,7 +173,15 @@ def _recomputed(program: TrainProgram) -> float:
   name = "embedding" if decoder.cfg.tied else "head"
   taught = all(jax.tree.leaves(selection.leaves[name]))
   head = (6.0 if taught else 4.0) * decoder.cfg.embedding.vocab_size * config.model.emb_dim * rows * length
+  if policy in KEPT:
+    return (whole - head) / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy])
   return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
+
+
+def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:
+  """Of weights by their names in all layers."""
+  leaves = (leaf for layer in decoder.layers for leaf in jax.tree_util.tree_leaves_with_path(layer.params()))
+  return sum(math.prod(p.shape) for path, p in leaves if ".".join(path_keys(path)[-2:]) in weights)
 
 
 def search(config: Config, target: Target) -> list[Plan]:

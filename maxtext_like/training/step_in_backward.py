@@ -1,8 +1,9 @@
 """The train step that updates each layer as soon as the backward pass has its gradient, so that no two layers' gradients exist
 at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
 
-The forward pass keeps what each layer reads, and nothing else. The backward pass goes through the layers from the last one to
-the first: it computes a layer again, differentiates it, updates it where it lies, and hands the cotangent of what it read on.
+The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says. The backward pass goes through the
+layers from the last one to the first: it computes again what was not kept, differentiates the layer, updates it where it lies,
+and hands the cotangent of what it read on.
 What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
 
 A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
@@ -27,6 +28,7 @@ from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
+from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
 from maxtext_like.training.trainable import merge
 
@@ -61,6 +63,8 @@ class _Forward(NamedTuple):
   Attributes:
     out: terms of the loss and what else ``TrainStep.total`` hands out.
     read: of each run, what its layers read: a carry for each layer of a row, every leaf with a leading axis of rows.
+    kept: of each run, the arrays that each layer of a row keeps besides, with a leading axis of rows.
+    residuals: of each run, what these are of each layer's pull-back; nothing where layers keep nothing.
     last: cotangent of the last carry.
     handed_out: of each run, cotangents of the floats that its layers handed out.
     outside: gradients of what lies in no stack, as far as it comes after the layers.
@@ -71,6 +75,8 @@ class _Forward(NamedTuple):
 
   out: dict[str, Any]
   read: list[list[Carry]]
+  kept: list[list[list[jax.Array]]]
+  residuals: list[list[Residuals]]
   last: Carry
   handed_out: list[dict[str, Aux]]
   outside: Tree
@@ -189,8 +195,10 @@ class _Pass:
     self.optimizers = step.optimizer.parts
     self.masks = step.selection.masks
     decoder = self.decoder = step.objective.decoder
-    # A layer is computed again where it is differentiated, whole, and nothing else of it is kept.
-    self.layers = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
+    # "full" needs no remat: a layer is differentiated where its turn is, and nothing of it was kept.
+    self.keeps = decoder.cfg.remat_policy != "full"
+    whole = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
+    self.layers = decoder if self.keeps else whole
     self.runs = []
     for s in decoder.stacks:
       first = 0
@@ -217,21 +225,34 @@ class _Pass:
       return (carry, per_layer), first
 
     (carry, per_layer), pull_enter, first = jax.vjp(enter, outside, has_aux=True)
-    read, floats, others = [], [], []
-    whole = merge(params, frozen)
+    read, saved, floats, others = [], [], [], []
+    residuals: list[list[Residuals]] = []
     for run in self.runs:
+      name, shapes = run.stack.name, []
+      residuals.append(shapes)
 
-      def body(carry, row, run=run):
-        carries, aux = [], {}
-        row = jax.tree.map(as_declared, row)
-        for j, layer in enumerate(run.layers):
+      def body(carry, row, run=run, shapes=shapes):
+        carries, arrays, found, rest = [], [], {}, {}
+        mine, theirs, inputs = jax.tree.map(as_declared, row)
+        shapes.clear()  # a loop may be traced twice
+        for j in range(len(run.layers)):
+          key, own = f"layer_{j}", None if inputs is None else {j: inputs[j]}
           carries.append(carry)
-          carry, aux[f"layer_{j}"] = self.layers.run_layer(run.stack, j, layer, carry, row, ctx)
-        return carry, (carries, *_floats(aux))
+          call = self._layer(run, j, theirs[key], ctx)
+          if self.keeps:
+            given = (mine[key], theirs[key], carry, own, ctx)
+            (carry, found[key]), pull, rest[key] = jax.vjp(call, mine[key], carry, own, has_aux=True)
+            shape, array = Residuals.of(pull, given)
+            shapes.append(shape)
+            arrays.append(array)
+          else:
+            (carry, found[key]), rest[key] = call(mine[key], carry, own)
+        return carry, (carries, arrays, found, rest)
 
-      rows = jax.tree.map(lambda x, run=run: x[run.first : run.first + run.count], decoder.rows(run.stack, whole, per_layer))
+      inputs = decoder.rows(run.stack, {name: None}, per_layer)["per_layer"]
+      rows = jax.tree.map(lambda x, run=run: x[run.first : run.first + run.count], (params[name], frozen[name], inputs))
       carry, found = self._scan(body, carry, rows, run)
-      for kind, value in zip((read, floats, others), found, strict=True):
+      for kind, value in zip((read, saved, floats, others), found, strict=True):
         kind.append(value)
 
     def leave(outside, carry, floats):
@@ -245,7 +266,19 @@ class _Pass:
 
     total, pull_leave, out = jax.vjp(leave, outside, carry, floats, has_aux=True)
     d_outside, last, handed_out = pull_leave(jnp.ones_like(total))
-    return _Forward(out, read, last, handed_out, d_outside, pull_enter, ctx, per_layer)
+    return _Forward(out, read, saved, residuals, last, handed_out, d_outside, pull_enter, ctx, per_layer)
+
+  def _layer(self, run: _Run, j: int, theirs: Tree, ctx: Context) -> Callable[..., Any]:
+    """Layer j of a row as a function of what has gradients: (its trained parameters, the carry, its own input {j: [B, T, P]} or
+    None) -> ((the carry, floats that it hands out), what it hands out besides)."""
+
+    def call(mine, carried, own):
+      row = {"params": {f"layer_{j}": merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
+      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx)
+      floats, others = _floats(aux)
+      return (carried, floats), others
+
+    return call
 
   def backward(
     self, forward: _Forward, params: Tree, frozen: Tree, opt_state: Tree, alive: jax.Array, norm: Norm | None
@@ -267,7 +300,8 @@ class _Pass:
     updated: dict[str, Tree] = {}  # by stack, and the state of its parts
     states: dict[Part, Tree] = {}
     seen: dict[Part, list[_Seen]] = {part: [] for part in self.optimizers}
-    for run, read, handed_out in reversed([*zip(self.runs, forward.read, forward.handed_out, strict=True)]):
+    made = zip(self.runs, forward.read, forward.kept, forward.residuals, forward.handed_out, strict=True)
+    for run, read, kept, residuals, handed_out in reversed([*made]):
       name = run.stack.name
       parts = [(name, f"layer_{j}") for j in range(len(run.layers))]
       inputs = self.decoder.rows(run.stack, {name: None}, forward.per_layer)["per_layer"]
@@ -278,9 +312,9 @@ class _Pass:
           {part: states[part] if part in states else take_state(opt_state, part) for part in parts},
         )
 
-      def body(carry, x, run=run, name=name, parts=parts):
+      def body(carry, x, run=run, name=name, parts=parts, residuals=residuals):
         written, cotangent, alive = carry
-        row, read, handed_out, inputs = x
+        row, read, kept, handed_out, inputs = x
         held, states = written or (params[name], None)
         found: dict[str, _Seen] = {}
         d_inputs: list[Any] = [None] * len(parts)
@@ -288,18 +322,15 @@ class _Pass:
           part, key = parts[j], parts[j][1]
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
-          carried, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
-            (read[j], cotangent, alive, row, held, states)
+          carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
+            (read[j], kept[j] if kept else [], cotangent, alive, row, held, states)
           )
           mine, theirs = _at(held[key], row), _at(frozen[name][key], row)
-
-          def call(mine, carried, own, run=run, j=j, key=key, theirs=theirs):
-            x = {"params": {key: merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
-            carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, x, forward.ctx)
-            return carried, _floats(aux)[0]
-
           own = None if inputs is None else {j: inputs[j]}
-          _, pull = jax.vjp(call, mine, carried, own)
+          if residuals:
+            pull = residuals[j].pull(arrays, (mine, theirs, carried, own, forward.ctx))
+          else:
+            _, pull, _ = jax.vjp(self._layer(run, j, theirs, forward.ctx), mine, carried, own, has_aux=True)
           grads, cotangent, d_inputs[j] = pull((cotangent, handed_out[key]))
           state = None if states is None else _at(states[part], row)
           tree = lambda x, key=key: {name: {key: x}}
@@ -311,7 +342,7 @@ class _Pass:
         return (None if states is None else (held, states), cotangent, alive), (found, d_own)
 
       here = slice(run.first, run.first + run.count)
-      xs = run.first + jnp.arange(run.count), read, handed_out, None if inputs is None else inputs[here]
+      xs = run.first + jnp.arange(run.count), read, kept, handed_out, None if inputs is None else inputs[here]
       (written, cotangent, alive), (found, d_own) = self._scan(body, (written, cotangent, alive), xs, run, reverse=True)
       d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))
       for part in parts:

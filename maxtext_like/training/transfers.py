@@ -127,7 +127,7 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   model, config = program.model, program.config
   ways, length = model.ways("sequence"), config.training.max_target_length
   item, parts = jnp.dtype(config.precision.dtype).itemsize, _microbatches(program)
-  forward = (2 if config.training.remat_policy == "full" else 1) * parts
+  forward = (2 if config.training.remat_policy in ("full", "save_mlp", "save_outputs") else 1) * parts
   rows, size = model.rows // model.ways("batch"), length // ways
   gathered = neighbours = layers = windows = 0
   lent: dict[str, list[tuple[int, ...]]] = {}
@@ -156,7 +156,7 @@ def _of_sums(program: TrainProgram) -> Iterator[Transfer]:
   read, of each weight by itself."""
   model, config = program.model, program.config
   mesh, rules = model.mesh, model.decoder.cfg.rules
-  again = 1 if config.training.remat_policy in ("none", "minimal") else 2
+  again = 1 if config.training.remat_policy in ("none", "minimal", "save_mlp", "save_outputs") else 2
   size = times = 0
   for layer in model.decoder.layers:
     for p in jax.tree.leaves(layer.params()):

@@ -216,4 +216,5 @@ class Attention:
       )
       out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches)
+    out_BTD = checkpoint_name(out_BTD, "output")
     return (out_BTD + self.precision.cast(p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -24,7 +24,7 @@ from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows
 
-RematPolicy = Literal["none", "minimal", "full", "save_attention"]
+RematPolicy = Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
 
 
 def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
@@ -39,6 +39,8 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
     "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
     "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "save_outputs": jax.checkpoint_policies.save_only_these_names("output"),
+    "save_mlp": jax.checkpoint_policies.save_only_these_names("output", "mlp"),
   }[policy]
   return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 

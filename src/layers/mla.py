@@ -221,6 +221,7 @@ class MLA:
       ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
+    out = checkpoint_name(out, "output")
     return out + self.precision.cast(p["o_bias"]) if c.bias else out
 
   @property

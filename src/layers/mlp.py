@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.param import Param
@@ -107,11 +108,12 @@ class MLP:
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
     float32 = keep_float32(self.precision)
-    wide = lambda name: product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32)
+    wide = lambda name: checkpoint_name(product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32), "mlp")
     gate, up = (ctx.rules.share(wide(name), "batch", "sequence", "mlp") for name in ("gate", "up"))
 
     def down(hidden_BTF):
-      return product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
+      out_BTD = product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
+      return checkpoint_name(out_BTD, "output")
 
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down)
     ctx.note("rescued", rescued)

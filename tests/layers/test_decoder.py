@@ -85,7 +85,7 @@ def test_scan_is_the_loop(family, compiled, batch):
       assert (g == 0).all(), name
 
 
-@pytest.mark.parametrize("policy", ["full", *slow("minimal", "save_attention")])
+@pytest.mark.parametrize("policy", ["full", *slow("minimal", "save_mlp", "save_attention")])
 @pytest.mark.parametrize("family", ["gemma3", *slow("gemma4-moe", "gemma4-e2b", "deepseek3.2")])
 def test_remat_changes_no_number(family, policy, compiled, batch):
   """Gemma 3 with two rows of two layers, which is the least that is scanned."""
@@ -104,9 +104,9 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
     _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: objective(decoder)(p, batch)[0], p), p)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
-  sizes = {policy: kept(policy) for policy in ("none", "minimal", "full", "save_attention")}
+  sizes = {policy: kept(policy) for policy in ("none", "minimal", "save_mlp", "save_outputs", "full", "save_attention")}
   assert sizes["full"] < sizes["save_attention"] < sizes["none"]
-  assert sizes["full"] < sizes["minimal"] < sizes["none"]
+  assert sizes["full"] < sizes["save_outputs"] < sizes["save_mlp"] < sizes["minimal"] < sizes["none"]
 
 
 # --- documents and padding ---

@@ -66,11 +66,13 @@ def test_a_logit_is_counted_once():
 
 
 def test_remat_takes_what_it_computes_again():
-  none, attention, full = (
-    planned("gemma4-tiny", "v6e-8", f"remat_policy={policy}") for policy in ("none", "save_attention", "full")
+  none, mlp, outputs, attention, full = (
+    planned("gemma4-tiny", "v6e-8", f"remat_policy={policy}")
+    for policy in ("none", "save_mlp", "save_outputs", "save_attention", "full")
   )
   assert none.flops == none.model_flops == full.model_flops
   assert none.flops < attention.flops < full.flops < 4 / 3 * none.flops
+  assert none.flops < mlp.flops < outputs.flops < full.flops
   assert full.classes["activations"] < none.classes["activations"]
 
 
