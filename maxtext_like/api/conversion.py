@@ -230,13 +230,20 @@ class ExportedAdapter(Saved):
     directory: adapter_config.json and adapter_model.safetensors; here or in a store.
     maps: linear maps that it adds to.
     rank: of the additions; of most, where lora_rank_pattern gives some another.
-    base: the weights that it was trained on; None: they were drawn from a seed.
+    base: the weights that it was trained on; None: they were drawn.
+    seed: that they were drawn from; of no meaning with a base.
   """
 
   directory: "Path | Place"
   maps: int
   rank: int
   base: str | None
+  seed: int
+
+  @property
+  def below(self) -> str:
+    """The weights that it was trained on, in words."""
+    return self.base or f"weights drawn from seed {self.seed}"
 
 
 def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapter:
@@ -259,13 +266,20 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
   model = _on_one_device(step, stored)
   adapter, factors = read_adapter(step, stored, model)
-  base = Base.from_json(stored.extra[EXTRA]).source
+  base = Base.from_json(stored.extra[EXTRA])
   nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested
   settings = section("adapter", stored.config)
   maps = write_adapter(
-    target, adapter, factors, model.decoder, model.config.model.decoder_block, base=base, nested=nested, settings=settings
+    target,
+    adapter,
+    factors,
+    model.decoder,
+    model.config.model.decoder_block,
+    base=base.source,
+    nested=nested,
+    settings=settings,
   )
-  return ExportedAdapter(target, maps, settings.lora_rank, base)
+  return ExportedAdapter(target, maps, settings.lora_rank, base.source, base.seed)
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

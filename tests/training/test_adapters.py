@@ -126,6 +126,13 @@ def test_peft_s_files_come_back_as_the_same_model(workplace, tmp_path):
   np.testing.assert_allclose(loaded, merged, atol=1e-5)
 
 
+def test_an_adapter_of_drawn_weights_says_which_they_are(workplace, tmp_path, capsys):
+  assert train(workplace, "drawn", *LORA, "steps=1", "seed=7") == 0
+  capsys.readouterr()
+  assert main(["export", str(workplace / "drawn"), "--out", str(tmp_path / "peft"), "--adapter"]) == 0
+  assert capsys.readouterr().out == f"{tmp_path}/peft: an adapter of 14 linear maps, rank 3, of weights drawn from seed 7\n"
+
+
 def test_an_export_has_the_adapter_added(workplace, tmp_path):
   maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="float32")
   merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])

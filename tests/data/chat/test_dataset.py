@@ -147,6 +147,19 @@ def test_bad_records_are_told_before_the_first_step(make, tmp_path, caplog):
   assert "3 of 8 records are bad and left out" in caplog.text
 
 
+def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_path):
+  """It would teach to end the turn at once. Earlier answers are not learned with train_on=last, and none with weight 0."""
+  question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+  for empty in ("", " \n", [{"type": "text", "text": ""}]):
+    silent = {"role": "assistant", "content": empty}
+    path = write(tmp_path, [*RECORDS, {"messages": [question, silent, question, answer]}])
+    with pytest.raises(UserError, match=rf"{path}:5: message 2: the assistant's answer is empty"):
+      make(**CHAT, dataset_path=path)
+    make(**CHAT | {"train_on": "last"}, dataset_path=path)
+    make(**CHAT | {"train_on": "all"}, dataset_path=path)
+    make(**CHAT, dataset_path=write(tmp_path, [{"messages": [question, silent | {"weight": 0}, question, answer]}]))
+
+
 def test_thoughts_that_are_lost_are_told_once(make, tmp_path, caplog):
   record = said("a", "b", "c", "d")
   record["messages"][1]["reasoning_content"] = "Hm."
