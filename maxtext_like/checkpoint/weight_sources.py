@@ -173,6 +173,11 @@ def require_source(source: Path | Place, named: str = "init_from") -> None:
 def no_checkpoint(what: str, directory: Path | Place) -> UserError:
   """The error for a directory without weights; ``what`` says who named it, and the directory."""
   known = isinstance(directory, Path) and directory.exists()
+  if isinstance(directory, Path) and (directory / "adapter_config.json").is_file():
+    return UserError(
+      f"{what} is an adapter of peft's, and no weights\n"
+      "  fix: name the weights that it adds to; the adapter is lora_from=DIR of a run, --adapter DIR of generate"
+    )
   return UserError(
     f"{what} {'is no checkpoint' if known or isinstance(directory, Place) else 'does not exist'}{hub.advice(str(directory))}\n"
     "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"

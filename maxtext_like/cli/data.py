@@ -68,4 +68,5 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
     f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn",
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
-  return [*lines, *(f"bad       {reason}" for reason in c.reasons)]
+  lines += [f"bad       {reason}" for reason in c.reasons]
+  return lines + ([f"bad       ... and {c.bad - len(c.reasons):,} more"] if c.bad > len(c.reasons) else [])

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   usual = gc.get_threshold()
   gc.set_threshold(50_000, 20, 100)  # what imports and tracing make stays: an eighth of a start went into looking for garbage
   try:
-    code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+    with streams.LogLines():
+      code = _exit_code(list(sys.argv[1:] if argv is None else argv))
   finally:
     gc.set_threshold(*usual)
   if left_behind.any_running():

@@ -1,6 +1,7 @@
 """Standard input, output and error of the process, which a caller may have closed or may close under way."""
 
 import contextlib
+import logging
 import os
 import select
 import sys
@@ -25,6 +26,25 @@ def say_error(text: str) -> None:
   """Prints to standard error; where nobody takes it, the exit code has to say it alone."""
   with contextlib.suppress(OSError):
     print(text, file=sys.stderr, flush=True)
+
+
+class LogLines(logging.Handler):
+  """Warnings as lines on standard error, as a run shows them. While this is there, no library gives all loggers a handler of
+  its own: orbax does when it is imported, and our warnings came with the names of modules."""
+
+  def __init__(self) -> None:
+    super().__init__(logging.WARNING)
+
+  def __enter__(self) -> "LogLines":
+    logging.getLogger().addHandler(self)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    logging.getLogger().removeHandler(self)
+
+  def emit(self, record: logging.LogRecord) -> None:
+    whose = "" if record.name.startswith("maxtext_like") else f"{record.name}: "
+    say_error(f"{record.levelname.lower()}: {whose}{record.getMessage()}")
 
 
 def reader_left() -> bool:

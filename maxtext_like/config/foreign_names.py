@@ -121,7 +121,7 @@ NAMES: dict[str, Foreign] = {
     "dataset_dir", "dataset_name", "datasets", "train_dataset", "data", "train_data", "eval_dataset",
   ),
   **_renamed("dataset_path", "data_path", "data_files", "train_file", "train_files", "train_path", "data_dir", "dataset_files"),
-  **_renamed("dataset_weights", "train_weights", "mixture_weights", "interleave_probs", "data_weights"),
+  **_renamed("dataset_weights", "dataset_mixture", "train_weights", "mixture_weights", "interleave_probs", "data_weights"),
   **_renamed("eval_path", "eval_data_path", "val_file", "validation_file", "valid_data", "eval_file", "eval_data_files"),
   **_renamed("text_field", "dataset_text_field", "text_column", "text_key", "content_field"),
   **_renamed("images_field", "image_column", "image_field", "images_column"),
@@ -151,7 +151,7 @@ NAMES: dict[str, Foreign] = {
   **_renamed("eval_interval", "eval_every", "eval_freq", "evaluation_steps", "val_check_interval", "test_interval"),
   **_told("a key gives the steps between evaluations", "eval_interval=N", "eval_strategy", "evaluation_strategy", "do_eval"),
   **_told("a key gives the steps between checkpoints", "checkpoint_interval=N", "save_strategy", "save_only_model"),
-  **_told(_METRICS, "enable_tensorboard=true", "report_to", "logger"),
+  **_told(_METRICS, "wandb_project=NAME, mlflow_experiment=NAME or enable_tensorboard=true", "report_to", "logger"),
   **_told(
     "the first parameters have a seed and the order of the documents has one", "seed={value} data_shuffle_seed={value}",
     "rng_seed", "random_seed", "manual_seed", "global_seed",
@@ -232,14 +232,18 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
     "template chat_template_* use_chat_template apply_chat_template default_system system_prompt",
     Foreign("a conversation is rendered as the model's own template has it", "data_format=chat, chat_template=FILE.jinja"),
   ),
-  ("*dropout* neftune*", Foreign("no model of this project has dropout or noise")),
+  ("*dropout*", Foreign("an adapter alone has dropout, by lora_dropout")),
+  ("neftune*", Foreign("no noise is added to embeddings")),
   ("hf_* hub_* push_to_hub", Foreign(_HUB, "dataset=parquet dataset_path=FILES, tokenizer=FILE, init_from=DIRECTORY")),
   ("wandb* *_wandb", Foreign("Weights & Biases is asked for by its project", "wandb_project=NAME")),
   ("mlflow* *_mlflow", Foreign("MLflow is asked for by its experiment", "mlflow_experiment=NAME")),
   ("comet* swanlab* neptune* metrics_file", Foreign(_METRICS, "enable_tensorboard=true")),
   (
     "early_stopping* load_best_model* metric_for_best* greater_is_better target_eval_loss",
-    Foreign("a run ends after its steps, and keeps the newest checkpoints, not the best"),
+    Foreign(
+      "the step of the lowest eval_loss is kept by one key, and the run ends early by another",
+      "eval_interval=N keep_best=true early_stopping_patience=3",
+    ),
   ),
   (
     "grain_* olmo_* tfds_* train_split eval_split eval_dataset_name train_data_columns eval_data_columns max_corpus_chars",

@@ -52,6 +52,14 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   assert f"{chats}:3: the record is list, expected an object: of a file that is one list each entry has to be a line" in out
 
 
+def test_of_many_bad_records_some_are_listed(chats, capsys):
+  chats.write_text('{"text": "a"}\n' * 12)
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show=0"]) == 2
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[-2].startswith(f"bad       {chats}:10: ")
+  assert lines[-1] == "bad       ... and 2 more"
+
+
 def test_on_a_terminal_it_is_green(chats, capsys, monkeypatch):
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
   monkeypatch.delenv("NO_COLOR", raising=False)

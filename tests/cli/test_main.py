@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import logging
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from maxtext_like import errors
 from maxtext_like.cli import main as cli
+from maxtext_like.cli import streams
 from maxtext_like.cli.main import VERBS, main, printable
 from maxtext_like.errors import StoppedRunError, UserError
 
@@ -221,3 +223,13 @@ def test_the_exit_code_says_it_where_no_stream_does(redirect):
   assert (
     subprocess.run(["sh", "-c", script, sys.executable], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 2
   )
+
+
+def test_warnings_are_lines_of_their_own(capsys):
+  with streams.LogLines():
+    logging.getLogger("maxtext_like.checkpoint.restore").warning("cast %d arrays", 3)
+    logging.getLogger("some.library").error("no")
+    logging.getLogger("maxtext_like.data").info("what nobody asked for")
+    logging.basicConfig()  # as libraries do
+  assert capsys.readouterr().err == "warning: cast 3 arrays\nerror: some.library: no\n"
+  assert not any(isinstance(handler, streams.LogLines) for handler in logging.getLogger().handlers)
