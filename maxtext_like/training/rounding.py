@@ -109,3 +109,8 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
   if info.bits == 8:
     found, x = jnp.clip(found, -largest, largest), jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
   return jnp.where(inside, found, x).astype(dtype)
+
+
+def stays_finite(x: jax.Array, dtype: Any) -> jax.Array:
+  """Bool of x's shape: what ``stochastic_round`` makes of the numbers is finite, whatever the bits."""
+  return ~jnp.isnan(x) if jnp.finfo(dtype).bits == 8 else jnp.isfinite(x.astype(dtype))

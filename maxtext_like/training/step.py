@@ -131,7 +131,7 @@ class TrainStep:
     def update():
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
-      new = self.moved(params, direction, rate, state["step"])
+      new = self.stored(self.moved(params, direction, rate), params, state["step"])
       survival = {}
       if self.survival and not self.watch:
         arrived, intended = map(sums_of_rows, update_survival.products(params, new, direction, rate))
@@ -203,18 +203,26 @@ class TrainStep:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | survival | optional_metrics(losses, scaling)
 
-  def moved(self, params: Any, direction: Any, rate: jax.Array, step: jax.Array, row: jax.Array | None = None) -> Any:
-    """Parameters, in the dtypes that they are stored in, ``rate`` times the direction (float32) further down.
+  def moved(self, params: Any, direction: Any, rate: jax.Array) -> Any:
+    """Parameters ``rate`` times the direction further down, float32.
 
     Args:
-      params, direction, rate: trees of the same structure, and a float32 scalar.
-      step: int32 scalar, of the state.
-      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
+      params, direction, rate: trees of the same structure, the second of float32, and a float32 scalar.
     """
     change = jax.tree.map(lambda d: rate * d, direction)
     if self.watch:
       change = self.watch("update", change)
-    moved = jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
+    return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
+
+  def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None) -> Any:
+    """Updated parameters in the dtypes that they are stored in.
+
+    Args:
+      moved: of the method of this name.
+      params: before the update.
+      step: int32 scalar, of the state.
+      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
+    """
     if self.rounding:
       return self.rounding(moved, params, step, row)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)

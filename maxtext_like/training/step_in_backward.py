@@ -29,6 +29,7 @@ from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, 
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
 from maxtext_like.training.residuals import Residuals
+from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
 from maxtext_like.training.trainable import merge
 
@@ -394,10 +395,13 @@ class _Pass:
       grads = clip(grads, norm, step.clip)
     direction, new_state = self.optimizers[part].update(grads, state, params)
     direction = _masked(direction, masks, row)
-    new, survival = step.moved(params, direction, self.rate, self.number, row), None
+    moved, survival = step.moved(params, direction, self.rate), None
+    new = step.stored(moved, params, self.number, row)
     if step.survival:
       survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
-    updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)
+    # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
+    finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
+    updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
     peaks = peaks_of_arrays(new_state)
     alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))

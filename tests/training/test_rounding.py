@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.rounding import StochasticRounding, random_bits, stochastic_round
+from maxtext_like.training.rounding import StochasticRounding, random_bits, stays_finite, stochastic_round
 from maxtext_like.training.step import UNKNOWN
 from tests.processes import environment
 from tests.training.toy import toy_batch, toy_config, toy_step
@@ -76,6 +76,18 @@ def test_beyond_the_largest_number():
   assert rounded([1e6], "float16", [0])[0] == np.inf  # the check of the updated parameters sees it
   assert float(rounded([500.0], "float8_e4m3fn", [0])[0]) == 448.0
   assert float(rounded([-1e9], "float8_e5m2", [7])[0]) == -57344.0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_whether_it_stays_finite_is_known_before(name: str):
+  largest = float(ml_dtypes.finfo(KINDS[name]).max)
+  with np.errstate(over="ignore"):
+    edge = (largest * np.array([1, 1 + 2**-12, 1.001, 1.01, 1.1, 2])).astype(np.float32)
+  x = jnp.concatenate([edge, -edge, jnp.array([0, 1e-30, np.inf, -np.inf, np.nan], np.float32)])
+  wanted = np.asarray(stays_finite(x, KINDS[name]))
+  for bits in (0, 2**31, 2**32 - 1):
+    found = rounded(x, name, np.full(x.shape, bits, np.uint32))
+    np.testing.assert_array_equal(np.isfinite(found.astype(np.float64)), wanted)
 
 
 def test_bits_depend_on_seed_step_and_path_and_not_on_the_devices():
