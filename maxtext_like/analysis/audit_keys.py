@@ -9,6 +9,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import KEYS, PrecisionKey
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.hlo import Instruction, Reading
@@ -19,6 +20,7 @@ SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64
 _WIDTH = {"f8": 0, "f16": 1, "bf16": 1, "f32": 2, "f64": 3}
 # Forward products whose operands are plainly ``dtype``: no flag widens them.
 _PLAIN = ("qk_product", "pv_product", "attention", "mla", "mlp", "down_product", "per_layer_input", "vision", "experts")
+_LARGE = ("attention", "mla", "mlp", "down_product")  # with the products that matmul_dtype is for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,8 @@ class _Program:
   def forward(self, *sites: str, kinds: Iterable[str] = ("dot",)) -> list[Instruction]:
     """Instructions of the forward pass and of what is computed of it again."""
     kinds = frozenset(kinds)
-    return [
-      i for i in self.reading.instructions if i.kind in kinds and i.stage != "backward" and site_of(i) in sites and _floats(i)
-    ]
+    found = (i for i in self.reading.instructions if i.kind in kinds and i.stage != "backward" and site_of(i) in sites)
+    return [i for i in found if _floats(i) and float8.SCOPE not in i.scopes]
 
   def judge_products(self, found: list[str], wide: bool, what: str) -> tuple[Verdict, str]:
     """All float32 where that is asked for; else at least one in ``dtype``, beside what is float32 for its own reasons."""
@@ -174,8 +175,37 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
       continue  # the grouped product has float32 operands then
     if site_of(i) == "per_layer_input" and p.precision.dtype == "float16":
       continue
+    if _in_float8(p, i):
+      continue
     found += i.operands[:2]
-  return p.judge(found, asked, "operands of products")
+  return _NO_OTHER if _all_low(p, found) else p.judge(found, asked, "operands of products")
+
+
+def _in_float8(p: _Program, i: Instruction) -> bool:
+  """Whether ``matmul_dtype`` asks for a product in float8: not of an adapter, not of experts."""
+  asked = p.precision.matmul_dtype == "float8" and site_of(i) in _LARGE
+  return asked and {"lora", "dora", "experts", "vision", "dequantise"}.isdisjoint(i.scopes)
+
+
+_NO_OTHER: tuple[Verdict, str] = ("not shown", "every product is one of float8 numbers, or a fused kernel's")
+
+
+def _all_low(p: _Program, found: list[str]) -> bool:
+  return not found and p.precision.matmul_dtype == "float8"
+
+
+def _matmul_dtype(p: _Program) -> tuple[Verdict, str]:
+  products = p.forward(*_LARGE)
+  low = [d for i in products for d in i.operands[:2] if d.startswith("f8")]
+  if p.precision.matmul_dtype == "dtype":
+    return ("not honoured" if low else "honoured"), f"{len(low)} operands of {len(products)} products float8"
+  asked = [i for i in products if _in_float8(p, i)]
+  wide = [i for i in asked if not all(d.startswith("f8") for d in i.operands[:2])]
+  if p.compiled and wide:
+    return "not shown", "a compiler without float8 products makes wider ones of the rounded numbers"
+  if wide or not asked:
+    return "not honoured", f"{len(wide)} of {len(asked)} products not of float8 operands"
+  return "honoured", f"{len(asked)} products {_several(low)}"
 
 
 def _residual(p: _Program) -> tuple[Verdict, str]:
@@ -229,8 +259,11 @@ def _cast_logits(p: _Program) -> tuple[Verdict, str]:
 
 def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
   asked = p.precision.matmul_precision
-  found = [i.precision for i in p.forward("attention", "mla", "mlp", "qk_product", "pv_product", "down_product")]
+  # Of float8 nothing is lost in the units, and a precision says how sums are made.
+  found = [i.precision for i in p.forward("qk_product", "pv_product", *_LARGE) if not _in_float8(p, i)]
   wrong = [w for w in found if w != asked]
+  if _all_low(p, found):
+    return _NO_OTHER
   if p.compiled and (wrong or not found):
     return "not shown", "a compiler turns precision into several products"
   if wrong or not found:
@@ -277,6 +310,7 @@ _JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "float32_vision_pool": _vision_pool,
   "cast_logits_to_fp32": _cast_logits,
   "matmul_precision": _matmul_precision,
+  "matmul_dtype": _matmul_dtype,
   "reduction_dtype": _reductions,
 }
 """Keys that are held against the program in a way of their own; the others by their signs."""

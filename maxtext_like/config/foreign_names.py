@@ -211,8 +211,11 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
     Foreign("what is trained is a list of patterns of parameter names", _PART),
   ),
   (
-    "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* fp8* *_fp8 int8 gptq* awq* "
-    "constant_bound_config",
+    "fp8* *_fp8 float8*",
+    Foreign("products in float8 are a key, with scales of each tensor as it is", "matmul_dtype=float8"),
+  ),
+  (
+    "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* int8 gptq* awq* constant_bound_config",
     Foreign("weights are quantised below an adapter alone", "lora_rank=16 base_weights=nf4"),
   ),
   (

@@ -229,6 +229,10 @@ class PrecisionConfig(Checked):
     default="default", safer="highest", per_layer=True, mends="error", turn=4, idle_on={"cpu": get_args(Dtype)},
     meaning="precision of float32 matrix products on GPU and TPU",
   )  # fmt: skip
+  matmul_dtype: Literal["dtype", "float8"] = _key(
+    default="dtype", safer="dtype", per_layer=True, mends="error", turn=0,
+    meaning="operands of products by weights of attention and MLP: dtype, or float8 (not on TPU; not of routed experts)",
+  )  # fmt: skip
   reduction_dtype: Literal["float32", "dtype"] = _key(
     default="float32", safer="float32", mends="error", turn=3, always=("float32",), directions=("backward",),
     meaning="sums that devices share, gradients above all: float32, rounded once as on one device; dtype rounds each part",

@@ -24,6 +24,7 @@ from maxtext_like.layers.rules import Rules
 from maxtext_like.models import grouped_kernels
 from maxtext_like.models.attention_kernels import KernelUse, settle
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.models.float8_products import require_units
 from maxtext_like.models.quantised_base import QuantisedBase
 from maxtext_like.sharding.even import copied, require_even
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
@@ -204,6 +205,7 @@ def make_model(
   except ValueError as error:
     raise UserError(str(error)) from error
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, one_document=one_document))
+  require_units(decoder, platform, None if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0])
   require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   kernels = ()
   if runs_attention:

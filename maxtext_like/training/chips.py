@@ -10,6 +10,7 @@ class Chip:
   Attributes:
     kind: a part of what JAX calls it (``Device.device_kind``), lower case.
     tflops: dense bfloat16 products, TFLOP/s.
+    float8: dense float8 products, TFLOP/s; None: it has none.
     memory: bytes/s between its memory and its units; None: not needed so far.
     links: bytes/s that a collective over the devices of a slice or a host moves through one of them.
     network: bytes/s of a device's share of the network between slices or hosts.
@@ -17,6 +18,7 @@ class Chip:
 
   kind: str
   tflops: float
+  float8: float | None = None
   memory: float | None = None
   links: float | None = None
   network: float | None = None
@@ -24,11 +26,13 @@ class Chip:
 
 # The first match counts.
 CHIPS: tuple[Chip, ...] = (
-  # nvidia.com/en-us/data-center/h200: 1979 TFLOP/s with sparsity; NVLink 900 GB/s both ways; a 400 Gb/s card for each GPU.
-  Chip(kind="h200", tflops=989.0, memory=4.8e12, links=450e9, network=50e9),
-  Chip(kind="h100 pcie", tflops=756.0, memory=2.0e12),  # nvidia.com/en-us/data-center/h100
-  Chip(kind="h100", tflops=989.0, memory=3.35e12, links=450e9, network=50e9),  # the same page, SXM
-  Chip(kind="b200", tflops=2250.0, memory=8.0e12, links=900e9, network=50e9),  # NVIDIA Blackwell datasheet, dense
+  # nvidia.com/en-us/data-center/h200: 1979 TFLOP/s with sparsity, 3958 in float8; NVLink 900 GB/s both ways; a 400 Gb/s card
+  # for each GPU.
+  Chip(kind="h200", tflops=989.0, float8=1979.0, memory=4.8e12, links=450e9, network=50e9),
+  Chip(kind="h100 pcie", tflops=756.0, float8=1513.0, memory=2.0e12),  # nvidia.com/en-us/data-center/h100
+  Chip(kind="h100", tflops=989.0, float8=1979.0, memory=3.35e12, links=450e9, network=50e9),  # the same page, SXM
+  # NVIDIA Blackwell datasheet, dense
+  Chip(kind="b200", tflops=2250.0, float8=4500.0, memory=8.0e12, links=900e9, network=50e9),
   Chip(kind="a100", tflops=312.0, memory=2.039e12, links=300e9, network=25e9),  # nvidia.com/en-us/data-center/a100
   # cloud.google.com/tpu/docs/v6e: 918 TFLOP/s, 1640 GB/s. Links as MaxText's guide has them for collectives: 5100 FLOP a
   # byte on a slice whose rings do not close (``links_of`` has the other). Network: 25.6 Tb/s of a pod of 256 chips.

@@ -26,13 +26,17 @@ def visible_pairs(length: int, window: int | None = None) -> int:
   return w * (w + 1) // 2 + (length - w) * w
 
 
-def train_flops(decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int) -> float:
+def train_flops(
+  decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int, *, float8_alone: bool = False
+) -> float:
   """Floating point operations of one step on ``rows`` rows of ``length`` tokens, recomputation not counted.
 
   Products with parameters: 2 a token forward, 4 backward where the parameter is trained (6 N in all), 2 where it is
   frozen and the gradient only passes through. The head counts once, tied or not; a looked-up table counts nothing; of
   routed experts the chosen share. Attention: 12 x heads x head size for each visible pair forward and backward (PaLM,
   appendix B, with masked pairs left out, as MaxText counts). Documents packed into a row count as one.
+
+  float8_alone: only of the products that ``matmul_dtype`` makes in float8.
   """
   indexer_alone = _indexer_alone(decoder, selection)
   products = 0.0
@@ -48,6 +52,8 @@ def train_flops(decoder: Decoder, spec: Any, selection: Selection, rows: int, le
       keys = keys[1:-1]
     if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):
       continue
+    if float8_alone and not _in_float8(decoder, path_keys(path)):
+      continue
     size = 1.0
     for s in p.shape:
       size *= s
@@ -55,6 +61,8 @@ def train_flops(decoder: Decoder, spec: Any, selection: Selection, rows: int, le
       moe = _layer_of(decoder, keys).cfg.ffn.experts
       size *= moe.num_experts_per_tok / moe.num_experts
     products += size * (6 if trained else 2 if indexer_alone else 4)
+  if float8_alone:
+    return rows * products * length
   pairs = sum(_attention(layer.cfg.mixer, length, indexer_alone) for layer in decoder.layers)
   return rows * (products * length + pairs)
 
@@ -63,6 +71,13 @@ def _multiplies(keys: tuple[str, ...], rank: int, tied: bool) -> bool:
   if keys == ("embedding", "table"):
     return tied
   return rank >= 2 and keys != ("ple", "table")
+
+
+def _in_float8(decoder: Decoder, keys: tuple[str, ...]) -> bool:
+  """Whether a weight multiplies in float8: of attention or an MLP, no adapter, indexer or expert."""
+  if not keys[0].startswith("stack_") or _layer_of(decoder, keys).precision.matmul_dtype != "float8":
+    return False
+  return not {"indexer", "experts", "router"} & {*keys} and bool({"attention", "mla", "mlp", "shared"} & {*keys})
 
 
 def _layer_of(decoder: Decoder, keys: tuple[str, ...]) -> Any:

@@ -10,6 +10,7 @@ from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.layers.param import count
+from maxtext_like.models import float8_products
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding.mesh import in_words
@@ -58,6 +59,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:
     lines.append(f"kernel  {grouped}")
+  if low := float8_products.in_words(program.model.decoder):
+    lines.append(f"kernel  {low}")
   return "\n".join(lines)
 
 

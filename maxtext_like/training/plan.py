@@ -122,7 +122,16 @@ def plan(config: Config, target: Target) -> Plan:
   bounds = None
   if chip is not None and chip.memory is not None:
     near = target.chips_of_slice if isinstance(target, Topology) else devices
-    bounds = roofline(chip, near, flops=flops, memory_bytes=moved, transfers=travels, model_flops=model_flops)
+    low = _in_float8(program) / devices
+    bounds = roofline(
+      chip,
+      near,
+      flops=flops,
+      memory_bytes=moved,
+      transfers=travels,
+      model_flops=model_flops,
+      float8_flops=low,
+    )
   return Plan(
     config=config,
     target=target,
@@ -176,6 +185,16 @@ def _recomputed(program: TrainProgram) -> float:
   if policy in KEPT:
     return (whole - head) / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy])
   return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
+
+
+def _in_float8(program: TrainProgram) -> float:
+  """FLOPs over all devices of float8 products, what remat takes twice too."""
+  t, decoder, rows = program.config.training, program.model.decoder, program.global_batch
+  length, policy = t.max_target_length, t.remat_policy
+  low = train_flops(decoder, program.spec, program.selection, rows, length, float8_alone=True)
+  if policy in KEPT:
+    return low + max(0.0, low / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy]))
+  return low if policy in ("none", "minimal") else low * 4 / 3
 
 
 def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:

@@ -25,7 +25,7 @@ class Roofline:
     bounds: by unit: "matrix units", "HBM", "ICI", "DCN"; of the links what is hidden behind computation.
     waiting: transfers that nothing is computed beside.
     step: the largest bound and the waiting.
-    mfu: the model's FLOPs (recomputation not counted) of the peak in that time.
+    mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time.
     binds: what is longest.
   """
 
@@ -37,7 +37,14 @@ class Roofline:
 
 
 def roofline(
-  chip: Chip, devices: int, *, flops: float, memory_bytes: float, transfers: Iterable[Transfer], model_flops: float
+  chip: Chip,
+  devices: int,
+  *,
+  flops: float,
+  memory_bytes: float,
+  transfers: Iterable[Transfer],
+  model_flops: float,
+  float8_flops: float = 0.0,
 ) -> Roofline:
   """The bounds of one device.
 
@@ -48,12 +55,14 @@ def roofline(
     memory_bytes: through its memory.
     transfers: of a step.
     model_flops: of the model on this device's share of the batch.
+    float8_flops: of ``flops``, those of float8 products.
   """
   links = links_of(chip, devices)
   assert chip.memory is not None
   assert links is not None
   assert chip.network is not None
-  bounds = {"matrix units": flops / (chip.tflops * 1e12), "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0}
+  products = (flops - float8_flops) / chip.tflops + float8_flops / (chip.float8 or chip.tflops)
+  bounds = {"matrix units": products / 1e12, "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0}
   waiting = 0.0
   for t in transfers:
     seconds = t.bytes / (chip.network if t.between_slices else links)

@@ -123,9 +123,10 @@ class LowRank(Weight):
     groups: Groups | None = None,
     float32: bool = False,
     unbounded: bool = False,
+    large: bool = False,
   ) -> jax.Array:
     """The two products beside the base's. What stands between them is float32 where groups allow it: in float16 it is no
-    more bounded than the base's result."""
+    more bounded than the base's result. They are small, and no ``matmul_dtype`` is for them."""
     e = Equation.of(equation)
     group = "".join(e.weight[i] for i in self.layout.group)
     summed = "".join(e.weight[i] for i in self.layout.summed)
@@ -138,7 +139,7 @@ class LowRank(Weight):
       seen = x if self.dropout is None else self.dropout(x)
       low = product(precision, f"{e.x},{group}{summed}r->{inner}", seen, self.a, groups=groups, **wide) * scale
       added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, self.b, **given)
-    out = product(precision, equation, x, self.base, **given) + added
+    out = product(precision, equation, x, self.base, large=large, **given) + added
     if self.magnitude is None:
       return out
     with jax.named_scope("dora"):

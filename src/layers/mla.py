@@ -117,7 +117,7 @@ class MLA:
     return spec
 
   def _project(self, p, name, x_BTD):
-    y = product(self.precision, "BTD,DR->BTR", x_BTD, p[name])
+    y = product(self.precision, "BTD,DR->BTR", x_BTD, p[name], large=True)
     return y + self.precision.cast(p[f"{name}_bias"]) if self.cfg.bias else y
 
   def _queries(self, p, x_BTD, table):
@@ -126,9 +126,9 @@ class MLA:
     latent = None
     if c.q_lora_rank:
       latent = named(self._latent_norm(c.q_lora_rank), p, "q_a_norm", self._project(p, "q_a", x_BTD))
-      q = product(self.precision, "BTR,RNH->BTNH", latent, p["q_b"])
+      q = product(self.precision, "BTR,RNH->BTNH", latent, p["q_b"], large=True)
     else:
-      q = product(self.precision, "BTD,DNH->BTNH", x_BTD, p["q"])
+      q = product(self.precision, "BTD,DNH->BTNH", x_BTD, p["q"], large=True)
     nope, rope = jnp.split(q, [c.nope_dim], axis=-1)
     return jnp.concatenate([nope, rotate(rope, table, interleave=c.rope.interleave)], axis=-1), latent
 
@@ -150,7 +150,7 @@ class MLA:
 
   def expand(self, kv_b: Any, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
-    kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b)
+    kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b, large=True)
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
     k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
@@ -220,7 +220,7 @@ class MLA:
     if loss is not None and ctx.step is None:
       ctx.note("indexer_loss", loss)
     out_BTNV = checkpoint_name(out_BTNV, "attention")
-    out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches)
+    out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
     out = checkpoint_name(out, "output")
     return out + self.precision.cast(p["o_bias"]) if c.bias else out
 

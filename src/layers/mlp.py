@@ -108,11 +108,15 @@ class MLP:
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
     float32 = keep_float32(self.precision)
-    wide = lambda name: checkpoint_name(product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32), "mlp")
+    wide = lambda name: checkpoint_name(
+      product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32, large=True), "mlp"
+    )
     gate, up = (ctx.rules.share(wide(name), "batch", "sequence", "mlp") for name in ("gate", "up"))
 
     def down(hidden_BTF):
-      out_BTD = product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches)
+      out_BTD = product(
+        self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches, large=True
+      )
       return checkpoint_name(out_BTD, "output")
 
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down)

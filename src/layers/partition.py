@@ -167,9 +167,14 @@ def as_declared(row: jax.Array) -> jax.Array:
   """One layer of a stacked array, on one GPU with its axes in the declared order. Where a product reads another, the compiler
   would else turn the whole stack before a loop over it, and keep the copy as long as the loop lasts; so it turns a layer."""
   mesh = free_mesh()
-  if _platform() != "gpu" or (mesh is not None and mesh.size > 1):
+  if not on_gpu() or (mesh is not None and mesh.size > 1):
     return row
   return with_layout_constraint(row, Layout(tuple(range(row.ndim))))
+
+
+def on_gpu() -> bool:
+  """Whether the devices of the mesh in use are GPUs; False where none is set."""
+  return _platform() == "gpu"
 
 
 def _on_tpu() -> bool:

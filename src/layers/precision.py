@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
 from maxtext_like.layers.partition import shared_sums, together, vary_alike
 
@@ -30,6 +31,7 @@ LAYER_KEYS = (
   "float32_gate_logits",
   "float32_weight_sum",
   "matmul_precision",
+  "matmul_dtype",
 )
 """What may differ between the layers of a model: it changes neither parameters nor what travels from layer to layer."""
 
@@ -55,6 +57,8 @@ class Precision:
     cast_logits_to_fp32: logits are handed on in float32.
     logits_dot_in_fp32: operands of the last product in float32.
     matmul_precision: ``jax.lax.Precision`` of every product.
+    matmul_dtype: operands of the large products by weights, and of those of their gradients: "dtype", or "float8", each tensor
+      with a scale of its own (``float8``).
     reduction_dtype: of sums that devices share, as a gradient's over rows: "float32", each hands on its part as it was
       accumulated, and the whole is rounded once, as on one device; "dtype", each rounds its part first.
   """
@@ -74,6 +78,7 @@ class Precision:
   cast_logits_to_fp32: bool = True
   logits_dot_in_fp32: bool = False
   matmul_precision: Literal["default", "high", "highest"] = "default"
+  matmul_dtype: Literal["dtype", "float8"] = "dtype"
   reduction_dtype: Literal["float32", "dtype"] = "float32"
 
   @property
@@ -106,7 +111,16 @@ class Precision:
     """x in the dtype of activations."""
     return x.astype(self.dtype)
 
-  def einsum(self, spec: str, x: jax.Array, y: jax.Array, *, float32: bool = False, unbounded: bool = False) -> jax.Array:
+  def einsum(
+    self,
+    spec: str,
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    float32: bool = False,
+    unbounded: bool = False,
+    large: bool = False,
+  ) -> jax.Array:
     """The product of two arrays, operands rounded to ``dtype`` and accumulated in float32.
 
     Args:
@@ -116,6 +130,7 @@ class Precision:
       float32: hand on the float32 accumulator instead of rounding it to ``dtype``.
       unbounded: an operand is not normalised (the residual stream), so that float16 cannot hold it: with ``dtype``
         float16 the product is a float32 one, operands and result.
+      large: one of the products that ``matmul_dtype`` is for: of an attention or an MLP layer, by a weight.
 
     Returns:
       The product, float32 or ``dtype``.
@@ -126,9 +141,10 @@ class Precision:
     x, y = self.cast(x), self.cast(y)
     spec = _spelt_out(spec, x.ndim)
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
-    if self.dtype != "float32" and (float32 or parts != "none"):
-      out = jnp.dtype("float32" if float32 else self.dtype)
-      return _product(spec, self.matmul_precision, out, parts, *vary_alike(x, y))
+    low = large and self.matmul_dtype == "float8"
+    if low or (self.dtype != "float32" and (float32 or parts != "none")):
+      how = _How(spec, self.matmul_precision, jnp.dtype("float32" if float32 else self.dtype), parts, low)
+      return _product(how, *vary_alike(x, y))
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
   def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:
@@ -156,53 +172,91 @@ def _spelt_out(spec: str, rank: int) -> str:
   return spec.replace("...", "zyxwvu"[: rank - named])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _product(spec, precision, out, parts, x, y) -> Any:
-  """The product in the dtype ``out``, and how much of it is summed in parts (``partition.shared_sums``)."""
-  wide = jnp.float32 if parts == "all" else out
-  return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide).astype(out)
+@dataclass(frozen=True)
+class _How:
+  """A product without its operands.
+
+  Attributes:
+    spec: with letters only.
+    precision: ``jax.lax.Precision``.
+    out: dtype of the result.
+    parts: how much of it is summed in parts (``partition.shared_sums``).
+    low: operands are float8 numbers, and those of the backward products.
+  """
+
+  spec: str
+  precision: str
+  out: jnp.dtype
+  parts: Literal["none", "weights", "all"]
+  low: bool
+
+  def operand(self, x: jax.Array, dtype: str = float8.NUMBERS) -> jax.Array | float8.Scaled:
+    """As it is multiplied."""
+    return float8.scaled(x, dtype) if self.low else x
+
+  def multiply(self, spec: str, x: Any, y: Any, dtype: Any) -> jax.Array:
+    """The product of two operands; dtype: of the result, None: theirs, if they are not float8."""
+    if self.low:
+      return float8.product(spec, x, y, dtype)
+    return jnp.einsum(spec, x, y, precision=self.precision, preferred_element_type=dtype)
 
 
-def _product_fwd(spec, precision, out, parts, x, y):
-  return _product(spec, precision, out, parts, x, y), (x, y)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _How, x: jax.Array, y: jax.Array) -> Any:
+  wide = jnp.float32 if how.parts == "all" else how.out
+  return how.multiply(how.spec, how.operand(x), how.operand(y), wide).astype(how.out)
 
 
-def _product_bwd(spec, precision, out, parts, saved, g):
+def _product_fwd(how, x, y):
+  # Not the float8 numbers: of a tensor that several weights multiply there would be as many copies, and it is there anyway.
+  return _product(how, x, y), (x, y)
+
+
+def _product_bwd(how, saved, g):
   """Backward products with operands as low as the forward's, as fused attention kernels do.
 
   A float32 cotangent against a bfloat16 operand would run as a float32 product, many times slower. bfloat16 has
-  float32's range, so rounding the cotangent is safe; float16 has not, so there the operand is widened instead.
+  float32's range, so rounding the cotangent is safe; float16 has not, so there the operand is widened instead. float8 has a
+  scale, and takes the cotangent as it comes.
   """
   x, y = saved
-  if x.dtype == jnp.float16 and g.dtype == jnp.float32:
+  if how.low:
+    g = how.operand(g, float8.GRADIENTS)
+  elif x.dtype == jnp.float16 and g.dtype == jnp.float32:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
   else:
     g = g.astype(x.dtype)
-  operands, result = spec.split("->")
+  x, y = how.operand(x), how.operand(y)
+  operands, result = how.spec.split("->")
   x_axes, y_axes = operands.split(",")
   # The gradient of a weight is a sum over rows, which x begins with and a weight has not got.
-  of_weight = parts == "weights" and x_axes[0] not in y_axes
-  of_x = jnp.float32 if parts == "all" else None
-  of_y = jnp.float32 if parts == "all" or of_weight else None
-  dx = jnp.einsum(f"{result},{y_axes}->{x_axes}", g, y, precision=precision, preferred_element_type=of_x)
+  of_weight = how.parts == "weights" and x_axes[0] not in y_axes
+  own = saved[0].dtype if how.low else None
+  of_x = jnp.float32 if how.parts == "all" else own
+  of_y = jnp.float32 if how.parts == "all" or of_weight else own
+  dx = how.multiply(f"{result},{y_axes}->{x_axes}", g, y, of_x)
 
   def dy_of(g):
-    dy = jnp.einsum(f"{result},{x_axes}->{y_axes}", g, x, precision=precision, preferred_element_type=of_y)
-    return dy.astype(saved[1].dtype)
+    return how.multiply(f"{result},{x_axes}->{y_axes}", g, x, of_y).astype(saved[1].dtype)
 
   kept = next(a for a in y_axes if a in result)
-  in_y, in_g, columns = y_axes.index(kept), result.index(kept), y.shape[y_axes.index(kept)]
+  in_y, in_g, columns = y_axes.index(kept), result.index(kept), saved[1].shape[y_axes.index(kept)]
   # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
-  least = -(-y.size * 4 // _TILE_BYTES) if of_weight else 1
+  least = -(-saved[1].size * 4 // _TILE_BYTES) if of_weight else 1
   tiles = next(n for n in range(least, columns + 1) if columns % n == 0)
   if tiles > 1:
     size = columns // tiles
-    dy = jax.lax.map(lambda i: dy_of(jax.lax.dynamic_slice_in_dim(g, i * size, size, in_g)), jnp.arange(tiles))
-    dy = jnp.moveaxis(dy, 0, in_y).reshape(y.shape)
+
+    def tile(i):
+      cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * size, size, in_g)
+      return dy_of(g._replace(values=cut(g.values)) if how.low else cut(g))
+
+    dy = jax.lax.map(tile, jnp.arange(tiles))
+    dy = jnp.moveaxis(dy, 0, in_y).reshape(saved[1].shape)
   else:
     dy = dy_of(g)
   dx = dx.astype(saved[0].dtype)
-  return together(dx, dy) if of_weight and y.size * 4 >= _LARGE_BYTES else (dx, dy)
+  return together(dx, dy) if of_weight and saved[1].size * 4 >= _LARGE_BYTES else (dx, dy)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

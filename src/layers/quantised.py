@@ -409,10 +409,11 @@ class Quantised(Weight):
     groups: Groups | None = None,
     float32: bool = False,
     unbounded: bool = False,
+    large: bool = False,
   ) -> jax.Array:
     """By the dequantised weight."""
     sizes = None if groups is None else groups.sizes
-    how = _How(precision, equation, None if groups is None else groups.kernel, float32, unbounded)
+    how = _How(precision, equation, None if groups is None else groups.kernel, float32, unbounded, large)
     return _product(how, x, sizes, self)
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
@@ -437,11 +438,12 @@ class _How:
   kernel: Any
   float32: bool
   unbounded: bool
+  large: bool
 
   def __call__(self, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> jax.Array:
     groups = None if sizes is None else Groups(sizes, self.kernel)
     values = weight.values(weight.dtype or self.precision.dtype)
-    flags = {"groups": groups, "float32": self.float32, "unbounded": self.unbounded}
+    flags = {"groups": groups, "float32": self.float32, "unbounded": self.unbounded, "large": self.large}
     return product(self.precision, self.equation, x, values, **flags)
 
 

@@ -63,6 +63,7 @@ class Weight(abc.ABC):
     groups: Groups | None = None,
     float32: bool = False,
     unbounded: bool = False,
+    large: bool = False,
   ) -> jax.Array:
     """See the function of this name."""
 
@@ -88,6 +89,7 @@ def product(
   groups: Groups | None = None,
   float32: bool = False,
   unbounded: bool = False,
+  large: bool = False,
 ) -> jax.Array:
   """x times a weight.
 
@@ -98,13 +100,14 @@ def product(
     x: activations.
     weight: an array or a ``Weight``.
     groups: which rows of x belong to each entry of the weight's first axis.
-    float32, unbounded: as of ``Precision.einsum``; not with groups.
+    float32, unbounded, large: as of ``Precision.einsum``; not with groups.
   """
+  how = {"float32": float32, "unbounded": unbounded, "large": large}
   if isinstance(weight, Weight):
-    return weight.product(precision, equation, x, groups=groups, float32=float32, unbounded=unbounded)
+    return weight.product(precision, equation, x, groups=groups, **how)
   if groups is not None:
     return precision.grouped(x, weight, groups.sizes, groups.kernel)
-  return _by_matrix(precision, Equation.of(equation), x, weight, float32=float32, unbounded=unbounded)
+  return _by_matrix(precision, Equation.of(equation), x, weight, **how)
 
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:

@@ -107,19 +107,33 @@ def test_each_key_the_other_way_is_honoured_too(model, word, evidence):
   assert evidence in keys[word.partition("=")[0]].evidence
 
 
+@pytest.mark.parametrize("model", ["gemma", *(pytest.param(m, marks=pytest.mark.slow) for m in ("deepseek", "moe", "vision"))])
+def test_products_in_float8_are_told_from_those_in_the_dtype(model):
+  keys = keys_of([*MODELS[model], "matmul_dtype=float8"], "cuda")
+  assert dishonest(keys) == set()
+  assert keys["matmul_dtype"].evidence.endswith("products f8E4M3FN")
+
+
+def test_a_product_in_float8_that_was_not_asked_for_is_found(monkeypatch):
+  both = lambda self, spec, x, y, **how: einsum(dataclasses.replace(self, matmul_dtype="float8"), spec, x, y, **how)
+  einsum = Precision.einsum
+  monkeypatch.setattr(Precision, "einsum", both)
+  assert dishonest(keys_of(MODELS["gemma"], "cuda")) >= {"matmul_dtype", "dtype"}
+
+
 # -- planted
 
 
-def _ignores_float32(self, spec, x, y, *, float32=False, unbounded=False):
+def _ignores_float32(self, spec, x, y, *, float32=False, unbounded=False, large=False):
   return jnp.einsum(spec, self.cast(x), self.cast(y), precision=self.matmul_precision)
 
 
-def _all_float32(self, spec, x, y, *, float32=False, unbounded=False):
+def _all_float32(self, spec, x, y, *, float32=False, unbounded=False, large=False):
   out = jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=self.matmul_precision)
   return out if float32 else self.cast(out)
 
 
-def _ignores_precision(self, spec, x, y, *, float32=False, unbounded=False):
+def _ignores_precision(self, spec, x, y, *, float32=False, unbounded=False, large=False):
   return Precision.einsum(dataclasses.replace(self, matmul_precision="default"), spec, x, y, float32=float32)
 
 

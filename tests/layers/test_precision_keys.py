@@ -26,6 +26,7 @@ KEYS = {
   "cast_logits_to_fp32": (False, "bfloat16", EVERY),
   "logits_dot_in_fp32": (True, "bfloat16", EVERY),
   "matmul_precision": ("highest", "bfloat16", EVERY),
+  "matmul_dtype": ("float8", "bfloat16", EVERY),
   "float32_gate_logits": (False, "bfloat16", MOE),
   "float32_weight_sum": (False, "bfloat16", MOE),
   "indexer_float32_logits": (False, "bfloat16", ("deepseek3.2",)),

@@ -171,7 +171,9 @@ def test_remat_changes_no_number(policy, mixed, random_params, batch):
 
 def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(family, tiny_decoder, tiny_model, batch):
   """Keys x dtypes x kinds of layer: refused (``idle_reason``) where the layer's program would stay the same."""
-  values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {"matmul_precision": "high", "float32_gate_product": True}
+  values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {
+    "matmul_precision": "high", "matmul_dtype": "float8", "float32_gate_product": True,
+  }  # fmt: skip
   ctx = Context(batch["positions"], Tokens(batch["segments"]))
   model, kinds = tiny_model(family), {}
   for i, layer in enumerate(tiny_decoder(family).layers):
