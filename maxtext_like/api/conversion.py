@@ -148,7 +148,8 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   lines = {"lora_from": str(target.resolve())} | {
     key: getattr(settings, key) for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules")
   }
-  lines |= {key: value for key in ("lora_rank_pattern", "lora_alpha_pattern") if (value := getattr(settings, key))}
+  rarer = "modules_to_save", "lora_rank_pattern", "lora_alpha_pattern"
+  lines |= {key: value for key in rarer if (value := getattr(settings, key))}
   with new_directory(target, "adapter.yml") as new:
     part = new.path
     text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]

@@ -37,8 +37,10 @@ _LAYER = re.compile(r"layers\.\d+\.")
 _TOWER, _TOWER_LAYERS = "vision.", "vision.layers."
 _OF_NONE = {"frozen": "is frozen", "projector": "stays but for its projector", "trained": "is trained itself"}
 """Values of ``vision_tower`` with which no entry means a weight of the tower."""
-_WHOLE: dict[Any, tuple[str, ...]] = {"projector": ("vision", "projector"), "trained": ("vision",)}
+_WHOLE: dict[Any, tuple[tuple[str, ...], ...]] = {"projector": (("vision", "projector"),), "trained": (("vision",),)}
 """What of the tower is trained whole beside an adapter, by ``vision_tower``."""
+_TABLE_PATHS = {"embed_tokens": ("embedding", "table"), "lm_head": ("head", "kernel")}
+"""Where the tables of ``modules_to_save`` are."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,29 @@ def _meant(known: list[Candidate], entry: str, key: str, vision_tower: VisionTow
   return hits
 
 
+def _tables(model: Model, settings: AdapterConfig, names: frozenset[str]) -> list[tuple[str, ...]]:
+  """Paths of the tables that are trained whole. Raises UserError: there is none of its own, or it has an addition too."""
+  found = []
+  for table in settings.modules_to_save:
+    path = _TABLE_PATHS[table]
+    if table == "lm_head" and model.config.model.logits_via_embedding:
+      raise UserError(
+        "modules_to_save: the head of this model is its embedding (logits_via_embedding)\n"
+        "  fix: name embed_tokens, which is both"
+      )
+    if ".".join(path) in names:
+      raise UserError(
+        f"modules_to_save: {table} is trained whole, and lora_modules gives it an addition\n  fix: leave it out of one of them"
+      )
+    found.append(path)
+  return found
+
+
 def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: VisionTower | None) -> Adapter:
   """The adapter of a model that a configuration describes; vision_tower: as of ``adapted_names``.
 
   Raises:
-    UserError: as ``adapted_names``.
+    UserError: as ``adapted_names``; a table that is not there, or has an addition.
   """
   block = model.config.model.decoder_block
   names = adapted_names(model.decoder, block, settings.lora_modules, vision_tower=vision_tower)
@@ -188,7 +208,7 @@ def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: Visi
         raise UserError(f"{key}: {entry!r} means no weight that lora_modules means\n  fix: name it there too, or leave it out")
       values |= dict.fromkeys(found - set(values), value)  # the first that fits, as in peft
   ranks, alphas = of_their_own.values()
-  whole = _WHOLE.get(vision_tower, ())
+  whole = (*_WHOLE.get(vision_tower, ()), *_tables(model, settings, names))
   adapter = make_adapter(model.decoder, names, settings, whole, ranks=ranks, alphas=alphas)
   if model.base is not None and (both := sorted(".".join(path) for path in adapter.whole if path in model.base.weights)):
     raise UserError(

@@ -38,7 +38,7 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
     )
   if len(apart := [d for d in directories if _has_whole(d, model)]) > 1:
     raise UserError(
-      f"{', '.join(str(d) for d in apart)}: each has a vision tower, or its projector, of its own\n"
+      f"{', '.join(str(d) for d in apart)}: each has arrays of its own, as a vision tower, its projector, embedding or head\n"
       "  why: one would take the other's place\n  fix: one of them, and adapters that were trained without"
     )
   params = _rounded(params, model, directories)

@@ -183,7 +183,7 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   return dataclasses.replace(
     model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),
     lora_modules=_entries(frozenset(maps), model), lora_from=None, lora_rank_pattern=rank_pattern,
-    lora_alpha_pattern=alpha_pattern,
+    lora_alpha_pattern=alpha_pattern, modules_to_save=given.modules_to_save,
   )  # fmt: skip
 
 
@@ -243,6 +243,7 @@ def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -
       "lora_alpha": both(lambda own, given: np.allclose(own.scales, given.scales, rtol=1e-6, atol=0)),
       "lora_dora": own.dora == given.dora,
       "lora_modules": own.names == given.names,
+      "modules_to_save": own.whole.keys() == given.whole.keys(),
     }.items()
     if not same
   ]

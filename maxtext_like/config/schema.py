@@ -136,6 +136,10 @@ Paths = str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of which names of metrics are made
 
 
+TABLES = ("embed_tokens", "lm_head")
+"""What ``modules_to_save`` may name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig(Checked):
   """``adapter:``, low-rank additions that are trained in the place of the weights (LoRA)."""
@@ -146,6 +150,7 @@ class AdapterConfig(Checked):
   lora_dora: bool
   lora_dropout: float
   lora_modules: tuple[str, ...]
+  modules_to_save: tuple[str, ...]
   lora_rank_pattern: dict[str, int] | None = field(hash=False)
   lora_alpha_pattern: dict[str, float] | None = field(hash=False)
   lora_from: str | None
@@ -169,6 +174,11 @@ class AdapterConfig(Checked):
         f"lora_rank = {self.lora_rank} without lora_modules: nothing would be trained", ("lora_rank", "lora_modules"),
         "name some, as in lora_modules=[all-linear] or lora_modules=[q_proj, v_proj]",
       )  # fmt: skip
+    for name in sorted(set(self.modules_to_save) - set(TABLES)):
+      yield Problem(
+        f"modules_to_save: '{name}' is not one of {', '.join(TABLES)}", ("modules_to_save",),
+        "vision_tower=trained or projector is for a tower; of what else is a product, name an addition in lora_modules",
+      )  # fmt: skip
     if self.base_weights_modules and not self.base_weights:
       yield Problem(
         "base_weights_modules without base_weights: nothing would be stored otherwise",
@@ -177,7 +187,7 @@ class AdapterConfig(Checked):
     if not self.lora_rank:
       of_it = ("lora_dropout", "base_weights")  # which any adapter has, a given one too
       patterns = ("lora_rank_pattern", "lora_alpha_pattern")
-      for name in ("lora_alpha", "lora_rslora", "lora_dora", *patterns, *(() if self.lora_from else of_it)):
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", "modules_to_save", *patterns, *(() if self.lora_from else of_it)):
         if getattr(self, name):
           yield Problem(
             f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),

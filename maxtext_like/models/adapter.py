@@ -1,5 +1,5 @@
 """The adapter of a model: low-rank additions to some of its weights (LoRA, DoRA), a tree of parameters beside the model's own,
-and arrays of its vision tower that are trained whole.
+and arrays that are trained whole: of its vision tower, its embedding, its head.
 
 The model's tree is what it is without them, so that weights are read, written and named as ever. The additions stand under
 ``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called. So does an array
@@ -9,7 +9,7 @@ that is trained whole, under ``WHOLE``: its own of the model stays below it.
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -214,7 +214,7 @@ def make_adapter(
   decoder: Decoder,
   names: frozenset[str],
   settings: AdapterConfig,
-  whole: tuple[str, ...] = (),
+  whole: Collection[Path] = (),
   *,
   ranks: Mapping[str, int] = MappingProxyType({}),
   alphas: Mapping[str, float] = MappingProxyType({}),
@@ -226,11 +226,11 @@ def make_adapter(
     names: of the weights.
     settings: of the adapter.
     ranks, alphas: of weights, by name, that have others than the settings say.
-    whole: what is trained whole: path of a part of the vision tower, as ("vision", "projector"); (): nothing is.
+    whole: what is trained whole: paths of tables, or of parts of the vision tower, as ("vision", "projector").
   """
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   weights = {path: p for path, p in declared.items() if names & set(row_names(decoder, path))}
-  apart = {path: p for path, p in declared.items() if whole and path[: len(whole)] == whole}
+  apart = {path: p for path, p in declared.items() if any(path[: len(part)] == part for part in whole)}
   s = settings
 
   def sizes(path: Path) -> Sizes:

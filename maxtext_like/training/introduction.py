@@ -82,7 +82,9 @@ def described(adapter: Adapter) -> str:
   rank, scale = (_range(values) for values in zip(*sizes, strict=True))
   kind = f"{'DoRA' if adapter.dora else 'LoRA'} of rank {rank} times {scale}"
   kind += f", dropout {adapter.dropout:g}," if adapter.dropout else ""
-  return f"{kind} on {len(adapter.names)} arrays of {len(places)} layers: {counts}"
+  tables = sorted(".".join(path) for path in adapter.whole if path[0] != "vision")
+  beside = f"; {' and '.join(tables)} trained whole" if tables else ""
+  return f"{kind} on {len(adapter.names)} arrays of {len(places)} layers: {counts}{beside}"
 
 
 def _range(values: Iterable[float]) -> str:
@@ -95,7 +97,11 @@ def tower_described(program: TrainProgram) -> str:
   """What is trained of the vision tower, with counts."""
   declared = program.model.decoder.params()["vision"]
   trained = program.selection.split(program.spec)[0]
-  beside = {} if program.adapter is None else {path: p for path, p in program.adapter.whole.items() if p.trainable}
+  beside = (
+    {}
+    if program.adapter is None
+    else {path: p for path, p in program.adapter.whole.items() if p.trainable and path[0] == "vision"}
+  )
   own, whole = (
     count(trained["vision"]) + count(list(beside.values())),
     count([p for p in jax.tree.leaves(declared) if p.trainable]),

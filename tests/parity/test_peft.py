@@ -83,6 +83,50 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   assert np.abs(ours - theirs).max() > 0.1
 
 
+TABLES = [("gemma3_text", ["embed_tokens"]), ("deepseek3", ["embed_tokens", "lm_head"]), ("deepseek3", ["lm_head"])]
+
+
+@pytest.mark.parametrize(("name", "tables"), TABLES)
+def test_tables_that_were_trained_whole_are_what_peft_saves_whole(name, tables, tmp_path):
+  """modules_to_save, both ways: a head that is the embedding stays it."""
+  checkpoint, tied = f"{GOLDEN}/{name}/checkpoint", name == "gemma3_text"
+  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
+  words = ["lora_rank=3", "lora_alpha=6", "lora_modules=[o_proj]", f"modules_to_save=[{', '.join(tables)}]"]
+  run = ["steps=3", "learning_rate=0.03", "dtype=float32", "dataset=synthetic", "tokenizer=bytes", "max_target_length=16"]
+  run += [f"init_from={checkpoint}", f"output_dir={tmp_path}"]
+  model = str(tmp_path / "imported/model.yml")
+  assert main(["train", model, *words, *run, "run_name=run"]) == 0
+  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "adapter")
+  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
+  limit = 1e-4 * max(1.0, float(np.abs(ours).max()) / 10)
+  np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "adapter"), atol=limit)
+  maxtext_like.export_checkpoint(tmp_path / "run", tmp_path / "merged", dtype="float32")
+  np.testing.assert_allclose(ours, reference(tmp_path / "merged"), atol=limit)
+  assert np.abs(ours - reference(checkpoint)).max() > 0.1
+  # What peft trained, here, and trained further.
+  base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+  config = peft.LoraConfig(
+    r=2, target_modules=["q_proj" if tied else "o_proj"], modules_to_save=tables, ensure_weight_tying=tied
+  )
+  torch.manual_seed(0)
+  adapted = peft.get_peft_model(base, config)
+  with torch.no_grad():
+    for key, value in adapted.named_parameters():
+      if value.requires_grad:
+        value.add_(0.1 * torch.randn_like(value) * (1 if "lora" in key else value.std()))
+  adapted.save_pretrained(tmp_path / "theirs")
+  with torch.no_grad():
+    theirs = adapted.eval()(input_ids=torch.tensor(TOKENS)).logits.numpy()
+  limit = 1e-4 * max(1.0, float(np.abs(theirs).max()) / 10)
+  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "theirs", dtype="float32").logits(TOKENS)
+  np.testing.assert_allclose(ours, theirs, atol=limit)
+  assert main(["train", model, *run, f"lora_from={tmp_path}/theirs", "run_name=on"]) == 0
+  maxtext_like.export_adapter(tmp_path / "on", tmp_path / "again")
+  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "on", dtype="float32").logits(TOKENS)
+  np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "again"), atol=limit)
+  assert np.abs(ours - theirs).max() > 0.1
+
+
 @pytest.mark.parametrize(("name", "tower"), [("gemma3_vision", "projector"), ("gemma4_vision_small", "trained")])
 def test_a_tower_that_was_trained_whole_is_what_peft_saves_whole(name, tower, tmp_path):
   """modules_to_save: peft's model with the exported adapter against ours merged, which is plain transformers."""

@@ -3,7 +3,8 @@
 Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R];
 what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector``
 [out] has the norm of each row of the sum. What ``modules_to_save`` names is there whole, under the names it has in the model:
-here the vision tower, or its projector.
+here the vision tower, or its projector, the embedding and the head. Where those two are one, peft trains it as one with
+``ensure_weight_tying`` alone, and copies apart without.
 """
 
 import math
@@ -19,9 +20,9 @@ from maxtext_like.checkpoint.huggingface.export import write_json
 from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
-from maxtext_like.checkpoint.huggingface.tied import HEAD
+from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.config.schema import AdapterConfig
+from maxtext_like.config.schema import TABLES, AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import WHOLE, Adapter
@@ -42,6 +43,7 @@ _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Beginnings of an adapter (``init_lora_weights``) that leave the weights below as they are; PiSSA, OLoRA, CorDA, LoftQ and
 LoRA-GA do not."""
 _LINEAR = ("linear", "linear2")
+_EMBEDDING, _HEAD = TABLES
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
@@ -98,7 +100,8 @@ def write_adapter(
   arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
   for tensor in apart:
     values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
-    sources.append(Source(f"{_PREFIX}model.{tensor.name}", "F32", tensor.shape, values))
+    names = [_of_model(tensor, nested), *([HEAD] if tensor.name == EMBEDDING and decoder.cfg.tied else [])]
+    sources += [Source(f"{_PREFIX}{name}", "F32", tensor.shape, values) for name in names]
   config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -119,6 +122,8 @@ def write_adapter(
   }
   if apart:
     config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in apart})
+  if decoder.cfg.tied and any(tensor.name == EMBEDDING for tensor in apart):
+    config["ensure_weight_tying"] = True
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
@@ -165,10 +170,16 @@ def name_of(decoder: Decoder, piece: Piece) -> str:
   return names[piece.index[0]] if len(names) > 1 else names[0]
 
 
+def _of_model(tensor: Tensor, nested: bool) -> str:
+  """The name of a tensor in transformers' class."""
+  return (
+    tensor.name if tensor.name == HEAD else f"model.{'language_model.' if nested and not tensor.vision else ''}{tensor.name}"
+  )
+
+
 def _module(tensor: Tensor, nested: bool) -> str:
-  """The path of a tensor's module in transformers' class."""
-  name = tensor.name.removesuffix(".weight")
-  return name if tensor.name == HEAD else f"model.{'language_model.' if nested and not tensor.vision else ''}{name}"
+  """The path of its module there."""
+  return _of_model(tensor, nested).removesuffix(".weight")
 
 
 def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -233,7 +244,7 @@ class PeftAdapter:
   Attributes:
     directory: of it.
     maps: what it adds to.
-    whole: tensors of the vision tower that take the places of the model's, float32.
+    whole: tensors that take the places of the model's, float32.
   """
 
   directory: Path
@@ -243,10 +254,13 @@ class PeftAdapter:
   @property
   def vision_tower(self) -> Literal["projector", "trained"] | None:
     """What was trained whole of the tower, as the key of this name says it."""
-    if not self.whole:
-      return None
-    paths = {piece.path[:2] for tensor, _ in self.whole for piece in tensor.pieces}
-    return "projector" if paths == {("vision", "projector")} else "trained"
+    paths = {piece.path[:2] for tensor, _ in self.whole if tensor.vision for piece in tensor.pieces}
+    return None if not paths else "projector" if paths == {("vision", "projector")} else "trained"
+
+  @property
+  def modules_to_save(self) -> tuple[str, ...]:
+    """The tables that were trained whole, as the key of this name says it."""
+    return tuple(sorted(tensor.name.removesuffix(".weight") for tensor, _ in self.whole if not tensor.vision))
 
 
 def is_adapter(directory: Path) -> bool:
@@ -287,10 +301,13 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   file = SafetensorsFile(directory / WEIGHTS)
   table = tensor_table(decoder, FAMILIES[decoder_block].huggingface)
   tensors = {_bare(t.name): t for t in table if t.rule.kind in _LINEAR}
-  apart = {_bare(t.name): t for t in table if t.vision} if config.get("modules_to_save") else {}
+  apart = {_bare(t.name): t for t in table if t.vision or t.name in (EMBEDDING, HEAD)} if config.get("modules_to_save") else {}
+  same = _of_one_table(file, apart, bool(config.get("ensure_weight_tying")), where) if _EMBEDDING in apart else None
   whole = []
   found: dict[str, dict[str, np.ndarray]] = {}
   for name in file.entries:
+    if name == same:
+      continue
     match = _TENSOR.fullmatch(name)
     if match is None and config.get("modules_to_save"):
       whole.append(_whole(file, name, apart, where))
@@ -326,13 +343,46 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
   modules = config.get("modules_to_save") or []
+  parts_of_whole = {part for tensor, _ in whole for part in tensor.name.split(".")}
+  if _EMBEDDING in parts_of_whole and apart[_EMBEDDING] is apart.get(_HEAD):
+    parts_of_whole.add(_HEAD)
   for module in modules if isinstance(modules, list) else [modules]:
-    if not any(str(module).split(".")[-1] in tensor.name.split(".") for tensor, _ in whole):
+    if str(module).split(".")[-1] not in parts_of_whole:
       raise UserError(
-        f"{where}: modules_to_save = {printable(modules)} is not supported: {printable(module)} is of no vision tower here\n"
-        f"  fix: {_MERGE}"
+        f"{where}: modules_to_save = {printable(modules)} is not supported: {printable(module)} is neither embedding nor head, "
+        f"and of no vision tower here\n  fix: {_MERGE}"
       )
   return PeftAdapter(directory, tuple(maps), tuple(whole))
+
+
+def _of_one_table(file: SafetensorsFile, apart: dict[str, Tensor], tied: bool, where: str) -> str | None:
+  """Of a model whose head is its embedding: the name of the second of the two in the file, which says what the first does.
+
+  Args:
+    file: of the adapter.
+    apart: the model's tensors that ``modules_to_save`` may mean, by bare names; here the head becomes one of them.
+    tied: peft trained them as one.
+    where: the settings.
+
+  Raises:
+    UserError: they were trained apart.
+  """
+  if _HEAD in apart:
+    return None  # a model with a head of its own
+  there = [name for module in (_EMBEDDING, _HEAD) for name in file.entries if _bare(name.removeprefix(_PREFIX)) == module]
+  if not there:
+    return None
+  apart[_HEAD] = apart[_EMBEDDING]
+  first, second = (np.asarray(file.tensor(name), np.float32) for name in (there[0], there[-1]))
+  equal = len(there) == 2 and np.array_equal(first, second)
+  if not equal and (len(there) == 2 or not tied):
+    raise UserError(
+      f"{where}: modules_to_save: '{printable(there[0])}' was trained {'beside a head' if len(there) == 2 else 'alone'}\n"
+      "  why: embedding and head of this model are one array, and peft makes two of it unless it is told to tie them\n"
+      "  fix: LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True); or merge the adapter with peft, and "
+      "import what that writes"
+    )
+  return there[1] if len(there) == 2 else None
 
 
 def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: str) -> tuple[Tensor, np.ndarray]:
@@ -340,8 +390,8 @@ def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: st
   tensor = known.get(_bare(name.removeprefix(_PREFIX)))
   if tensor is None:
     raise UserError(
-      f"{where}: modules_to_save: '{printable(name)}' is no array of this model's vision tower\n"
-      "  why: of what is trained whole beside an adapter, a tower and its projector alone are taken\n"
+      f"{where}: modules_to_save: '{printable(name)}' is neither embedding nor head, and no array of this model's tower\n"
+      "  why: of what is trained whole beside an adapter, these alone are taken\n"
       f"  fix: {_MERGE}"
     )
   values = np.asarray(file.tensor(name), np.float32)
