@@ -2,7 +2,7 @@
 
 import sys
 
-from maxtext_like.cli.main import main
+from maxtext_like.cli.main import program
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(program())

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from maxtext_like import __version__, left_behind
-from maxtext_like.cli import streams
+from maxtext_like.cli import huge_pages, streams
 from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
 VERBS = {
@@ -39,6 +39,12 @@ USES_JAX = (
   "train", "sft", "forward", "import", "export", "generate", "bisect", "compile", "plan", "audit", "risk", "xray", "replay",
   "models",
 )  # fmt: skip
+
+
+def program(verb: str | None = None) -> int:
+  """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
+  huge_pages.begin_again()
+  return main(None if verb is None else [verb, *sys.argv[1:]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
