@@ -1,0 +1,387 @@
+"""The backward pass of attention on Hopper GPUs for heads of 256 and 512, in three kernels.
+
+The sums of a block's gradients, 128 x 512 float32 numbers for keys and as many for values, do not fit the registers of a
+multiprocessor, so no kernel can hold them while it makes the scores again. The first one writes what the others multiply,
+probabilities and gradients of scores in the dtype of the layer, tile by tile and only the tiles in which a query sees a key;
+the others are plain matrix products over these tiles. That is five products in all, where kernels that keep nothing make
+seven or eight. What is written stays below a size that the caller sets: it goes through some key-value heads at a time, and
+in long rows through some queries.
+
+B batch, T position, N query heads, K key-value heads, G = N / K, H head, R key-value heads (of all rows) at a time.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, wide
+
+QUERIES, KEYS = 128, 256  # of a tile of scores
+_STEP = 64  # of what a product adds up over, at a time
+_WIDE = 256  # of a head: columns of a block of gradients
+_OWN = 64  # rows of a warpgroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+  """How much is worked on at a time, and how it is split.
+
+  Attributes:
+    tiles: of 128 queries, at a time.
+    capacity: tiles of scores that these may have, of one query head.
+    longest: tiles of scores that 128 queries may have.
+    heads: R, key-value heads of all rows at a time.
+    parts: of the query heads of a key-value head, whose gradients of keys and values are made apart.
+    run: tiles of scores of a block.
+    stages: of the copies, of the scores and of the other kernels.
+  """
+
+  tiles: int
+  capacity: int
+  longest: int
+  heads: int
+  parts: int
+  run: int = 2
+  stages: tuple[int, int] = (3, 4)
+
+
+def plan(
+  *, B: int, T: int, N: int, K: int, window: int | None, budget: int, run: int = 2, parts: int = 4, stages: tuple[int, int] = (3, 4)
+) -> Plan:
+  """The plan of a shape.
+
+  Args:
+    B, T, N, K: of the arguments.
+    window: the most keys that a query sees; None: all before it.
+    budget: bytes for probabilities and gradients of scores.
+    run, parts, stages: as ``Plan`` has them; ``parts`` at most.
+  """
+  G, rows = N // K, T // QUERIES
+  seen = [i * QUERIES // KEYS + 1 for i in range(rows)]
+  if window is not None:
+    seen = [min(n, (window + QUERIES - 2) // KEYS + 2) for n in seen]
+  size = 2 * 2 * G * QUERIES * KEYS
+
+  def capacity(tiles: int) -> int:
+    return max(sum(seen[i : i + tiles]) for i in range(0, rows, tiles))
+
+  tiles = next((n for n in _divisors(rows) if capacity(n) * size <= budget), 1)
+  most = budget // (capacity(tiles) * size)
+  heads = next((n for n in _divisors(B * K) if n <= most and (K % n == 0 or n % K == 0)), 1)
+  return Plan(
+    tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads,
+    parts=max(n for n in _divisors(G) if n <= parts), run=run, stages=stages,
+  )  # fmt: skip
+
+
+def _divisors(n: int) -> list[int]:
+  """The largest first."""
+  return [d for d in range(n, 0, -1) if n % d == 0]
+
+
+def attention_backward(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  g_BTNH: jax.Array,
+  lse_BNT: jax.Array,
+  delta_BNT: jax.Array,
+  low_BT: jax.Array,
+  high_BT: jax.Array,
+  *,
+  scale: float,
+  how: Plan,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of queries, keys and values, in the dtype of the arguments.
+
+  Args:
+    q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, interpret: as of ``attention_forward``.
+    g_BTNH: the cotangent, in the dtype of q.
+    lse_BNT: as ``attention_forward`` gives it.
+    delta_BNT: float32, the sum of values times cotangent over the head.
+    how: the plan.
+  """
+  B, T, N, H = q_BTNH.shape
+  K, dtype = k_BTKH.shape[2], q_BTNH.dtype
+  G, R, rows = N // K, how.heads, T // QUERIES
+  # Where the tiles of scores of 128 queries begin and end, and the place of the first among those at a time.
+  begin_Bi = low_BT[:, ::QUERIES] // KEYS
+  end_Bi = jnp.maximum(-(-high_BT[:, QUERIES - 1 :: QUERIES] // KEYS), begin_Bi)
+  count = (end_Bi - begin_Bi).reshape(B, rows // how.tiles, how.tiles)
+  place_Bi = (jnp.cumsum(count, axis=-1) - count).reshape(B, rows)
+  # Which 128 queries have a tile among each 256 keys.
+  at = jnp.arange(-(-T // KEYS))
+  first_Bj = jnp.sum(end_Bi[:, None] <= at[:, None], axis=-1, dtype=jnp.int32)
+  last_Bj = jnp.sum(begin_Bi[:, None] <= at[:, None], axis=-1, dtype=jnp.int32)
+  tiles = tuple(x.astype(jnp.int32) for x in (begin_Bi, end_Bi, place_Bi, first_Bj, last_Bj))
+
+  kernels = {"scale": scale, "how": how, "interpret": interpret}
+  arrays = (q_BTNH, k_BTKH, v_BTKH, g_BTNH)
+  turns, along = rows // how.tiles, (R // K, K) if R >= K else (1, R)
+
+  def step(n, carry):
+    dq, dk, dv = carry
+    group, turn = n // turns, n % turns
+    here = jnp.stack([group * R, turn * how.tiles]).astype(jnp.int32)
+    probs, dscores = _scores(*arrays, lse_BNT, delta_BNT, low_BT, high_BT, tiles, here, **kernels)
+    own_dq = _queries(k_BTKH, dscores, tiles, here, groups=G, **kernels)
+    sums = _keys_and_values(q_BTNH, g_BTNH, probs, dscores, tiles, here, groups=G, **kernels)
+    row, head = group * R // K, group * R % K
+    dq = lax.dynamic_update_slice(
+      dq, own_dq.reshape(*along[:1], how.tiles * QUERIES, along[1], G, H), (row, turn * how.tiles * QUERIES, head, 0, 0)
+    )
+    own_dv, own_dk = (jnp.sum(x, axis=0) for x in sums)
+    own_dk = own_dk * scale
+    if turns > 1:
+      own_dk, own_dv = (x + lax.dynamic_slice_in_dim(y, group * R, R) for x, y in ((own_dk, dk), (own_dv, dv)))
+    dk, dv = (lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), group * R, 0) for x, y in ((dk, own_dk), (dv, own_dv)))
+    return dq, dk, dv
+
+  kept = jnp.float32 if turns > 1 else dtype
+  nothing = jnp.zeros((B, T, K, G, H), dtype), *(jnp.zeros((B * K, T, H), kept),) * 2
+  dq, dk, dv = lax.fori_loop(0, B * K // R * turns, step, nothing)
+  dk, dv = (jnp.swapaxes(x.reshape(B, K, T, H), 1, 2).astype(dtype) for x in (dk, dv))
+  return dq.reshape(B, T, N, H), dk, dv
+
+
+def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how: Plan, interpret: Any):
+  """Probabilities and gradients of scores (before the scale), [R * G * capacity * 128, 256] both."""
+  H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
+  chunks, factor = H // _STEP, scale * math.log2(math.e)
+
+  def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
+    wg = lax.axis_index("wg")
+    r, group = _divided(lax.axis_index("head"), G)
+    b, kv = _divided(here[0] + r, K)
+    head = kv * G + group
+    own = how.tiles - 1 - lax.axis_index("tile")  # the longest first
+    i = here[1] + own
+    start = i * QUERIES
+    first = begin[b, i] + lax.axis_index("run") * how.run
+    count = jnp.clip(end[b, i] - first, 0, how.run)
+    row = ((lax.axis_index("head") * how.capacity) + place[b, i] + lax.axis_index("run") * how.run) * QUERIES
+    stream = Stream(ready, free, how.stages[0])
+
+    @pl.when(wg == 2)
+    def _copies():
+      plgpu.set_max_registers(40, action="decrease")
+
+      def copy(t, slot):
+        n, c = _divided(t, 2 * chunks)
+        queries, keys = pl.ds(start, QUERIES), pl.ds((first + n) * KEYS, KEYS)
+        for once, (a, x) in enumerate(((q, k), (g, v))):
+
+          @pl.when(lax.div(c, chunks) == once)
+          def _(a=a, x=x):
+            part = pl.ds(lax.rem(c, chunks) * _STEP, _STEP)
+            plgpu.copy_gmem_to_smem(a.at[b, queries, head, part], of_queries.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(x.at[b, keys, kv, part], of_keys.at[slot], ready.at[slot])
+
+      stream.fill(count * (2 * chunks), copy)
+
+    @pl.when(wg < 2)
+    def _computes():
+      plgpu.set_max_registers(232, action="increase")
+      queries = pl.ds(start + wg * _OWN, _OWN)
+      low_row, high_row, lse_row, delta_row = (
+        plgpu.load(x, layout=ROWS, optimized=False)
+        for x in (low.at[b, queries], high.at[b, queries], lse.at[b, head, queries], delta.at[b, head, queries])
+      )
+
+      def product(begin):
+        def multiply(acc, slot):
+          plgpu.wgmma(acc, of_queries.at[slot, pl.ds(wg * _OWN, _OWN)], of_keys.at[slot].transpose((1, 0)))
+
+        def work(acc):
+          stream.multiply(acc, begin, chunks, multiply)
+          return acc[...]
+
+        return pl.run_scoped(work, plgpu.ACC((_OWN, KEYS), jnp.float32))
+
+      def write(x, out, n):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tile[wg] = x
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile.at[wg], out.at[pl.ds(row + n * QUERIES + wg * _OWN, _OWN)])
+
+      def step(n, _):
+        s = product(n * (2 * chunks)) * factor
+        key = plgpu.broadcasted_iota(jnp.int32, (_OWN, KEYS), 1, layout=TILE) + (first + n) * KEYS
+        seen = (key >= wide(low_row, KEYS)) & (key < wide(high_row, KEYS))
+        p = jnp.where(seen, jnp.exp2(s - wide(lse_row, KEYS)), 0.0)
+        write(p.astype(dtype), probs, n)
+        p = p.astype(jnp.float16)  # half the registers, and more digits than bfloat16 for what is 1 at most
+        d = product(n * (2 * chunks) + chunks)
+        write((p.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
+
+      lax.fori_loop(0, count, step, None)
+      plgpu.wait_smem_to_gmem(0)
+
+  stages = how.stages[0]
+  shape = jax.ShapeDtypeStruct((how.heads * G * how.capacity * QUERIES, KEYS), dtype)
+  begin, end, place = tiles[:3]
+  return plgpu.kernel(
+    body,
+    out_type=(shape, shape),
+    scratch_types=dict(
+      of_queries=plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
+      of_keys=plgpu.SMEM((stages, KEYS, _STEP), dtype, transforms=SWIZZLED),
+      tile=plgpu.SMEM((2, _OWN, KEYS), dtype, transforms=SWIZZLED),
+      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    ),
+    grid=(how.heads * G, how.tiles, -(-how.longest // how.run)),
+    grid_names=("head", "tile", "run"),
+    num_threads=3,
+    thread_name="wg",
+    kernel_name="mosaic_flash_scores",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+  )(q, k, v, g, lse, delta, low, high, begin, end, place, here)
+
+
+def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
+  """Gradients of queries, [R / heads, tiles * 128, heads, G, H] of the key-value heads at a time."""
+  K, H, G, dtype = *k.shape[2:], groups, k.dtype
+  stages, each, heads = how.stages[1], KEYS // _STEP, min(K, how.heads)
+
+  def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free):
+    wg = lax.axis_index("wg")
+    r, group = _divided(lax.axis_index("head"), G)
+    b, kv = _divided(here[0] + r, K)
+    own = how.tiles - 1 - lax.axis_index("tile")
+    i = here[1] + own
+    first, row = begin[b, i], (lax.axis_index("head") * how.capacity + place[b, i]) * QUERIES
+    total = (end[b, i] - first) * each
+    columns = pl.ds(lax.axis_index("part") * _WIDE, _WIDE)
+    stream = Stream(ready, free, stages)
+
+    @pl.when(wg == 2)
+    def _copies():
+      plgpu.set_max_registers(40, action="decrease")
+
+      def copy(t, slot):
+        n, c = _divided(t, each)
+        source = dscores.at[pl.ds(row + n * QUERIES, QUERIES), pl.ds(c * _STEP, _STEP)]
+        plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
+        keys = pl.ds(first * KEYS + t * _STEP, _STEP)
+        plgpu.copy_gmem_to_smem(k.at[b, keys, kv, columns], of_keys.at[slot], ready.at[slot])
+
+      stream.fill(total, copy)
+
+    @pl.when(wg < 2)
+    def _computes():
+      plgpu.set_max_registers(232, action="increase")
+
+      def multiply(acc, slot):
+        plgpu.wgmma(acc, of_scores.at[slot, pl.ds(wg * _OWN, _OWN)], of_keys.at[slot])
+
+      def work(acc):
+        stream.multiply(acc, 0, total, multiply)
+        return acc[...]
+
+      sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
+      queries = pl.ds(own * QUERIES + wg * _OWN, _OWN)
+      out[lax.div(r, heads), queries, lax.rem(r, heads), group, columns] = (sums * scale).astype(dtype)
+
+  begin, end, place = tiles[:3]
+  return plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((how.heads // heads, how.tiles * QUERIES, heads, G, H), dtype),
+    scratch_types=dict(
+      of_scores=plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
+      of_keys=plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    ),
+    grid=(how.heads * G, how.tiles, H // _WIDE),
+    grid_names=("head", "tile", "part"),
+    num_threads=3,
+    thread_name="wg",
+    kernel_name="mosaic_flash_queries",
+    interpret=interpret,
+  )(k, dscores, begin, end, place, here)
+
+
+def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
+  """Gradients of values and of keys (before the scale) by the queries at a time, float32 [2, parts, R, T, H]."""
+  del scale
+  T, N, H = q.shape[1:]
+  G, dtype, stages = groups, q.dtype, how.stages[1]
+  K, each, few = N // G, QUERIES // _STEP, G // how.parts  # few query heads in a part
+  columns_of_block = KEYS // QUERIES  # a block has 128 of a tile's 256 keys
+
+  def body(q, g, probs, dscores, begin, place, first, last, here, out, of_scores, of_queries, ready, free):
+    wg = lax.axis_index("wg")
+    which, r = _divided(lax.axis_index("head"), how.heads)
+    b, kv = _divided(here[0] + r, K)
+    tile, half = _divided(lax.axis_index("tile"), columns_of_block)
+    part, across = _divided(lax.axis_index("part"), H // _WIDE)
+    start = jnp.maximum(first[b, tile], here[1])
+    each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each
+    columns = pl.ds(across * _WIDE, _WIDE)
+    stream = Stream(ready, free, stages)
+
+    @pl.when(wg == 2)
+    def _copies():
+      plgpu.set_max_registers(40, action="decrease")
+
+      def copy(t, slot):
+        group, rest = _divided(t, each_head)
+        group = part * few + group
+        n, c = _divided(rest, each)
+        i = start + n
+        row = ((r * G + group) * how.capacity + place[b, i] + tile - begin[b, i]) * QUERIES + c * _STEP
+        queries = pl.ds(i * QUERIES + c * _STEP, _STEP)
+        for index, (scores, x) in enumerate(((probs, g), (dscores, q))):
+
+          @pl.when(which == index)
+          def _(scores=scores, x=x):
+            source = scores.at[pl.ds(row, _STEP), pl.ds(half * QUERIES, QUERIES)]
+            plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(x.at[b, queries, kv * G + group, columns], of_queries.at[slot], ready.at[slot])
+
+      stream.fill(few * each_head, copy)
+
+    @pl.when(wg < 2)
+    def _computes():
+      plgpu.set_max_registers(232, action="increase")
+
+      def multiply(acc, slot):
+        plgpu.wgmma(acc, of_scores.at[slot, :, pl.ds(wg * _OWN, _OWN)].transpose((1, 0)), of_queries.at[slot])
+
+      def work(acc):
+        stream.multiply(acc, 0, few * each_head, multiply)
+        return acc[...]
+
+      sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
+      out[which, part, r, pl.ds(lax.axis_index("tile") * QUERIES + wg * _OWN, _OWN), columns] = sums
+
+  begin, _, place, first, last = tiles
+  return plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((2, how.parts, how.heads, T, H), jnp.float32),
+    scratch_types=dict(
+      of_scores=plgpu.SMEM((stages, _STEP, QUERIES), dtype, transforms=SWIZZLED),
+      of_queries=plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    ),
+    grid=(2 * how.heads, T // QUERIES, how.parts * (H // _WIDE)),
+    grid_names=("head", "tile", "part"),
+    num_threads=3,
+    thread_name="wg",
+    kernel_name="mosaic_flash_keys_and_values",
+    interpret=interpret,
+  )(q, g, probs, dscores, begin, place, first, last, here)
+
+
+def _divided(x, by):
+  return lax.div(x, by), lax.rem(x, by)

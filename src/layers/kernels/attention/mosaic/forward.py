@@ -1,0 +1,242 @@
+"""The forward pass of attention on Hopper GPUs for heads of 256 and 512, in one kernel.
+
+A block works on 64 queries of a head. Heads of 512 leave no room for more: 64 x 512 float32 sums are half of the registers
+that a multiprocessor has. Two warpgroups compute, a third one copies. Of each 128 keys, a warpgroup multiplies its own 64
+with the queries; they tell each other the largest scores, put their exponentials side by side into shared memory, and each
+multiplies all of them with its own half of the value heads.
+
+B batch, T position, N query heads, K key-value heads, G = N / K, H head.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, wide
+
+QUERIES = 64  # of a block
+KEYS = 128  # of a step, half of them for each warpgroup
+CHUNK = 128  # of a head: what is copied at a time are 64 keys times this
+_LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
+
+
+
+def attention_forward(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  low_BT: jax.Array,
+  high_BT: jax.Array,
+  *,
+  scale: float,
+  slots: int = 4,
+  cluster: int = 1,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention, and what the backward pass needs.
+
+  Args:
+    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 256 or 512.
+    low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
+    scale: multiplies the scores.
+    slots: chunks that a warpgroup has in shared memory.
+    cluster: query heads of one key-value head whose blocks read keys and values together.
+    interpret: parameters of Pallas' interpreter for GPU kernels.
+
+  Returns:
+    [B, T, N, H] in the dtype of q, zeros for a query that sees nothing; float32 [B, N, T], the binary logarithm of each query's
+    sum of exponentials of scores.
+  """
+  B, T, N, H = q_BTNH.shape
+  K = k_BTKH.shape[2]
+  G, tiles, half, dtype = N // K, T // QUERIES, H // 2, q_BTNH.dtype
+  chunks, parts = H // CHUNK, half // CHUNK  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
+  steps = chunks + 2 * parts  # chunks of a step: first all of the keys, then all of the values
+  factor = scale * math.log2(math.e)
+
+  def body(q, k, v, low, high, out, lse, q_smem, ring, probs, rows, q_ready, ready, free, met):
+    wg = lax.axis_index("wg")
+    b, kv = _divided(lax.axis_index("kv"), K)
+    head = kv * G + lax.axis_index("group") * cluster + (lax.axis_index("cta") if cluster > 1 else 0)
+    tile = tiles - 1 - lax.axis_index("tile")  # the longest first
+    start = tile * QUERIES
+    first = lax.div(low[b, start], KEYS)
+    last = lax.div(high[b, start + QUERIES - 1] + (KEYS - 1), KEYS)
+    count = jnp.maximum(last - first, 0)
+
+    @pl.when(wg == 2)
+    def _copies():
+      plgpu.set_max_registers(40, action="decrease")
+      for c in range(chunks):
+        source = q.at[b, pl.ds(start, QUERIES), head, pl.ds(c * CHUNK, CHUNK)]
+        plgpu.copy_gmem_to_smem(source, q_smem.at[c], q_ready)
+
+      def step(i, _):
+        key = (first + i) * KEYS
+        for c in range(steps):
+          for w in range(2):
+            slot = w * slots + c % slots
+            if c >= slots:
+              plgpu.barrier_wait(free.at[slot])
+            else:
+              pl.when(i > 0)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+            if c < chunks:
+              source = k.at[b, pl.ds(key + w * 64, 64), kv, pl.ds(c * CHUNK, CHUNK)]
+            else:
+              n, part = divmod(c - chunks, parts)
+              source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * CHUNK, CHUNK)]
+            together = {"collective_axes": "cta"} if cluster > 1 else {}
+            plgpu.copy_gmem_to_smem(source, ring.at[slot], ready.at[slot], **together)
+
+      lax.fori_loop(0, count, step, None)
+
+      @pl.when(count > 0)
+      def _():  # nobody leaves a barrier before it is done
+        for slot in range(2 * slots):
+          plgpu.barrier_wait(free.at[slot])
+
+    @pl.when(wg < 2)
+    def _computes():
+      plgpu.set_max_registers(232, action="increase")
+      queries = pl.ds(start, QUERIES)
+      low_row = plgpu.load(low.at[b, queries], layout=ROWS, optimized=False)
+      high_row = plgpu.load(high.at[b, queries], layout=ROWS, optimized=False)
+      plgpu.barrier_wait(q_ready)
+
+      def meet():
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+
+      def product(acc, slot, a, b_of):
+        plgpu.barrier_wait(ready.at[slot])
+        plgpu.wgmma(acc, a, b_of(ring.at[slot]))
+
+      def release(slot):
+        plgpu.barrier_arrive(free.at[slot])
+
+      def step(i, carry):
+        sums, top, total = carry
+
+        def scores(acc):
+          def chunk(c, _):
+            product(acc, wg * slots + lax.rem(c, slots), q_smem.at[c], lambda x: x.transpose((1, 0)))
+
+            @pl.when(c > 0)
+            def _():
+              plgpu.wgmma_wait(1)
+              release(wg * slots + lax.rem(c - 1, slots))
+
+          lax.fori_loop(0, chunks, chunk, None)
+          return acc[...]
+
+        s = pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)) * factor
+        release(wg * slots + (chunks - 1) % slots)
+        key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, 64), 1, layout=TILE) + ((first + i) * KEYS + wg * 64)
+        seen = (key >= wide(low_row, 64)) & (key < wide(high_row, 64))
+        s = jnp.where(seen, s, -jnp.inf)
+
+        rows[wg] = s.max(axis=1)
+        meet()
+        before = top
+        top = jnp.maximum(jnp.maximum(before, plgpu.load(rows.at[0], layout=ROWS)), plgpu.load(rows.at[1], layout=ROWS))
+        p = jnp.exp2(s - wide(top, 64))
+        shrink = jnp.exp2(before - top)
+        total = total * shrink + p.sum(axis=1)
+        probs[:, pl.ds(wg * 64, 64)] = p.astype(dtype)
+        plgpu.commit_smem()
+        sums = tuple(x * wide(shrink, CHUNK) for x in sums)
+        meet()
+
+        def values(accs):
+          def chunk(n, _):
+            for part, acc in enumerate(accs):
+              c = n * parts + part
+              product(acc, wg * slots + lax.rem(chunks + c, slots), probs.at[:, pl.ds(n * 64, 64)], lambda x: x)
+              if part > 0:
+                plgpu.wgmma_wait(1)
+                release(wg * slots + lax.rem(chunks + c - 1, slots))
+              else:
+
+                @pl.when(n > 0)
+                def _():
+                  plgpu.wgmma_wait(1)
+                  release(wg * slots + lax.rem(chunks + c - 1, slots))
+
+          lax.fori_loop(0, 2, chunk, None)
+          plgpu.wgmma_wait(0)
+
+        sums = accumulated(values, sums, interpret)
+        release(wg * slots + (steps - 1) % slots)
+        return tuple(sums), top, total
+
+      zeros = plgpu.layout_cast(jnp.zeros((QUERIES, CHUNK), jnp.float32), TILE)
+      lowest = plgpu.layout_cast(jnp.full((QUERIES,), _LOWEST, jnp.float32), ROWS)
+      nothing = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS)
+      sums, top, total = lax.fori_loop(0, count, step, ((zeros,) * parts, lowest, nothing))
+
+      rows[wg] = total
+      meet()
+      total = plgpu.load(rows.at[0], layout=ROWS) + plgpu.load(rows.at[1], layout=ROWS)
+      some = jnp.where(total > 0, total, 1.0)
+      for part, x in enumerate(sums):
+        q_smem[wg * parts + part] = (x / wide(some, CHUNK)).astype(dtype)
+      meet()
+
+      @pl.when(wg == 0)
+      def _():
+        rows[0] = jnp.where(total > 0, top, 0.0) + jnp.log(some) * math.log2(math.e)
+
+      plgpu.commit_smem()
+      for part in range(parts):
+        place = out.at[b, queries, head, pl.ds(wg * half + part * CHUNK, CHUNK)]
+        plgpu.copy_smem_to_gmem(q_smem.at[wg * parts + part], place)
+      pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(rows.at[0], lse.at[b, head, queries]))
+      plgpu.wait_smem_to_gmem(0)
+
+  together = {"cluster": (cluster,), "cluster_names": ("cta",)} if cluster > 1 else {}
+  released = (
+    plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=cluster, num_barriers=2 * slots)
+    if cluster > 1
+    else plgpu.Barrier(num_barriers=2 * slots)
+  )
+  return plgpu.kernel(
+    body,
+    out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
+    scratch_types=dict(
+      q_smem=plgpu.SMEM((chunks, QUERIES, CHUNK), dtype, transforms=SWIZZLED),
+      ring=plgpu.SMEM((2 * slots, 64, CHUNK), dtype, transforms=SWIZZLED),
+      probs=plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
+      rows=plgpu.SMEM((2, QUERIES), jnp.float32),
+      q_ready=plgpu.Barrier(num_arrivals=chunks),
+      ready=plgpu.Barrier(num_barriers=2 * slots),
+      free=released,
+      met=plgpu.Barrier(num_arrivals=2),
+    ),
+    grid=(B * K, tiles, G // cluster),
+    grid_names=("kv", "tile", "group"),
+    num_threads=3,
+    thread_name="wg",
+    kernel_name="mosaic_flash_forward",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    **together,
+  )(q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
+
+
+def accumulated(work: Callable[..., None], sums: tuple[jax.Array, ...], interpret: Any) -> tuple[jax.Array, ...]:
+  """The sums, float32 in registers, after ``work`` has added to them; it takes a reference to each."""
+  if interpret:  # the interpreter can only begin from zeros
+    fresh = [plgpu.ACC(x.shape, jnp.float32) for x in sums]
+    added = pl.run_scoped(lambda *accs: (work(accs), tuple(acc[...] for acc in accs))[1], *fresh)
+    return tuple(x + y for x, y in zip(sums, added, strict=True))
+  return tuple(pl.run_state(work)(tuple(plgpu.ACC.init(x) for x in sums)))
+
+
+def _divided(x, by: int):
+  return lax.div(x, by), lax.rem(x, by)
