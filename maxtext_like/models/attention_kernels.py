@@ -91,6 +91,7 @@ def settle(
   images: bool,
   context: int = 1,
   segments: bool = True,
+  capability: str | None = None,
   device: Any = None,
   cache: str | None = None,
   test: Callable[[ShapeClass], list[CaseResult]] = self_test,
@@ -103,6 +104,7 @@ def settle(
     images: batches hold images, whose tokens may see each other both ways.
     context: devices that the positions of a row are split over.
     segments: batches say which document a position belongs to.
+    capability: CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
     device: where to test; None: there is none (ahead of time), so nothing is tested.
     cache: folder of verdicts; None: none are kept.
     test: the self-test.
@@ -113,7 +115,7 @@ def settle(
   chosen: dict[Block, KernelUse] = {}
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
   for layer in dict.fromkeys(decoder.layers):
-    case = layer.mixer.case(length, images=images, context=context)
+    case = dataclasses.replace(layer.mixer.case(length, images=images, context=context), capability=capability)
     asked = layer.cfg.mixer.kernel
     try:
       kernel = choose(asked, case)

@@ -182,10 +182,11 @@ def make_model(
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  device = None  # to try kernels on; a topology's device is known to a compiler only
+  device = capability = None  # to try kernels on; a topology's device is known to a compiler only
   if not isinstance(mesh, jax.sharding.AbstractMesh):
     first = mesh.devices.flat[0]
     own = "gpu" if first.platform in ("cuda", "rocm") else first.platform
+    capability = getattr(first, "compute_capability", None)
     platform = platform or own
     device = mesh.local_devices[0] if platform == own and first in jax.devices() else None
   assert platform is not None, "an abstract mesh does not say where the program will run"
@@ -215,6 +216,7 @@ def make_model(
       images=config.vision.use_multimodal,
       context=decoder.cfg.rules.ways("sequence", mesh),
       segments=not one_document,
+      capability=capability,
       device=device,
       cache=config.logging.compilation_cache_dir,
     )

@@ -39,7 +39,7 @@ class ShapeClass:
   """What decides how a kernel works; sizes that do not are small.
 
   Attributes:
-    kernel: "cudnn_flash" or "splash".
+    kernel: of one that is fused.
     dtype: of q, k and v.
     head_dim: H.
     value_dim: of values, which latent attention has narrower.

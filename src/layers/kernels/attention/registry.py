@@ -19,11 +19,11 @@ if TYPE_CHECKING:
   from maxtext_like.layers.precision import Precision
   from maxtext_like.layers.rules import Rules
 
-Name = Literal["splash", "cudnn_flash", "blockwise", "dot_product"]
+Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
 """In the order in which "auto" prefers them. The last one can do everything."""
 
-Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "splash"]
+Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "mosaic_flash", "splash"]
 """What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
 
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
@@ -44,6 +44,7 @@ class Case:
     context: devices that the positions of a row are split over.
     bidirectional_images: tokens of one image see each other both ways.
     probabilities: the layer needs every probability written out.
+    capability: CUDA's compute capability of the device; None: not known, or no NVIDIA GPU.
   """
 
   platform: str
@@ -57,6 +58,7 @@ class Case:
   window: int | None = None
   bidirectional_images: bool = False
   probabilities: bool = False
+  capability: str | None = None
 
   @property
   def dtype(self) -> str:

@@ -20,7 +20,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, wide
+from maxtext_like.layers.kernels.attention.mosaic.stream import (
+  ROWS,
+  SWIZZLED,
+  TILE,
+  Stream,
+  clustered,
+  copy_for_all,
+  free_barrier,
+  member,
+  wide,
+)
 
 QUERIES, KEYS = 128, 256  # of a tile of scores
 _STEP = 64  # of what a product adds up over, at a time
@@ -40,6 +50,8 @@ class Plan:
     parts: of the query heads of a key-value head, whose gradients of keys and values are made apart.
     run: tiles of scores of a block.
     stages: of the copies, of the scores and of the other kernels.
+    clusters: blocks that copy together what they all read: of the scores and of the gradients of queries, those of so many
+      query heads; of the gradients of keys and values, those of a tile's keys.
   """
 
   tiles: int
@@ -49,10 +61,22 @@ class Plan:
   parts: int
   run: int = 2
   stages: tuple[int, int] = (3, 4)
+  clusters: tuple[int, int, int] = (1, 1, 1)
 
 
 def plan(
-  *, B: int, T: int, N: int, K: int, window: int | None, budget: int, run: int = 2, parts: int = 4, stages: tuple[int, int] = (3, 4)
+  *,
+  B: int,
+  T: int,
+  N: int,
+  K: int,
+  window: int | None,
+  budget: int,
+  ahead: bool = False,
+  run: int = 2,
+  parts: int = 4,
+  stages: tuple[int, int] = (3, 4),
+  clusters: tuple[int, int, int] = (1, 1, 1),
 ) -> Plan:
   """The plan of a shape.
 
@@ -60,11 +84,14 @@ def plan(
     B, T, N, K: of the arguments.
     window: the most keys that a query sees; None: all before it.
     budget: bytes for probabilities and gradients of scores.
-    run, parts, stages: as ``Plan`` has them; ``parts`` at most.
+    ahead: a query may see keys behind it.
+    run, parts, stages, clusters: as ``Plan`` has them; ``parts`` at most.
   """
   G, rows = N // K, T // QUERIES
   seen = [i * QUERIES // KEYS + 1 for i in range(rows)]
-  if window is not None:
+  if ahead:
+    seen = [-(-T // KEYS)] * rows
+  elif window is not None:
     seen = [min(n, (window + QUERIES - 2) // KEYS + 2) for n in seen]
   size = 2 * 2 * G * QUERIES * KEYS
 
@@ -76,7 +103,7 @@ def plan(
   heads = next((n for n in _divisors(B * K) if n <= most and (K % n == 0 or n % K == 0)), 1)
   return Plan(
     tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads,
-    parts=max(n for n in _divisors(G) if n <= parts), run=run, stages=stages,
+    parts=max(n for n in _divisors(G) if n <= parts), run=run, stages=stages, clusters=clusters,
   )  # fmt: skip
 
 
@@ -155,10 +182,12 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
   """Probabilities and gradients of scores (before the scale), [R * G * capacity * 128, 256] both."""
   H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
   chunks, factor = H // _STEP, scale * math.log2(math.e)
+  cluster = how.clusters[0]
 
   def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
     wg = lax.axis_index("wg")
-    r, group = _divided(lax.axis_index("head"), G)
+    index = lax.axis_index("head") * cluster + member(cluster)
+    r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     head = kv * G + group
     own = how.tiles - 1 - lax.axis_index("tile")  # the longest first
@@ -166,7 +195,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
     start = i * QUERIES
     first = begin[b, i] + lax.axis_index("run") * how.run
     count = jnp.clip(end[b, i] - first, 0, how.run)
-    row = ((lax.axis_index("head") * how.capacity) + place[b, i] + lax.axis_index("run") * how.run) * QUERIES
+    row = (index * how.capacity + place[b, i] + lax.axis_index("run") * how.run) * QUERIES
     stream = Stream(ready, free, how.stages[0])
 
     @pl.when(wg == 2)
@@ -182,7 +211,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
           def _(a=a, x=x):
             part = pl.ds(lax.rem(c, chunks) * _STEP, _STEP)
             plgpu.copy_gmem_to_smem(a.at[b, queries, head, part], of_queries.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(x.at[b, keys, kv, part], of_keys.at[slot], ready.at[slot])
+            copy_for_all(x.at[b, keys, kv, part], of_keys.at[slot], ready.at[slot], cluster)
 
       stream.fill(count * (2 * chunks), copy)
 
@@ -230,15 +259,16 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
   return plgpu.kernel(
     body,
     out_type=(shape, shape),
-    scratch_types=dict(
-      of_queries=plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
-      of_keys=plgpu.SMEM((stages, KEYS, _STEP), dtype, transforms=SWIZZLED),
-      tile=plgpu.SMEM((2, _OWN, KEYS), dtype, transforms=SWIZZLED),
-      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    ),
-    grid=(how.heads * G, how.tiles, -(-how.longest // how.run)),
+    scratch_types={
+      "of_queries": plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
+      "of_keys": plgpu.SMEM((stages, KEYS, _STEP), dtype, transforms=SWIZZLED),
+      "tile": plgpu.SMEM((2, _OWN, KEYS), dtype, transforms=SWIZZLED),
+      "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+    },
+    grid=(how.heads * G // cluster, how.tiles, -(-how.longest // how.run)),
     grid_names=("head", "tile", "run"),
+    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_scores",
@@ -251,14 +281,16 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
   """Gradients of queries, [R / heads, tiles * 128, heads, G, H] of the key-value heads at a time."""
   K, H, G, dtype = *k.shape[2:], groups, k.dtype
   stages, each, heads = how.stages[1], KEYS // _STEP, min(K, how.heads)
+  cluster = how.clusters[1]
 
-  def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free):
+  def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free, done):
     wg = lax.axis_index("wg")
-    r, group = _divided(lax.axis_index("head"), G)
+    index = lax.axis_index("head") * cluster + member(cluster)
+    r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     own = how.tiles - 1 - lax.axis_index("tile")
     i = here[1] + own
-    first, row = begin[b, i], (lax.axis_index("head") * how.capacity + place[b, i]) * QUERIES
+    first, row = begin[b, i], (index * how.capacity + place[b, i]) * QUERIES
     total = (end[b, i] - first) * each
     columns = pl.ds(lax.axis_index("part") * _WIDE, _WIDE)
     stream = Stream(ready, free, stages)
@@ -272,7 +304,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
         source = dscores.at[pl.ds(row + n * QUERIES, QUERIES), pl.ds(c * _STEP, _STEP)]
         plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
         keys = pl.ds(first * KEYS + t * _STEP, _STEP)
-        plgpu.copy_gmem_to_smem(k.at[b, keys, kv, columns], of_keys.at[slot], ready.at[slot])
+        copy_for_all(k.at[b, keys, kv, columns], of_keys.at[slot], ready.at[slot], cluster)
 
       stream.fill(total, copy)
 
@@ -288,21 +320,28 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
         return acc[...]
 
       sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
+      plgpu.barrier_arrive(done)  # nobody reads the slots any more: two of them take the result
+      plgpu.barrier_wait(done)
+      of_keys[wg] = (sums * scale).astype(dtype)
+      plgpu.commit_smem()
       queries = pl.ds(own * QUERIES + wg * _OWN, _OWN)
-      out[lax.div(r, heads), queries, lax.rem(r, heads), group, columns] = (sums * scale).astype(dtype)
+      plgpu.copy_smem_to_gmem(of_keys.at[wg], out.at[lax.div(r, heads), queries, lax.rem(r, heads), group, columns])
+      plgpu.wait_smem_to_gmem(0)
 
   begin, end, place = tiles[:3]
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((how.heads // heads, how.tiles * QUERIES, heads, G, H), dtype),
-    scratch_types=dict(
-      of_scores=plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
-      of_keys=plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
-      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    ),
-    grid=(how.heads * G, how.tiles, H // _WIDE),
+    scratch_types={
+      "of_scores": plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
+      "of_keys": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+      "done": plgpu.Barrier(num_arrivals=2),
+    },
+    grid=(how.heads * G // cluster, how.tiles, H // _WIDE),
     grid_names=("head", "tile", "part"),
+    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_queries",
@@ -316,13 +355,14 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   T, N, H = q.shape[1:]
   G, dtype, stages = groups, q.dtype, how.stages[1]
   K, each, few = N // G, QUERIES // _STEP, G // how.parts  # few query heads in a part
-  columns_of_block = KEYS // QUERIES  # a block has 128 of a tile's 256 keys
+  cluster, columns_of_block = how.clusters[2], KEYS // QUERIES  # a block has 128 of a tile's 256 keys
 
   def body(q, g, probs, dscores, begin, place, first, last, here, out, of_scores, of_queries, ready, free):
     wg = lax.axis_index("wg")
     which, r = _divided(lax.axis_index("head"), how.heads)
     b, kv = _divided(here[0] + r, K)
-    tile, half = _divided(lax.axis_index("tile"), columns_of_block)
+    block = lax.axis_index("tile") * cluster + member(cluster)
+    tile, half = _divided(block, columns_of_block)
     part, across = _divided(lax.axis_index("part"), H // _WIDE)
     start = jnp.maximum(first[b, tile], here[1])
     each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each
@@ -346,7 +386,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
           def _(scores=scores, x=x):
             source = scores.at[pl.ds(row, _STEP), pl.ds(half * QUERIES, QUERIES)]
             plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(x.at[b, queries, kv * G + group, columns], of_queries.at[slot], ready.at[slot])
+            copy_for_all(x.at[b, queries, kv * G + group, columns], of_queries.at[slot], ready.at[slot], cluster)
 
       stream.fill(few * each_head, copy)
 
@@ -362,20 +402,21 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
         return acc[...]
 
       sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
-      out[which, part, r, pl.ds(lax.axis_index("tile") * QUERIES + wg * _OWN, _OWN), columns] = sums
+      out[which, part, r, pl.ds(block * QUERIES + wg * _OWN, _OWN), columns] = sums
 
   begin, _, place, first, last = tiles
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((2, how.parts, how.heads, T, H), jnp.float32),
-    scratch_types=dict(
-      of_scores=plgpu.SMEM((stages, _STEP, QUERIES), dtype, transforms=SWIZZLED),
-      of_queries=plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
-      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    ),
-    grid=(2 * how.heads, T // QUERIES, how.parts * (H // _WIDE)),
+    scratch_types={
+      "of_scores": plgpu.SMEM((stages, _STEP, QUERIES), dtype, transforms=SWIZZLED),
+      "of_queries": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+    },
+    grid=(2 * how.heads, T // QUERIES // cluster, how.parts * (H // _WIDE)),
     grid_names=("head", "tile", "part"),
+    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_keys_and_values",

@@ -18,13 +18,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, wide
+from maxtext_like.layers.kernels.attention.mosaic.stream import (
+  ROWS,
+  SWIZZLED,
+  TILE,
+  clustered,
+  copy_for_all,
+  free_barrier,
+  member,
+  wide,
+)
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a step, half of them for each warpgroup
 CHUNK = 128  # of a head: what is copied at a time are 64 keys times this
 _LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
-
 
 
 def attention_forward(
@@ -63,7 +71,7 @@ def attention_forward(
   def body(q, k, v, low, high, out, lse, q_smem, ring, probs, rows, q_ready, ready, free, met):
     wg = lax.axis_index("wg")
     b, kv = _divided(lax.axis_index("kv"), K)
-    head = kv * G + lax.axis_index("group") * cluster + (lax.axis_index("cta") if cluster > 1 else 0)
+    head = kv * G + lax.axis_index("group") * cluster + member(cluster)
     tile = tiles - 1 - lax.axis_index("tile")  # the longest first
     start = tile * QUERIES
     first = lax.div(low[b, start], KEYS)
@@ -91,8 +99,7 @@ def attention_forward(
             else:
               n, part = divmod(c - chunks, parts)
               source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * CHUNK, CHUNK)]
-            together = {"collective_axes": "cta"} if cluster > 1 else {}
-            plgpu.copy_gmem_to_smem(source, ring.at[slot], ready.at[slot], **together)
+            copy_for_all(source, ring.at[slot], ready.at[slot], cluster)
 
       lax.fori_loop(0, count, step, None)
 
@@ -164,7 +171,7 @@ def attention_forward(
               else:
 
                 @pl.when(n > 0)
-                def _():
+                def _(c=c):
                   plgpu.wgmma_wait(1)
                   release(wg * slots + lax.rem(chunks + c - 1, slots))
 
@@ -199,25 +206,19 @@ def attention_forward(
       pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(rows.at[0], lse.at[b, head, queries]))
       plgpu.wait_smem_to_gmem(0)
 
-  together = {"cluster": (cluster,), "cluster_names": ("cta",)} if cluster > 1 else {}
-  released = (
-    plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=cluster, num_barriers=2 * slots)
-    if cluster > 1
-    else plgpu.Barrier(num_barriers=2 * slots)
-  )
   return plgpu.kernel(
     body,
     out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
-    scratch_types=dict(
-      q_smem=plgpu.SMEM((chunks, QUERIES, CHUNK), dtype, transforms=SWIZZLED),
-      ring=plgpu.SMEM((2 * slots, 64, CHUNK), dtype, transforms=SWIZZLED),
-      probs=plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
-      rows=plgpu.SMEM((2, QUERIES), jnp.float32),
-      q_ready=plgpu.Barrier(num_arrivals=chunks),
-      ready=plgpu.Barrier(num_barriers=2 * slots),
-      free=released,
-      met=plgpu.Barrier(num_arrivals=2),
-    ),
+    scratch_types={
+      "q_smem": plgpu.SMEM((chunks, QUERIES, CHUNK), dtype, transforms=SWIZZLED),
+      "ring": plgpu.SMEM((2 * slots, 64, CHUNK), dtype, transforms=SWIZZLED),
+      "probs": plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
+      "rows": plgpu.SMEM((2, QUERIES), jnp.float32),
+      "q_ready": plgpu.Barrier(num_arrivals=chunks),
+      "ready": plgpu.Barrier(num_barriers=2 * slots),
+      "free": free_barrier(cluster, num_barriers=2 * slots),
+      "met": plgpu.Barrier(num_arrivals=2),
+    },
     grid=(B * K, tiles, G // cluster),
     grid_names=("kv", "tile", "group"),
     num_threads=3,
@@ -225,7 +226,7 @@ def attention_forward(
     kernel_name="mosaic_flash_forward",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
-    **together,
+    **clustered(cluster),
   )(q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
 
 

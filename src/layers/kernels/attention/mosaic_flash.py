@@ -1,0 +1,166 @@
+"""Attention on Hopper GPUs for heads of 256 and 512, in kernels of our own: cuDNN takes heads of 256 at most there.
+
+Scores, softmax and sums are float32 inside the kernels; tiles in which no query sees a key are skipped, be it for causality, a
+window or other documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask.
+
+B batch, T position, N query heads, K key-value heads, H head.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.attention.mosaic.backward import Plan, attention_backward, plan
+from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.partition import by_head
+from maxtext_like.layers.rules import RULES, Rules
+
+_BUDGET = 320 << 20  # bytes that the backward pass may write between its kernels
+_LANES = 128
+_HOPPER = "9.0"
+_JAX = (0, 11)  # before, Pallas' loads in a layout were written otherwise
+
+
+def mosaic_flash_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  tokens: Tokens,
+  *,
+  window: int | None,
+  bidirectional_images: bool = False,
+  scale: float,
+  rules: Rules = RULES,
+  interpret: Any = None,
+) -> jax.Array:
+  """Causal self-attention of each row over itself.
+
+  On a mesh every device works on its own rows and heads: the partitioner cannot look into a kernel, and would gather them.
+
+  Args:
+    q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 or float16; query head n reads key-value head n // (N / K). T is a
+      multiple of 128, H is 256 or 512.
+    tokens: segments and images. The positions of a document stand together, as those of an image do.
+    window: keys a query sees, itself included; None: all before it.
+    bidirectional_images: tokens of one image see each other both ways.
+    scale: multiplies the scores.
+    rules: how the batch lies on the mesh in use.
+    interpret: parameters of Pallas' interpreter for GPU kernels, slow: for tests.
+
+  Returns:
+    [B, T, N, H] in the dtype of q; zeros for padding.
+  """
+  images = tokens.images if bidirectional_images else None
+  low_BT, high_BT = stretches(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
+
+  def attend(q, k, v, low, high):
+    B, T, N, _ = q.shape
+    how = plan(B=B, T=T, N=N, K=k.shape[2], window=window, ahead=images is not None, budget=_BUDGET)
+    return _attend((scale, how, interpret), q, k, v, low, high)
+
+  return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
+
+
+def stretches(
+  segments_BT: jax.Array | None, images_BT: jax.Array | None, *, batch: int, length: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+  """Which keys every query sees, low <= s < high: int32 [B, T] both, and neither decreases along T. Padding sees none."""
+  at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+  low, high = jnp.zeros_like(at), at + 1
+  if images_BT is not None:
+    last = jnp.where(images_BT != jnp.pad(images_BT, ((0, 0), (0, 1)))[:, 1:], at, length)
+    high = jnp.where(images_BT > 0, jax.lax.cummin(last, axis=1, reverse=True) + 1, high)
+  if segments_BT is not None:
+    before = jnp.pad(segments_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    after = jnp.pad(segments_BT, ((0, 0), (0, 1)), constant_values=-1)[:, 1:]
+    low = jax.lax.cummax(jnp.where(segments_BT != before, at, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(segments_BT != after, at, length), axis=1, reverse=True) + 1
+    high = jnp.minimum(high, end)
+  if window is not None:
+    low = jnp.maximum(low, at - window + 1)
+  if segments_BT is not None:
+    low, high = (jnp.where(segments_BT > 0, x, at + 1) for x in (low, high))
+  return low, high
+
+
+_Static = tuple[float, Plan, Any]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q, k, v, low, high) -> Any:
+  return _forward(static, q, k, v, low, high)[0]
+
+
+def _forward(static: _Static, q, k, v, low, high):
+  out, lse = attention_forward(q, k, v, low, high, scale=static[0], interpret=static[2])
+  return out, (q, k, v, low, high, out, lse)
+
+
+def _backward(static: _Static, saved, g: jax.Array):
+  scale, how, interpret = static
+  q, k, v, low, high, out, lse = saved
+  power = None
+  if g.dtype == jnp.float16:
+    # The gradients of scores are made float16 too, and can leave its range where the cotangents nearly do.
+    top = jnp.max(jnp.abs(g.astype(jnp.float32)))
+    power = jnp.exp2(-jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))))
+    g = (g.astype(jnp.float32) * power).astype(g.dtype)
+  delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
+  grads = attention_backward(q, k, v, g, lse, delta, low, high, scale=scale, how=how, interpret=interpret)
+  if power is not None:
+    grads = tuple((x.astype(jnp.float32) / power).astype(x.dtype) for x in grads)
+  return *grads, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+  del precision
+  with jax.named_scope("mosaic_flash"):
+    return mosaic_flash_attention(
+      q_BTNH, k_BTKH, v_BTKH, tokens, window=window, bidirectional_images=bidirectional_images, scale=scale, rules=rules
+    )
+
+
+def _refuses(case: Case) -> list[str]:
+  reasons = []
+  if case.platform not in ("gpu", "cuda"):
+    reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
+  if case.capability not in (None, _HOPPER):
+    reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
+  if jax.__version_info__ < _JAX:
+    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}")
+  if case.context > 1:
+    reasons.append(f"rows are split over {case.context} devices (context)")
+  if case.head_dim not in (256, 512) or case.value_dim != case.head_dim:
+    reasons.append(f"heads of {case.head_dim} and values of {case.value_dim} are not both of 256 or of 512")
+  if case.dtype not in ("bfloat16", "float16"):
+    reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
+  if case.length % _LANES:
+    reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
+  if case.probabilities:
+    reasons.append("the layer needs its probabilities written out")
+  return reasons
+
+
+def _operation(target: str, scopes: tuple[str, ...]) -> str | None:
+  # JAX names a kernel, and a compiled program keeps that name where it loses the outer ones.
+  if not target.startswith("mosaic_gpu"):
+    return None
+  return next((s for s in reversed(scopes) if s.startswith("mosaic_flash_")), None)
+
+
+KERNEL = AttentionKernel(
+  name="mosaic_flash",
+  refuses=_refuses,
+  run=_run,
+  fused=True,
+  title="Mosaic attention",
+  scope="mosaic_flash",
+  operation=_operation,
+)
