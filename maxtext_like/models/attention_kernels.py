@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import logging
 import os
@@ -218,15 +217,14 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  kernels = (*map(registry.kernel, registry.NAMES), *map(grouped.kernel, grouped.NAMES))
-  modules = [inspect.getmodule(kernel.run) for kernel in kernels]
-  sources = "".join(inspect.getsource(module) for module in (*modules, masks, kernel_test, grouped_test) if module is not None)
+  kernels = (path for names in (registry, grouped) for path in sorted(Path(names.__file__).parent.rglob("*.py")))
+  sources = b"".join(path.read_bytes() for path in (*kernels, *(Path(m.__file__) for m in (masks, kernel_test, grouped_test))))
   return {
     "packages": found,
     "platform": device.client.platform_version,
     "driver": driver.read_text().splitlines()[0] if device.platform in ("gpu", "cuda") and driver.is_file() else "",
     "flags": {name: os.environ.get(name, "") for name in _VARIABLES},
-    "sources": hashlib.sha256(sources.encode()).hexdigest(),
+    "sources": hashlib.sha256(sources).hexdigest(),
   }
 
 

@@ -161,6 +161,7 @@ def make_model(
   *,
   mesh: Mesh | None = None,
   platform: str | None = None,
+  capability: str | None = None,
   runs_attention: bool = True,
   one_document: bool = False,
 ) -> Model:
@@ -172,6 +173,7 @@ def make_model(
     config: of it.
     mesh: default: the ``mesh:`` section over all devices.
     platform: "cpu", "gpu" or "tpu", where it will run; needed for an abstract mesh, else that of its devices.
+    capability: of an abstract mesh, CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
     runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
       are not looked at then.
     one_document: every row that it is given is one document, padding behind it: it needs no mask of documents.
@@ -182,7 +184,7 @@ def make_model(
   """
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  device = capability = None  # to try kernels on; a topology's device is known to a compiler only
+  device = None  # to try kernels on; a topology's device is known to a compiler only
   if not isinstance(mesh, jax.sharding.AbstractMesh):
     first = mesh.devices.flat[0]
     own = "gpu" if first.platform in ("cuda", "rocm") else first.platform

@@ -91,7 +91,6 @@ class _Design:
   """What XLA has to know of a card beside its memory. Sizes in bytes.
 
   Attributes:
-    capability: CUDA's compute capability.
     multiprocessors: number of them.
     float32_units: of one.
     shared_memory: of one.
@@ -99,7 +98,6 @@ class _Design:
     clock: GHz.
   """
 
-  capability: tuple[int, int]
   multiprocessors: int
   float32_units: int
   shared_memory: int
@@ -110,18 +108,10 @@ class _Design:
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; clocks and caches as the cards' white papers
 # and CUDA's own deviceQuery have them.
 _DESIGNS = {
-  "a100": _Design(
-    capability=(8, 0), multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41
-  ),
-  "h100": _Design(
-    capability=(9, 0), multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=50 << 20, clock=1.98
-  ),
-  "h200": _Design(
-    capability=(9, 0), multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=60 << 20, clock=1.98
-  ),
-  "b200": _Design(
-    capability=(10, 0), multiprocessors=148, float32_units=128, shared_memory=228 << 10, second_level=126 << 20, clock=1.965
-  ),
+  "a100": _Design(multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41),
+  "h100": _Design(multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=50 << 20, clock=1.98),
+  "h200": _Design(multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=60 << 20, clock=1.98),
+  "b200": _Design(multiprocessors=148, float32_units=128, shared_memory=228 << 10, second_level=126 << 20, clock=1.965),
 }
 
 
@@ -131,7 +121,7 @@ def _target(host: GpuHost) -> str:
   chip = find_chip(host.card)
   assert chip is not None
   assert chip.memory is not None
-  major, minor = design.capability
+  major, minor = map(int, host.capability.split("."))
   accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
   cudnn, runtime = (_version(name) for name in ("nvidia-cudnn", "nvidia-cuda-runtime"))
   return f"""

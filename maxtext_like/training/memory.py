@@ -213,7 +213,7 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
     UserError: as ``make_program``; a mesh that does not fit the host.
   """
   try:
-    program = make_program(config, mesh=abstract_mesh(config.mesh, host.gpus), platform="gpu")
+    program = make_program(config, mesh=abstract_mesh(config.mesh, host.gpus), platform="gpu", capability=host.capability)
   except UserError as error:
     raise UserError(f"topology={host.name}: {error}") from error
   with assumed_gpu():

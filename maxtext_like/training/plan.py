@@ -92,8 +92,10 @@ def plan(config: Config, target: Target) -> Plan:
   """
   platform = "tpu" if isinstance(target, Topology) else "gpu" if isinstance(target, GpuHost) else "cpu"
   slices = target.slices if isinstance(target, Topology) else None
+  capability = target.capability if isinstance(target, GpuHost) else None
   try:
-    program = make_program(config, mesh=abstract_mesh(config.mesh, target.devices, slices), platform=platform)
+    mesh = abstract_mesh(config.mesh, target.devices, slices)
+    program = make_program(config, mesh=mesh, platform=platform, capability=capability)
   except UserError as error:
     several = f" num_slices={slices}" if slices is not None else ""
     raise UserError(f"topology={target.name}{several}: {error}") from error

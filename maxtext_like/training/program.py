@@ -233,7 +233,12 @@ class TrainProgram:
 
 
 def make_program(
-  config: Config, *, mesh: Mesh | None = None, platform: str | None = None, module_api: ModuleApi | None = None
+  config: Config,
+  *,
+  mesh: Mesh | None = None,
+  platform: str | None = None,
+  capability: str | None = None,
+  module_api: ModuleApi | None = None,
 ) -> TrainProgram:
   """Puts a run together, without any array.
 
@@ -241,12 +246,14 @@ def make_program(
     config: of the run.
     mesh: default: the ``mesh:`` section over all devices.
     platform: "cpu", "gpu" or "tpu", where the program will run; needed for an abstract mesh, else that of its devices.
+    capability: of an abstract mesh, CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
     module_api: default: the configuration's.
 
   Raises:
     UserError: as ``make_model``; nothing to train, an objective that does not fit the rows.
   """
-  model = with_given(make_model(config, mesh=mesh, platform=platform, one_document=config.data.one_document))
+  one_document = config.data.one_document
+  model = with_given(make_model(config, mesh=mesh, platform=platform, capability=capability, one_document=one_document))
   config = model.config
   t = config.training
   model = with_base(model, config.adapter)

@@ -92,6 +92,7 @@ class GpuHost:
   Attributes:
     name: as people order it, ``h200-8``: the card and how many of them.
     card: as JAX calls it.
+    capability: CUDA's compute capability, as JAX writes it.
     gpus: how many.
     card_bytes: memory of one card that CUDA gives out.
     share: of it, what JAX takes.
@@ -99,6 +100,7 @@ class GpuHost:
 
   name: str
   card: str
+  capability: str
   gpus: int
   card_bytes: int
   share: float
@@ -119,10 +121,10 @@ MAX_GPUS = 8
 # What CUDA says of a card. H100 and H200 were asked (driver 580.159.04); A100 and B200 as PyTorch's messages about a lack of
 # memory have it, the smallest that is published (it varies with the driver by 0.2 GiB).
 _CARDS = {
-  "a100": ("NVIDIA A100-SXM4-80GB", int(79.15 * GIB)),
-  "h100": ("NVIDIA H100 80GB HBM3", 85_017_493_504),
-  "h200": ("NVIDIA H200", 150_109_880_320),
-  "b200": ("NVIDIA B200", int(178.35 * GIB)),
+  "a100": ("NVIDIA A100-SXM4-80GB", "8.0", int(79.15 * GIB)),
+  "h100": ("NVIDIA H100 80GB HBM3", "9.0", 85_017_493_504),
+  "h200": ("NVIDIA H200", "9.0", 150_109_880_320),
+  "b200": ("NVIDIA B200", "10.0", int(178.35 * GIB)),
 }
 GPU_NAMES = tuple(f"{card}-{gpus}" for card in _CARDS for gpus in (1, 2, 4, 8))
 
@@ -139,8 +141,9 @@ def find_gpus(name: str) -> GpuHost | None:
   gpus = int(found[2] or 1)
   if not 1 <= gpus <= MAX_GPUS:
     raise UserError(f"topology={name}: this version runs on one host, of 1 to {MAX_GPUS} GPUs\n  fix: topology={found[1]}-8")
-  card, size = _CARDS[found[1]]
-  return GpuHost(name=f"{found[1]}-{gpus}", card=card, gpus=gpus, card_bytes=size, share=_share())
+  card, capability, size = _CARDS[found[1]]
+  name = f"{found[1]}-{gpus}"
+  return GpuHost(name=name, card=card, capability=capability, gpus=gpus, card_bytes=size, share=_share())
 
 
 def _share() -> float:
@@ -167,7 +170,7 @@ def find_cpus(name: str) -> Cpus | None:
 
 def memory_of(device_kind: str) -> int | None:
   """Bytes of a device by what JAX calls it, where it does not say itself; None: not in the tables here."""
-  cards = dict(_CARDS.values()) | {"TPU v6 lite": _V6E_HBM}
+  cards = {card: size for card, _, size in _CARDS.values()} | {"TPU v6 lite": _V6E_HBM}
   return cards.get(device_kind)
 
 

@@ -44,7 +44,7 @@ class Case:
     context: devices that the positions of a row are split over.
     bidirectional_images: tokens of one image see each other both ways.
     probabilities: the layer needs every probability written out.
-    capability: CUDA's compute capability of the device; None: not known, or no NVIDIA GPU.
+    capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
   """
 
   platform: str

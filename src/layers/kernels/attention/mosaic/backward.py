@@ -20,22 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import (
-  ROWS,
-  SWIZZLED,
-  TILE,
-  Stream,
-  clustered,
-  copy_for_all,
-  free_barrier,
-  member,
-  wide,
-)
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, wide
 
 QUERIES, KEYS = 128, 256  # of a tile of scores
 _STEP = 64  # of what a product adds up over, at a time
 _WIDE = 256  # of a head: columns of a block of gradients
 _OWN = 64  # rows of a warpgroup
+_RUN = 2  # tiles of scores of a block
+_PARTS = 2  # of the query heads of a key-value head at most, whose gradients of keys and values are made apart
+_STAGES_OF_SCORES, _STAGES = 3, 4  # copies on their way: of the scores, of the other kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,45 +40,22 @@ class Plan:
     capacity: tiles of scores that these may have, of one query head.
     longest: tiles of scores that 128 queries may have.
     heads: R, key-value heads of all rows at a time.
-    parts: of the query heads of a key-value head, whose gradients of keys and values are made apart.
-    run: tiles of scores of a block.
-    stages: of the copies, of the scores and of the other kernels.
-    clusters: blocks that copy together what they all read: of the scores and of the gradients of queries, those of so many
-      query heads; of the gradients of keys and values, those of a tile's keys.
   """
 
   tiles: int
   capacity: int
   longest: int
   heads: int
-  parts: int
-  run: int = 2
-  stages: tuple[int, int] = (3, 4)
-  clusters: tuple[int, int, int] = (1, 1, 1)
 
 
-def plan(
-  *,
-  B: int,
-  T: int,
-  N: int,
-  K: int,
-  window: int | None,
-  budget: int,
-  ahead: bool = False,
-  run: int = 2,
-  parts: int = 4,
-  stages: tuple[int, int] = (3, 4),
-  clusters: tuple[int, int, int] = (1, 1, 1),
-) -> Plan:
+def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, budget: int) -> Plan:
   """The plan of a shape.
 
   Args:
     B, T, N, K: of the arguments.
     window: the most keys that a query sees; None: all before it.
-    budget: bytes for probabilities and gradients of scores.
     ahead: a query may see keys behind it.
-    run, parts, stages, clusters: as ``Plan`` has them; ``parts`` at most.
+    budget: bytes for probabilities and gradients of scores.
   """
   G, rows = N // K, T // QUERIES
   seen = [i * QUERIES // KEYS + 1 for i in range(rows)]
@@ -101,10 +71,7 @@ def plan(
   tiles = next((n for n in _divisors(rows) if capacity(n) * size <= budget), 1)
   most = budget // (capacity(tiles) * size)
   heads = next((n for n in _divisors(B * K) if n <= most and (K % n == 0 or n % K == 0)), 1)
-  return Plan(
-    tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads,
-    parts=max(n for n in _divisors(G) if n <= parts), run=run, stages=stages, clusters=clusters,
-  )  # fmt: skip
+  return Plan(tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads)
 
 
 def _divisors(n: int) -> list[int]:
@@ -181,22 +148,21 @@ def attention_backward(
 def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how: Plan, interpret: Any):
   """Probabilities and gradients of scores (before the scale), [R * G * capacity * 128, 256] both."""
   H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
-  chunks, factor = H // _STEP, scale * math.log2(math.e)
-  cluster = how.clusters[0]
+  chunks, factor, stages = H // _STEP, scale * math.log2(math.e), _STAGES_OF_SCORES
 
   def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
     wg = lax.axis_index("wg")
-    index = lax.axis_index("head") * cluster + member(cluster)
+    index = lax.axis_index("head")
     r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     head = kv * G + group
     own = how.tiles - 1 - lax.axis_index("tile")  # the longest first
     i = here[1] + own
     start = i * QUERIES
-    first = begin[b, i] + lax.axis_index("run") * how.run
-    count = jnp.clip(end[b, i] - first, 0, how.run)
-    row = (index * how.capacity + place[b, i] + lax.axis_index("run") * how.run) * QUERIES
-    stream = Stream(ready, free, how.stages[0])
+    first = begin[b, i] + lax.axis_index("run") * _RUN
+    count = jnp.clip(end[b, i] - first, 0, _RUN)
+    row = (index * how.capacity + place[b, i] + lax.axis_index("run") * _RUN) * QUERIES
+    stream = Stream(ready, free, stages)
 
     @pl.when(wg == 2)
     def _copies():
@@ -211,7 +177,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
           def _(a=a, x=x):
             part = pl.ds(lax.rem(c, chunks) * _STEP, _STEP)
             plgpu.copy_gmem_to_smem(a.at[b, queries, head, part], of_queries.at[slot], ready.at[slot])
-            copy_for_all(x.at[b, keys, kv, part], of_keys.at[slot], ready.at[slot], cluster)
+            plgpu.copy_gmem_to_smem(x.at[b, keys, kv, part], of_keys.at[slot], ready.at[slot])
 
       stream.fill(count * (2 * chunks), copy)
 
@@ -253,7 +219,6 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
       lax.fori_loop(0, count, step, None)
       plgpu.wait_smem_to_gmem(0)
 
-  stages = how.stages[0]
   shape = jax.ShapeDtypeStruct((how.heads * G * how.capacity * QUERIES, KEYS), dtype)
   begin, end, place = tiles[:3]
   return plgpu.kernel(
@@ -264,11 +229,10 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
       "of_keys": plgpu.SMEM((stages, KEYS, _STEP), dtype, transforms=SWIZZLED),
       "tile": plgpu.SMEM((2, _OWN, KEYS), dtype, transforms=SWIZZLED),
       "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+      "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     },
-    grid=(how.heads * G // cluster, how.tiles, -(-how.longest // how.run)),
+    grid=(how.heads * G, how.tiles, -(-how.longest // _RUN)),
     grid_names=("head", "tile", "run"),
-    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_scores",
@@ -280,12 +244,11 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
 def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
   """Gradients of queries, [R / heads, tiles * 128, heads, G, H] of the key-value heads at a time."""
   K, H, G, dtype = *k.shape[2:], groups, k.dtype
-  stages, each, heads = how.stages[1], KEYS // _STEP, min(K, how.heads)
-  cluster = how.clusters[1]
+  stages, each, heads = _STAGES, KEYS // _STEP, min(K, how.heads)
 
   def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free, done):
     wg = lax.axis_index("wg")
-    index = lax.axis_index("head") * cluster + member(cluster)
+    index = lax.axis_index("head")
     r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     own = how.tiles - 1 - lax.axis_index("tile")
@@ -304,7 +267,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
         source = dscores.at[pl.ds(row + n * QUERIES, QUERIES), pl.ds(c * _STEP, _STEP)]
         plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
         keys = pl.ds(first * KEYS + t * _STEP, _STEP)
-        copy_for_all(k.at[b, keys, kv, columns], of_keys.at[slot], ready.at[slot], cluster)
+        plgpu.copy_gmem_to_smem(k.at[b, keys, kv, columns], of_keys.at[slot], ready.at[slot])
 
       stream.fill(total, copy)
 
@@ -336,12 +299,11 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
       "of_scores": plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
       "of_keys": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
       "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+      "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       "done": plgpu.Barrier(num_arrivals=2),
     },
-    grid=(how.heads * G // cluster, how.tiles, H // _WIDE),
+    grid=(how.heads * G, how.tiles, H // _WIDE),
     grid_names=("head", "tile", "part"),
-    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_queries",
@@ -353,16 +315,17 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   """Gradients of values and of keys (before the scale) by the queries at a time, float32 [2, parts, R, T, H]."""
   del scale
   T, N, H = q.shape[1:]
-  G, dtype, stages = groups, q.dtype, how.stages[1]
-  K, each, few = N // G, QUERIES // _STEP, G // how.parts  # few query heads in a part
-  cluster, columns_of_block = how.clusters[2], KEYS // QUERIES  # a block has 128 of a tile's 256 keys
+  G, dtype, stages = groups, q.dtype, _STAGES
+  K, each = N // G, QUERIES // _STEP
+  parts = max(n for n in _divisors(G) if n <= _PARTS)
+  few = G // parts  # query heads in a part
 
   def body(q, g, probs, dscores, begin, place, first, last, here, out, of_scores, of_queries, ready, free):
     wg = lax.axis_index("wg")
     which, r = _divided(lax.axis_index("head"), how.heads)
     b, kv = _divided(here[0] + r, K)
-    block = lax.axis_index("tile") * cluster + member(cluster)
-    tile, half = _divided(block, columns_of_block)
+    block = lax.axis_index("tile")
+    tile, half = _divided(block, KEYS // QUERIES)  # a block has 128 of a tile's 256 keys
     part, across = _divided(lax.axis_index("part"), H // _WIDE)
     start = jnp.maximum(first[b, tile], here[1])
     each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each
@@ -386,7 +349,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
           def _(scores=scores, x=x):
             source = scores.at[pl.ds(row, _STEP), pl.ds(half * QUERIES, QUERIES)]
             plgpu.copy_gmem_to_smem(source, of_scores.at[slot], ready.at[slot])
-            copy_for_all(x.at[b, queries, kv * G + group, columns], of_queries.at[slot], ready.at[slot], cluster)
+            plgpu.copy_gmem_to_smem(x.at[b, queries, kv * G + group, columns], of_queries.at[slot], ready.at[slot])
 
       stream.fill(few * each_head, copy)
 
@@ -407,16 +370,15 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   begin, _, place, first, last = tiles
   return plgpu.kernel(
     body,
-    out_type=jax.ShapeDtypeStruct((2, how.parts, how.heads, T, H), jnp.float32),
+    out_type=jax.ShapeDtypeStruct((2, parts, how.heads, T, H), jnp.float32),
     scratch_types={
       "of_scores": plgpu.SMEM((stages, _STEP, QUERIES), dtype, transforms=SWIZZLED),
       "of_queries": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
       "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      "free": free_barrier(cluster, num_arrivals=2, num_barriers=stages),
+      "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     },
-    grid=(2 * how.heads, T // QUERIES // cluster, how.parts * (H // _WIDE)),
+    grid=(2 * how.heads, T // QUERIES, parts * (H // _WIDE)),
     grid_names=("head", "tile", "part"),
-    **clustered(cluster),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_keys_and_values",

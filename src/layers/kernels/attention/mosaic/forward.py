@@ -18,20 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import (
-  ROWS,
-  SWIZZLED,
-  TILE,
-  clustered,
-  copy_for_all,
-  free_barrier,
-  member,
-  wide,
-)
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, wide
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a step, half of them for each warpgroup
 CHUNK = 128  # of a head: what is copied at a time are 64 keys times this
+SLOTS = 4  # chunks that a warpgroup has in shared memory
 _LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
 
 
@@ -43,8 +35,6 @@ def attention_forward(
   high_BT: jax.Array,
   *,
   scale: float,
-  slots: int = 4,
-  cluster: int = 1,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention, and what the backward pass needs.
@@ -53,8 +43,6 @@ def attention_forward(
     q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 256 or 512.
     low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
     scale: multiplies the scores.
-    slots: chunks that a warpgroup has in shared memory.
-    cluster: query heads of one key-value head whose blocks read keys and values together.
     interpret: parameters of Pallas' interpreter for GPU kernels.
 
   Returns:
@@ -71,7 +59,7 @@ def attention_forward(
   def body(q, k, v, low, high, out, lse, q_smem, ring, probs, rows, q_ready, ready, free, met):
     wg = lax.axis_index("wg")
     b, kv = _divided(lax.axis_index("kv"), K)
-    head = kv * G + lax.axis_index("group") * cluster + member(cluster)
+    head = kv * G + lax.axis_index("group")
     tile = tiles - 1 - lax.axis_index("tile")  # the longest first
     start = tile * QUERIES
     first = lax.div(low[b, start], KEYS)
@@ -89,8 +77,8 @@ def attention_forward(
         key = (first + i) * KEYS
         for c in range(steps):
           for w in range(2):
-            slot = w * slots + c % slots
-            if c >= slots:
+            slot = w * SLOTS + c % SLOTS
+            if c >= SLOTS:
               plgpu.barrier_wait(free.at[slot])
             else:
               pl.when(i > 0)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
@@ -99,13 +87,13 @@ def attention_forward(
             else:
               n, part = divmod(c - chunks, parts)
               source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * CHUNK, CHUNK)]
-            copy_for_all(source, ring.at[slot], ready.at[slot], cluster)
+            plgpu.copy_gmem_to_smem(source, ring.at[slot], ready.at[slot])
 
       lax.fori_loop(0, count, step, None)
 
       @pl.when(count > 0)
       def _():  # nobody leaves a barrier before it is done
-        for slot in range(2 * slots):
+        for slot in range(2 * SLOTS):
           plgpu.barrier_wait(free.at[slot])
 
     @pl.when(wg < 2)
@@ -132,18 +120,18 @@ def attention_forward(
 
         def scores(acc):
           def chunk(c, _):
-            product(acc, wg * slots + lax.rem(c, slots), q_smem.at[c], lambda x: x.transpose((1, 0)))
+            product(acc, wg * SLOTS + lax.rem(c, SLOTS), q_smem.at[c], lambda x: x.transpose((1, 0)))
 
             @pl.when(c > 0)
             def _():
               plgpu.wgmma_wait(1)
-              release(wg * slots + lax.rem(c - 1, slots))
+              release(wg * SLOTS + lax.rem(c - 1, SLOTS))
 
           lax.fori_loop(0, chunks, chunk, None)
           return acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)) * factor
-        release(wg * slots + (chunks - 1) % slots)
+        release(wg * SLOTS + (chunks - 1) % SLOTS)
         key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, 64), 1, layout=TILE) + ((first + i) * KEYS + wg * 64)
         seen = (key >= wide(low_row, 64)) & (key < wide(high_row, 64))
         s = jnp.where(seen, s, -jnp.inf)
@@ -164,22 +152,22 @@ def attention_forward(
           def chunk(n, _):
             for part, acc in enumerate(accs):
               c = n * parts + part
-              product(acc, wg * slots + lax.rem(chunks + c, slots), probs.at[:, pl.ds(n * 64, 64)], lambda x: x)
+              product(acc, wg * SLOTS + lax.rem(chunks + c, SLOTS), probs.at[:, pl.ds(n * 64, 64)], lambda x: x)
               if part > 0:
                 plgpu.wgmma_wait(1)
-                release(wg * slots + lax.rem(chunks + c - 1, slots))
+                release(wg * SLOTS + lax.rem(chunks + c - 1, SLOTS))
               else:
 
                 @pl.when(n > 0)
                 def _(c=c):
                   plgpu.wgmma_wait(1)
-                  release(wg * slots + lax.rem(chunks + c - 1, slots))
+                  release(wg * SLOTS + lax.rem(chunks + c - 1, SLOTS))
 
           lax.fori_loop(0, 2, chunk, None)
           plgpu.wgmma_wait(0)
 
         sums = accumulated(values, sums, interpret)
-        release(wg * slots + (steps - 1) % slots)
+        release(wg * SLOTS + (steps - 1) % SLOTS)
         return tuple(sums), top, total
 
       zeros = plgpu.layout_cast(jnp.zeros((QUERIES, CHUNK), jnp.float32), TILE)
@@ -211,22 +199,21 @@ def attention_forward(
     out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
     scratch_types={
       "q_smem": plgpu.SMEM((chunks, QUERIES, CHUNK), dtype, transforms=SWIZZLED),
-      "ring": plgpu.SMEM((2 * slots, 64, CHUNK), dtype, transforms=SWIZZLED),
+      "ring": plgpu.SMEM((2 * SLOTS, 64, CHUNK), dtype, transforms=SWIZZLED),
       "probs": plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
       "rows": plgpu.SMEM((2, QUERIES), jnp.float32),
       "q_ready": plgpu.Barrier(num_arrivals=chunks),
-      "ready": plgpu.Barrier(num_barriers=2 * slots),
-      "free": free_barrier(cluster, num_barriers=2 * slots),
+      "ready": plgpu.Barrier(num_barriers=2 * SLOTS),
+      "free": plgpu.Barrier(num_barriers=2 * SLOTS),
       "met": plgpu.Barrier(num_arrivals=2),
     },
-    grid=(B * K, tiles, G // cluster),
+    grid=(B * K, tiles, G),
     grid_names=("kv", "tile", "group"),
     num_threads=3,
     thread_name="wg",
     kernel_name="mosaic_flash_forward",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
-    **clustered(cluster),
   )(q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
 
 

@@ -59,27 +59,6 @@ class Stream:
     pl.when(count > 0)(lambda: plgpu.barrier_arrive(self.free.at[lax.rem(begin + count - 1, self.slots)]))
 
 
-def clustered(blocks: int) -> dict[str, Any]:
-  """Of a kernel whose blocks work together in clusters, what it is launched with."""
-  return {"cluster": (blocks,), "cluster_names": ("member",)} if blocks > 1 else {}
-
-
-def member(blocks: int) -> Any:
-  """The number of a block in its cluster."""
-  return lax.axis_index("member") if blocks > 1 else 0
-
-
-def free_barrier(blocks: int, **how: Any) -> Any:
-  """Barriers that tell the blocks of a cluster that a slot which they fill together is free in all of them."""
-  return plgpu.ClusterBarrier(collective_axes=("member",), **how) if blocks > 1 else plgpu.Barrier(**how)
-
-
-def copy_for_all(source: Any, target: Any, ready: Any, blocks: int) -> None:
-  """A copy of what all blocks of a cluster need: each fetches its part of it, for all of them."""
-  together = {"collective_axes": "member"} if blocks > 1 else {}
-  plgpu.copy_gmem_to_smem(source, target, ready, **together)
-
-
 def wide(rows: jax.Array, width: int) -> jax.Array:
   """[rows, width] of one number a row."""
   return lax.broadcast_in_dim(rows, (rows.shape[0], width), [0])
