@@ -1,6 +1,8 @@
 """Attention kernels on this machine's GPU against the reference: values, gradients and time, at the shapes of the models.
 
-python benchmarks/attention.py [--length 4096]
+python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...]
+
+TFLOP/s are those of the pairs that the mask leaves: two products forward, five backward, whatever a kernel makes again.
 """
 
 import argparse
@@ -10,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
-from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
 SHAPES = {  # name: (batch, query heads, key-value heads, head dimension, window)
   "gemma3-4b local": (2, 8, 4, 256, 1024),
   "gemma3-4b global": (2, 8, 4, 256, None),
   "gemma4-31b local": (2, 32, 16, 256, 1024),
+  "gemma4-31b global": (2, 32, 4, 512, None),
   "gemma3-27b local": (2, 32, 16, 128, 1024),
 }
 
@@ -42,12 +45,15 @@ def seconds(function, *args) -> float:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
-  length = parser.parse_args().length
+  parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes that are tried")
+  options = parser.parse_args()
+  length = options.length
   device = jax.devices()[0]
-  platform = device.platform
-  print(f"{device.device_kind}, jax {jax.__version__}, length {length}; forward + backward")
-  print(f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {'ms':>8} {'speed-up':>8} {'error':>9} {'grad error':>10}")
-  for name, (B, N, K, H, window) in SHAPES.items():
+  print(f"{device.device_kind}, jax {jax.__version__}, length {length}; ms, TFLOP/s and speed-up are of forward + backward")
+  times = f"{'forward':>8} {'ms':>8} {'TFLOP/s':>7} {'speed-up':>8}"
+  print(f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {times} {'error':>9} {'grad error':>10}")
+  for name in options.shape:
+    B, N, K, H, window = SHAPES[name]
     for dtype in ("bfloat16", "float16"):
       precision = Precision(dtype=dtype)
       keys = jax.random.split(jax.random.key(0), 4)
@@ -59,7 +65,14 @@ def main() -> None:
         tokens = Tokens(segments)
         results = {}
         kernels: tuple[Choice, ...] = ("dot_product", "auto")
-        case = Case(platform=platform, precision=precision, query_heads=N, kv_heads=K, head_dim=H, value_dim=H, length=length)
+        case = Case(
+          platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
+          kv_heads=K, head_dim=H, value_dim=H, window=window, length=length,
+        )  # fmt: skip
+        pairs = int(attention_mask(tokens, B, length, window=window, bidirectional_images=False).sum()) * (
+          B if segments is None else 1
+        )
+        tflop = 7 * 2 * pairs * N * H / 1e12
         for kernel in kernels:
           chosen: Name = choose(kernel, case).name
 
@@ -69,14 +82,15 @@ def main() -> None:
 
           step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
           (_, out), grads = step(q, k, v)
-          results[kernel] = (chosen, seconds(step, q, k, v), out, grads)
-        _, base, ref, ref_grads = results["dot_product"]
+          results[kernel] = (chosen, seconds(jax.jit(loss), q, k, v), seconds(step, q, k, v), out, grads)
+        _, _, base, ref, ref_grads = results["dot_product"]
         for kernel in results:
-          chosen, t, out, grads = results[kernel]
+          chosen, forward, t, out, grads = results[kernel]
           error = relative(out, ref)
           grad_error = max(relative(a, b) for a, b in zip(grads, ref_grads, strict=True))
           print(
-            f"{name:18} {dtype:9} {rows:7} {chosen:12} {t * 1e3:8.2f} {base / t:8.2f} {error:9.1e} {grad_error:10.1e}",
+            f"{name:18} {dtype:9} {rows:7} {chosen:12} {forward * 1e3:8.2f} {t * 1e3:8.2f} {tflop / t:7.0f} {base / t:8.2f} "
+            f"{error:9.1e} {grad_error:10.1e}",
             flush=True,
           )
 

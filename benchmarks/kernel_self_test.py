@@ -1,4 +1,4 @@
-"""The self-test of the fused attention kernel on this machine's device, in the shapes of the models, as a table.
+"""The self-test of the fused attention kernels on this machine's device, in the shapes of the models, as a table.
 
 python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...]
 
@@ -11,12 +11,14 @@ import argparse
 import importlib.metadata
 import sys
 import time
+from typing import Any
 
 import jax
 
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.attention import AttentionConfig
-from maxtext_like.layers.kernels.attention.registry import Name
+from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
+from maxtext_like.layers.precision import Precision
 from maxtext_like.models.attention_kernels import versions
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
@@ -24,8 +26,14 @@ from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 
 
-def classes(models: list[str], kernel: Name, dtype: str, length: int) -> list[ShapeClass]:
-  """The shape classes of the attention layers of the models, with and without documents, each once."""
+KERNELS: dict[str, dict[Name, tuple[str, ...]]] = {  # platform: {kernel: dtypes}
+  "gpu": {"cudnn_flash": ("bfloat16", "float16"), "mosaic_flash": ("bfloat16", "float16")},
+  "tpu": {"splash": ("bfloat16",)},
+}
+
+
+def classes(models: list[str], name: Name, dtype: Any, length: int, device: Any) -> list[ShapeClass]:
+  """The shape classes of the models' attention layers whose heads a kernel takes, with and without documents, each once."""
   found = {}
   for model in models:
     config = load_config(model).config
@@ -33,9 +41,15 @@ def classes(models: list[str], kernel: Name, dtype: str, length: int) -> list[Sh
     for layer in build_decoder(config.model, precision).layers:
       if isinstance(layer.cfg.mixer, AttentionConfig):
         a = layer.cfg.mixer
+        case = Case(
+          platform=device.platform, capability=getattr(device, "compute_capability", None), precision=Precision(dtype=dtype),
+          query_heads=a.num_query_heads, kv_heads=a.num_kv_heads, head_dim=a.head_dim, value_dim=a.head_dim, length=128,
+        )  # fmt: skip
+        if kernel(name).refuses(case):
+          continue
         for segments in (True, False):
           shape = shape_class(
-            kernel, dtype=dtype, head_dim=a.head_dim, query_heads=a.num_query_heads, kv_heads=a.num_kv_heads,
+            name, dtype=dtype, head_dim=a.head_dim, query_heads=a.num_query_heads, kv_heads=a.num_kv_heads,
             window=a.window is not None, segments=segments, length=length,
           )  # fmt: skip
           found[shape] = None
@@ -49,28 +63,25 @@ def main() -> int:
   parser.add_argument("--model", nargs="+", default=list(MODELS), help="models whose shapes are tried")
   options = parser.parse_args()
   device = jax.devices()[0]
-  kernels: dict[str, tuple[Name, tuple[str, ...]]] = {
-    "gpu": ("cudnn_flash", ("bfloat16", "float16")),
-    "tpu": ("splash", ("bfloat16",)),
-  }
-  if device.platform not in kernels:
+  if device.platform not in KERNELS:
     print(f"{device.device_kind}: no fused kernel runs here")
     return 0
-  kernel, dtypes = kernels[device.platform]
   known = versions(device)
   print(f"{device.device_kind}, {', '.join(f'{k} {v}' for k, v in known['packages'].items())}")
-  print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}; {kernel}")
+  print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}")
   print(f"flax {importlib.metadata.version('flax')}; rows of {options.length}")
-  print(f"{'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'case':26} {'error':>8} {'gradient':>8} result")
+  print(
+    f"{'kernel':12} {'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'case':26} {'error':>8} {'gradient':>8} result"
+  )
   lengths = [options.length] + ([options.length + 64] if options.any_length else [])
   failed = False
   for length in lengths:
-    for dtype in dtypes:
-      for shape in classes(options.model, kernel, dtype, length):
+    for name, dtypes in KERNELS[device.platform].items():
+      for shape in (s for dtype in dtypes for s in classes(options.model, name, dtype, length, device)):
         begin = time.monotonic()
         for r in self_test(shape):
           errors = [f"{'-' if e is None else format(e, '.1e'):>8}" for e in (r.error, r.gradient_error)]
-          start = f"{shape.dtype:9} {shape.head_dim:5} {shape.groups:5} {'yes' if shape.window else 'no':6}"
+          start = f"{name:12} {shape.dtype:9} {shape.head_dim:5} {shape.groups:5} {'yes' if shape.window else 'no':6}"
           docs = "yes" if shape.segments else "no"
           result = f"FAILED: {r.problem}" if r.problem else "passed"
           print(f"{start} {docs:4} {r.name:26} {' '.join(errors)} {result}", flush=True)

@@ -237,18 +237,21 @@ def test_fused_kernels_are_known_by_their_own_names():
   calls = [
     kernel("jvp()/while/body/closed_call/cudnn_attention", "__cudnn$fmhaSoftmax"),
     kernel("vmap(static_sparsity_splash)/jit(_splash_attention)/splash_mha_fwd_segmented", "tpu_custom_call"),
+    kernel("transpose(jvp())/mosaic_flash/while/body/mosaic_flash_scores", "mosaic_gpu_v2"),
     kernel("experts", "tpu_custom_call"),
   ]
   found = [program_audit.fused_kernel(i) for i in calls]
   assert [f and (f[0].name, f[1]) for f in found] == [
     ("cudnn_flash", "__cudnn$fmhaSoftmax"),
     ("splash", "splash_mha_fwd_segmented"),
+    ("mosaic_flash", "mosaic_flash_scores"),
     None,
   ]
   rows = program_audit.rows(hlo.Reading(instructions=calls, arguments={}))
   assert {(r.site, r.operation, r.accumulation, r.note) for r in rows} == {
     ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", program_audit.GUARANTEE),
     ("splash attention", "splash_mha_fwd_segmented", "f32", program_audit.GUARANTEE),
+    ("Mosaic attention", "mosaic_flash_scores", "f32", program_audit.GUARANTEE),
   }
 
 

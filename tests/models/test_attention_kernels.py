@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.models import attention_kernels
@@ -64,6 +65,24 @@ def test_a_kernel_that_passes_is_used():
   assert all(shape.segments and shape.length == 256 for shape in ran)
   assert len(ran) == len(set(ran))
   assert "self-test passed on NVIDIA H000 in 0 s" in str(uses[0])
+
+
+def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16"]).config
+  model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
+
+  def test(shape) -> Any:
+    return BAD if shape.kernel == bad else GOOD
+
+  for bad, of_512 in (("", "mosaic_flash"), ("mosaic_flash", "blockwise")):
+    _, uses = settle(model, length=4096, images=False, capability="9.0", device=GPU, test=test)
+    assert [(use.kernel, use.layers) for use in uses] == [("cudnn_flash", 5), (of_512, 1)]
+  assert "blockwise instead of mosaic_flash in 1 of 6 layers: failed its self-test on NVIDIA H000: mosaic_flash, " in str(
+    uses[1]
+  )
+  _, uses = settle(model, length=4096, images=False, capability="8.0", device=GPU, test=test)
+  assert [(use.kernel, use.layers) for use in uses] == [("cudnn_flash", 5), ("blockwise", 1)]
 
 
 @pytest.mark.parametrize("results", [BAD, RAISED])

@@ -7,18 +7,20 @@ B batch, T position, N query heads, K key-value heads, H head.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.kernels.attention.mosaic.backward import Plan, attention_backward, plan
-from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import by_head
 from maxtext_like.layers.rules import RULES, Rules
 
+if TYPE_CHECKING:
+  from maxtext_like.layers.kernels.attention.mosaic.backward import Plan
+
+# The kernels are imported where they run: Pallas for GPUs takes a second, and every start asks this module what it can do.
 _BUDGET = 320 << 20  # bytes that the backward pass may write between its kernels
 _LANES = 128
 _HOPPER = "9.0"
@@ -54,6 +56,8 @@ def mosaic_flash_attention(
   Returns:
     [B, T, N, H] in the dtype of q; zeros for padding.
   """
+  from maxtext_like.layers.kernels.attention.mosaic.backward import plan
+
   images = tokens.images if bidirectional_images else None
   low_BT, high_BT = stretches(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
@@ -87,7 +91,7 @@ def stretches(
   return low, high
 
 
-_Static = tuple[float, Plan, Any]
+_Static = tuple[float, "Plan", Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,11 +100,15 @@ def _attend(static: _Static, q, k, v, low, high) -> Any:
 
 
 def _forward(static: _Static, q, k, v, low, high):
+  from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
+
   out, lse = attention_forward(q, k, v, low, high, scale=static[0], interpret=static[2])
   return out, (q, k, v, low, high, out, lse)
 
 
 def _backward(static: _Static, saved, g: jax.Array):
+  from maxtext_like.layers.kernels.attention.mosaic.backward import attention_backward
+
   scale, how, interpret = static
   q, k, v, low, high, out, lse = saved
   power = None

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any, get_args
 
+import jax
 import pytest
 
 from maxtext_like.layers.kernels.attention import registry
@@ -12,6 +13,7 @@ from maxtext_like.layers.kernels.attention.registry import Case, Choice, choose
 from maxtext_like.layers.precision import Precision
 
 GPU = Case(platform="gpu", precision=Precision(), query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=256)
+HOPPER = dataclasses.replace(GPU, head_dim=512, value_dim=512, capability="9.0")
 TPU = dataclasses.replace(GPU, platform="tpu")
 REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
@@ -22,6 +24,15 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
   ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
+  ("mosaic_flash", HOPPER, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
+  ("mosaic_flash", HOPPER, {"capability": "8.0"}, "GPUs of compute capability 9.0, not 8.0"),
+  ("mosaic_flash", HOPPER, {"capability": "10.0"}, "GPUs of compute capability 9.0, not 10.0"),
+  ("mosaic_flash", HOPPER, {"context": 2}, r"split over 2 devices \(context\)"),
+  ("mosaic_flash", HOPPER, {"head_dim": 128}, "heads of 128 and values of 512 are not both of 256 or of 512"),
+  ("mosaic_flash", HOPPER, {"value_dim": 256}, "heads of 512 and values of 256 are not both of 256 or of 512"),
+  ("mosaic_flash", HOPPER, {"precision": Precision(dtype="float32")}, "float32 is neither bfloat16 nor float16"),
+  ("mosaic_flash", HOPPER, {"probabilities": True}, "needs its probabilities"),
+  ("mosaic_flash", HOPPER, {"length": 192}, "the row length 192 is not a multiple of 128"),
   ("splash", TPU, {"platform": "cpu"}, "on TPUs, not on cpu"),
   ("splash", TPU, {"head_dim": 224, "value_dim": 128}, "head_dim 224 is not a multiple of 64"),
   ("splash", TPU, {"value_dim": 64}, "value heads of 64 are not a multiple of 128"),
@@ -62,6 +73,23 @@ def test_the_fast_kernel_is_taken_where_it_honours_everything(platform, fused: A
   case = dataclasses.replace(GPU, platform=platform)
   assert choose("auto", case).name == fused
   assert choose(fused, case).name == fused
+
+
+def test_heads_of_512_have_a_kernel_on_hopper_gpus_where_jax_can_write_it(monkeypatch):
+  for newest in (False, True):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0) if newest else (0, 10, 2))
+    for kernel, change in (
+      ("mosaic_flash", {}),
+      ("mosaic_flash", {"bidirectional_images": True, "length": 1024}),
+      ("mosaic_flash", {"capability": None}),  # not known ahead of time
+      ("cudnn_flash", {"head_dim": 256, "value_dim": 256}),
+      ("dot_product", {"capability": "8.0"}),
+    ):
+      case = dataclasses.replace(HOPPER, **change)
+      assert (choose("auto", case).name == kernel) == (newest or kernel != "mosaic_flash")
+  monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+  with pytest.raises(ValueError, match=r"mosaic_flash cannot be used here: it needs JAX 0\.11, and this is"):
+    choose("mosaic_flash", HOPPER)
 
 
 def test_plain_xla_goes_in_blocks_where_a_row_has_several():

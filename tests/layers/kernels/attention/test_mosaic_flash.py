@@ -1,0 +1,127 @@
+"""Our kernels for Hopper GPUs, in Pallas' interpreter of GPU kernels: one block after another, so a case takes 10 s or more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.kernels.attention import mosaic_flash
+from maxtext_like.layers.kernels.attention.mosaic.backward import plan
+from maxtext_like.layers.kernels.attention.mosaic_flash import mosaic_flash_attention, stretches
+from maxtext_like.layers.masks import Tokens, attention_mask
+
+needs_interpreter = pytest.mark.skipif(
+  jax.__version_info__ < mosaic_flash._JAX, reason="before JAX 0.11 Pallas writes the kernels' loads otherwise"
+)
+
+
+def rows(rng: np.random.Generator, B: int, T: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+  """Segments, padding among them, and images, none in two segments: int32 [B, T] both."""
+  segments, images = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+  for b in range(B):
+    t = number = 0
+    while t < T:
+      end = t + int(rng.integers(1, longest))
+      number += 1
+      segments[b, t:end] = number if rng.random() > 0.2 else 0
+      t = end
+    t, number = int(rng.integers(0, 5)), 0
+    while t < T:
+      same = np.cumsum(segments[b, t:] != segments[b, t]) == 0
+      size = min(int(rng.integers(1, longest // 2)), int(same.sum()))
+      number += 1
+      images[b, t : t + size] = number
+      t += size + int(rng.integers(0, 5))
+  return segments, images
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 13])
+@pytest.mark.parametrize("with_segments", [False, True])
+@pytest.mark.parametrize("with_images", [False, True])
+def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_images):
+  rng, B, T = np.random.default_rng(0), 2, 40
+  at = np.arange(T)
+  for _ in range(8):
+    segments, images = (jnp.asarray(x) for x in rows(rng, B, T, 15))
+    tokens = Tokens(segments if with_segments else None, images if with_images else None)
+    low, high = map(np.asarray, stretches(tokens.segments, tokens.images, batch=B, length=T, window=window))
+    mask = attention_mask(tokens, B, T, window=window, bidirectional_images=with_images)
+    np.testing.assert_array_equal((at >= low[..., None]) & (at < high[..., None]), np.broadcast_to(mask, (B, T, T)))
+    assert (np.diff(low) >= 0).all()
+    assert (np.diff(high) >= 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 200, 1024])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("B", "T", "N", "K"), [(2, 4096, 32, 4), (1, 32768, 8, 1), (3, 384, 6, 3)])
+def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, window, ahead):
+  budget = 320 << 20
+  how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
+  assert (T // 128) % how.tiles == B * K % how.heads == 0
+  assert how.heads % K == 0 or K % how.heads == 0
+  assert how.heads * how.capacity * (N // K) * 2 * 2 * 128 * 256 <= budget
+  # The queries at a time see no more tiles of 256 keys than there is room for, wherever their stretches begin.
+  low, high = map(np.asarray, stretches(None, None, batch=1, length=T, window=window))
+  high = np.full_like(high, T) if ahead else high
+  tiles = -(-high[0, 127::128] // 256) - (low[0, ::128] * (not ahead)) // 256
+  assert tiles.max() <= how.longest
+  assert tiles.reshape(-1, how.tiles).sum(1).max() <= how.capacity
+
+
+def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
+  """Values, dq, dk and dv in float64; zeros for a query that sees nothing."""
+  (B, T, N, H), K = q.shape, k.shape[2]
+  q, g = (x.reshape(B, T, K, N // K, H) for x in (q, g))
+  seen = np.broadcast_to(mask, (B, T, T))[:, None, None]
+  scores = np.where(seen, np.einsum("btkgh,bskh->bkgts", q, k) * scale, -np.inf)
+  e = np.exp(scores - np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0))
+  p = e / np.maximum(e.sum(-1, keepdims=True), 1e-300)
+  out = np.einsum("bkgts,bskh->btkgh", p, v)
+  dp = np.einsum("btkgh,bskh->bkgts", g, v)
+  ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+  dq, dk = np.einsum("bkgts,bskh->btkgh", ds, k), np.einsum("bkgts,btkgh->bskh", ds, q)
+  return [out.reshape(B, T, N, H), dq.reshape(B, T, N, H), dk, np.einsum("bkgts,btkgh->bskh", p, g)]
+
+
+@pytest.mark.slow
+@needs_interpreter
+@pytest.mark.parametrize(
+  ("sizes", "dtype", "window", "documents", "images", "budget"),
+  [
+    ((1, 256, 2, 1, 512), "bfloat16", None, False, False, 1 << 30),
+    ((2, 384, 2, 1, 256), "bfloat16", None, True, False, 1 << 30),  # of the last 256 keys of a row half are there
+    ((1, 384, 6, 2, 256), "float16", 70, True, False, 1 << 20),  # several turns, and parts of one query head
+    ((1, 256, 3, 1, 256), "bfloat16", None, True, True, 1 << 30),
+  ],
+)
+def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, window, documents, images, budget, monkeypatch):
+  from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+  monkeypatch.setattr(mosaic_flash, "_BUDGET", budget)
+  B, T, N, K, H = sizes
+  rng = np.random.default_rng(0)
+  q, k, v, g = (jnp.asarray(rng.normal(size=(B, T, heads, H)), dtype) for heads in (N, K, K, N))
+  of_rows = [jnp.asarray(x) for x in rows(rng, B, T, 200)]
+  tokens = Tokens(of_rows[0] if documents else None, of_rows[1] if images else None)
+
+  def attend(q, k, v):
+    return mosaic_flash_attention(
+      q, k, v, tokens, window=window, bidirectional_images=images, scale=H**-0.5, interpret=InterpretGPUParams()
+    )
+
+  out, backward = jax.vjp(attend, q, k, v)
+  mask = np.asarray(attention_mask(tokens, B, T, window=window, bidirectional_images=images))
+  want = written_out(*(np.asarray(x, np.float64) for x in (q, k, v, g)), mask, H**-0.5)
+  for got, exact in zip((out, *backward(g)), want, strict=True):
+    assert got.dtype == dtype
+    difference = np.linalg.norm(np.asarray(got, np.float64) - exact)
+    assert difference < {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(exact)
+    if documents:
+      assert not np.asarray(got)[np.asarray(tokens.segments) == 0].any()
+
+
+def test_its_operations_are_known_by_the_names_of_the_kernels():
+  scopes = ("jvp()", "mosaic_flash", "mosaic_flash_scores", "pallas_call")
+  assert mosaic_flash.KERNEL.operation("mosaic_gpu_v2", scopes) == "mosaic_flash_scores"
+  assert mosaic_flash.KERNEL.operation("mosaic_gpu_v2", ("experts",)) is None
+  assert mosaic_flash.KERNEL.operation("__cudnn$fmhaSoftmax", scopes) is None
