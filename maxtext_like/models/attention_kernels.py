@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
@@ -217,8 +218,9 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  kernels = (path for names in (registry, grouped) for path in sorted(Path(names.__file__).parent.rglob("*.py")))
-  sources = b"".join(path.read_bytes() for path in (*kernels, *(Path(m.__file__) for m in (masks, kernel_test, grouped_test))))
+  folders = [Path(inspect.getfile(names)).parent for names in (registry, grouped)]
+  beside = [Path(inspect.getfile(module)) for module in (masks, kernel_test, grouped_test)]
+  sources = b"".join(path.read_bytes() for path in (*(p for f in folders for p in sorted(f.rglob("*.py"))), *beside))
   return {
     "packages": found,
     "platform": device.client.platform_version,

@@ -72,17 +72,16 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
   config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16"]).config
   model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
 
-  def test(shape) -> Any:
-    return BAD if shape.kernel == bad else GOOD
+  def uses(capability: str, bad: str) -> list[Any]:
+    def test(shape) -> Any:
+      return BAD if shape.kernel == bad else GOOD
 
-  for bad, of_512 in (("", "mosaic_flash"), ("mosaic_flash", "blockwise")):
-    _, uses = settle(model, length=4096, images=False, capability="9.0", device=GPU, test=test)
-    assert [(use.kernel, use.layers) for use in uses] == [("cudnn_flash", 5), (of_512, 1)]
-  assert "blockwise instead of mosaic_flash in 1 of 6 layers: failed its self-test on NVIDIA H000: mosaic_flash, " in str(
-    uses[1]
-  )
-  _, uses = settle(model, length=4096, images=False, capability="8.0", device=GPU, test=test)
-  assert [(use.kernel, use.layers) for use in uses] == [("cudnn_flash", 5), ("blockwise", 1)]
+    return list(settle(model, length=4096, images=False, capability=capability, device=GPU, test=test)[1])
+
+  for capability, bad, of_512 in (("9.0", "", "mosaic_flash"), ("9.0", "mosaic_flash", "blockwise"), ("8.0", "", "blockwise")):
+    found = uses(capability, bad)
+    assert [(use.kernel, use.layers) for use in found] == [("cudnn_flash", 5), (of_512, 1)]
+    assert bool(found[1].problem) == bool(bad)
 
 
 @pytest.mark.parametrize("results", [BAD, RAISED])

@@ -61,7 +61,7 @@ def mosaic_flash_attention(
   images = tokens.images if bidirectional_images else None
   low_BT, high_BT = stretches(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
-  def attend(q, k, v, low, high):
+  def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
     how = plan(B=B, T=T, N=N, K=k.shape[2], window=window, ahead=images is not None, budget=_BUDGET)
     return _attend((scale, how, interpret), q, k, v, low, high)

@@ -111,7 +111,8 @@ def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, w
 
   out, backward = jax.vjp(attend, q, k, v)
   mask = np.asarray(attention_mask(tokens, B, T, window=window, bidirectional_images=images))
-  want = written_out(*(np.asarray(x, np.float64) for x in (q, k, v, g)), mask, H**-0.5)
+  q, k, v, g64 = (np.asarray(x, np.float64) for x in (q, k, v, g))
+  want = written_out(q, k, v, g64, mask, H**-0.5)
   for got, exact in zip((out, *backward(g)), want, strict=True):
     assert got.dtype == dtype
     difference = np.linalg.norm(np.asarray(got, np.float64) - exact)

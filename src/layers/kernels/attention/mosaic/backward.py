@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, wide
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, plgpu, wide
 
 QUERIES, KEYS = 128, 256  # of a tile of scores
 _STEP = 64  # of what a product adds up over, at a time

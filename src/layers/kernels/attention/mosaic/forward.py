@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, wide
+from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, plgpu, wide
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a step, half of them for each warpgroup

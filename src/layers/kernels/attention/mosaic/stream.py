@@ -7,7 +7,10 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu
+"""Pallas for GPUs as it is since JAX 0.11; before, its types were others."""
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """How a 16-bit tile lies in shared memory, for the tensor cores."""
