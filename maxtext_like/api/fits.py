@@ -155,7 +155,8 @@ def work_rows(work: "Work") -> list[tuple[str, str]]:
     return rows
   times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
   rows.append(("at least", f"{bounds.step:.3f} s a step: {times}, and transfers that are waited for {bounds.waiting:.3f} s"))
-  rows.append(("at most", f"{bounds.mfu:.1%} MFU; bound by {bounds.binds}; no chip has run this"))
+  peak = " of the bfloat16 peak" if bounds.float8 else ""
+  rows.append(("at most", f"{bounds.mfu:.1%} MFU{peak}; bound by {bounds.binds}; no chip has run this"))
   return rows
 
 

@@ -27,6 +27,7 @@ class Roofline:
     step: the largest bound and the waiting.
     mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time.
     binds: what is longest.
+    float8: some products are, at a peak of their own.
   """
 
   bounds: dict[str, float]
@@ -34,6 +35,7 @@ class Roofline:
   step: float
   mfu: float
   binds: str
+  float8: bool = False
 
 
 def roofline(
@@ -78,6 +80,7 @@ def roofline(
     step=step,
     mfu=model_flops / (chip.tflops * 1e12) / step,
     binds="transfers that nothing hides" if waiting > bounds[longest] else longest,
+    float8=float8_flops > 0,
   )
 
 

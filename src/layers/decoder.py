@@ -19,7 +19,7 @@ from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
-from maxtext_like.layers.precision import LAYER_KEYS, Precision
+from maxtext_like.layers.precision import LAYER_KEYS, LOW_PRODUCT, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows
@@ -35,12 +35,15 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
   """
   if policy == "none":
     return function
+  policies = jax.checkpoint_policies
   saved = {
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "save_outputs": jax.checkpoint_policies.save_only_these_names("output"),
-    "save_mlp": jax.checkpoint_policies.save_only_these_names("output", "mlp"),
+    "minimal": policies.save_from_both_policies(
+      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(LOW_PRODUCT)
+    ),
+    "full": policies.nothing_saveable,
+    "save_attention": policies.save_only_these_names("attention"),
+    "save_outputs": policies.save_only_these_names("output"),
+    "save_mlp": policies.save_only_these_names("output", "mlp"),
   }[policy]
   return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
@@ -34,6 +35,10 @@ LAYER_KEYS = (
   "matmul_dtype",
 )
 """What may differ between the layers of a model: it changes neither parameters nor what travels from layer to layer."""
+
+
+LOW_PRODUCT = "low_product"
+"""Name of float8 products for policies of ``jax.checkpoint``, which do not see that there is a product in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +149,8 @@ class Precision:
     low = large and self.matmul_dtype == "float8"
     if low or (self.dtype != "float32" and (float32 or parts != "none")):
       how = _How(spec, self.matmul_precision, jnp.dtype("float32" if float32 else self.dtype), parts, low)
-      return _product(how, *vary_alike(x, y))
+      out: Any = _product(how, *vary_alike(x, y))
+      return checkpoint_name(out, LOW_PRODUCT) if low else out
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
   def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:

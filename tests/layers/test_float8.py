@@ -10,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from equations import dtypes, named
+from jax.ad_checkpoint import print_saved_residuals
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.context import Context
+from maxtext_like.layers.decoder import remat
 from maxtext_like.layers.low_rank import Layout, LowRank
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.precision import Precision
@@ -156,6 +158,21 @@ def test_forward_and_both_gradients_multiply_float8_numbers():
     + 3 * [(float8.GRADIENTS, float8.NUMBERS, "bfloat16")]
     + 3 * [(float8.NUMBERS, float8.GRADIENTS, "bfloat16")]
   )
+
+
+@pytest.mark.parametrize("policy", ["minimal", "save_mlp", "save_outputs"])
+def test_a_policy_keeps_the_products_that_it_keeps_in_the_dtype(policy, capsys):
+  """None makes them again in the backward pass where bfloat16 would not."""
+  kept = []
+  for matmul_dtype in ("dtype", "float8"):
+    mlp = MLP(MLPConfig(emb_dim=16, mlp_dim=24), Precision(matmul_dtype=matmul_dtype))  # type: ignore[arg-type]
+    p = {name: draw(*param.shape) for name, param in mlp.params().items()}
+    layer = remat(lambda p, x, mlp=mlp: jnp.sum(jnp.sin(mlp(p, jnp.cos(x), Context.of(x)))), policy, alone_in_scan=True)
+    print_saved_residuals(layer, p, draw(2, 3, 16))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    kept.append(sorted(line.split()[0] for line in lines))
+  assert kept[0] == kept[1]
+  assert kept[0]
 
 
 def test_products_that_do_not_ask_for_it_stay_as_they_are():
