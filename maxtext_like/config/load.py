@@ -253,7 +253,10 @@ def _hardware_file(name: str) -> Path:
         "\n  fix: leave it out; JAX_PLATFORMS=cpu before the command takes the CPU though there is an accelerator"
       )
     kind = "is a directory, not a file" if path.is_dir() else "no such overlay"
-    raise UserError(f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are laid over it")
+    shipped = ", ".join(f"recipes/{path.name}" for path in sorted((configs_folder() / "recipes").glob("*.yml")))
+    raise UserError(
+      f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are laid over it: yours, or {shipped}"
+    )
   return path
 
 
