@@ -173,7 +173,8 @@ def make_model(
     config: of it.
     mesh: default: the ``mesh:`` section over all devices.
     platform: "cpu", "gpu" or "tpu", where it will run; needed for an abstract mesh, else that of its devices.
-    capability: of an abstract mesh, CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
+    capability: CUDA's compute capability, of devices that do not say it: those of an abstract mesh or a topology; None: not
+      known, or no NVIDIA GPUs.
     runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
       are not looked at then.
     one_document: every row that it is given is one document, padding behind it: it needs no mask of documents.
@@ -188,7 +189,7 @@ def make_model(
   if not isinstance(mesh, jax.sharding.AbstractMesh):
     first = mesh.devices.flat[0]
     own = "gpu" if first.platform in ("cuda", "rocm") else first.platform
-    capability = getattr(first, "compute_capability", None)
+    capability = getattr(first, "compute_capability", capability)
     platform = platform or own
     device = mesh.local_devices[0] if platform == own and first in jax.devices() else None
   assert platform is not None, "an abstract mesh does not say where the program will run"

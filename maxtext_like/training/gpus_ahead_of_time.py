@@ -67,7 +67,7 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
   except UserError as error:
     raise UserError(f"topology={host.name}: {error}") from error
   with assumed_gpu():
-    compiled = make_program(config, mesh=mesh, platform="gpu").lower_step("cuda").compile()
+    compiled = make_program(config, mesh=mesh, platform="gpu", capability=host.capability).lower_step("cuda").compile()
   memory = compiled.memory_analysis()
   return CompiledForGpus(
     argument_bytes=memory.argument_size_in_bytes,

@@ -246,7 +246,8 @@ def make_program(
     config: of the run.
     mesh: default: the ``mesh:`` section over all devices.
     platform: "cpu", "gpu" or "tpu", where the program will run; needed for an abstract mesh, else that of its devices.
-    capability: of an abstract mesh, CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
+    capability: CUDA's compute capability, of devices that do not say it: those of an abstract mesh or a topology; None: not
+      known, or no NVIDIA GPUs.
     module_api: default: the configuration's.
 
   Raises:

@@ -16,6 +16,7 @@ from maxtext_like.training import ahead_of_time, gpus_ahead_of_time
 from maxtext_like.training.ahead_of_time import CompiledStep, Work, out_of_memory_bytes, xla_flags
 from maxtext_like.training.compiled_program import Transfer
 from maxtext_like.training.memory_layout import Held, MemoryLayout
+from maxtext_like.training.program import make_program
 from maxtext_like.training.roofline import Roofline
 from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
 
@@ -176,6 +177,23 @@ def test_a_step_is_compiled_for_gpus(topology, monkeypatch, capsys):
   said = capsys.readouterr().out
   assert "of temporaries\n" in said
   assert "  verdict      fits, with 0% of what there is" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gpus_ahead_of_time.installed() is None, reason="needs the extra cuda")
+@pytest.mark.parametrize(("topology", "of_512"), [("a100", "blockwise"), ("h100", "mosaic_flash"), ("b200", "blockwise")])
+def test_a_kernel_for_hopper_gpus_is_compiled_for_no_others(topology, of_512, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  host = find_gpus(topology)
+  assert host is not None
+  config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16", "ici_fsdp_parallelism=1"]).config
+
+  def looked_at(*args, **how):  # in the place of a minute of compilation
+    raise UserError(make_program(*args, **how).model.kernels[1].kernel)
+
+  monkeypatch.setattr("maxtext_like.training.program.make_program", looked_at)
+  with pytest.raises(UserError, match=f"^{of_512}$"):
+    gpus_ahead_of_time.compile_step(config, host)
 
 
 WORK = Work(
