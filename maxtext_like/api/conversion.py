@@ -181,6 +181,7 @@ def export_checkpoint(
   *,
   dtype: Literal["bfloat16", "float16", "float32"] | None = None,
   shard_size: str | int = "5GB",
+  merge: bool = False,
 ) -> Exported:
   """Writes the weights of a run, or of an imported checkpoint, for transformers and vLLM.
 
@@ -189,9 +190,10 @@ def export_checkpoint(
     out: a directory that does not exist, or an empty one; it may be a URL of a store.
     dtype: of the weights; None: what the model was imported with, else bfloat16.
     shard_size: bytes of one file, also as "5GB" or "500MB".
+    merge: refuses what has no adapter; one that is there is added in any case.
 
   Raises:
-    UserError: no complete checkpoint there, no such dtype, or ``out`` cannot be written.
+    UserError: no complete checkpoint there, no such dtype, no adapter to merge, or ``out`` cannot be written.
     RetryableError: a store does not answer.
   """
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
@@ -214,6 +216,8 @@ def export_checkpoint(
     params, rounding = read_merged(step, stored, whole, dtype)
     below = section("adapter", stored.config).base_weights or whole.config.precision.weight_dtype
     notes = (f"the adapter is added to weights of {below}; what rounding to {dtype} changes is {rounding:.2g} of what it adds",)
+  elif merge:
+    raise UserError(f"{step}: holds a whole model and no adapter to merge\n  fix: export it without merge")
   else:
     model, vision, decoder, params = _own(step, stored)
   tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)

@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like export",
-    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--adapter]",
+    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--merge | --adapter]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,9 +38,13 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory; also in a store, as gs://bucket/x")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")
   parser.add_argument("--shard-size", default="5GB", help="bytes of one file, as 5GB or 500MB (default: %(default)s)")
-  parser.add_argument(
-    "--adapter", action="store_true", help="of a run with lora_rank: the adapter alone, as peft loads it (default: merged)"
+  kinds = parser.add_mutually_exclusive_group()
+  kinds.add_argument(
+    "--merge",
+    action="store_true",
+    help="of a run with lora_rank alone: whole weights, the adapter added (the default)",
   )
+  kinds.add_argument("--adapter", action="store_true", help="of a run with lora_rank: the adapter alone, as peft loads it")
   options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
   if rest:
     raise UserError(f"export: unknown word '{rest[0]}'\n  fix: see maxtext-like export --help")
@@ -53,7 +57,7 @@ def run(argv: list[str]) -> int:
     written = export_adapter(options.source, options.out)
     print(f"{written.directory}: an adapter of {written.maps} linear maps, rank {written.rank}, of {written.below}")
     return 0
-  done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size)
+  done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size, merge=options.merge)
   for note in done.notes:
     print(f"note: {note}")
   print(f"{done.directory}: {done.tensors} tensors in {done.dtype}" + (f", {', '.join(done.files)}" if done.files else ""))

@@ -133,6 +133,15 @@ def test_an_adapter_of_drawn_weights_says_which_they_are(workplace, tmp_path, ca
   assert capsys.readouterr().out == f"{tmp_path}/peft: an adapter of 14 linear maps, rank 3, of weights drawn from seed 7\n"
 
 
+def test_what_has_no_adapter_is_not_merged(workplace, tmp_path, capsys):
+  words = ["--out", str(tmp_path / "hf"), "--merge"]
+  assert main(["export", str(workplace / "base"), *words]) == 2
+  assert "holds a whole model and no adapter to merge" in capsys.readouterr().err
+  assert main(["export", str(workplace / "adapter"), *words, "--adapter"]) == 2
+  assert "not allowed with argument --merge" in capsys.readouterr().err
+  assert main(["export", str(workplace / "adapter"), *words]) == 0
+
+
 def test_an_export_has_the_adapter_added(workplace, tmp_path):
   maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="float32")
   merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])
