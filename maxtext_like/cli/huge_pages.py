@@ -16,11 +16,12 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def begin_again() -> None:
   """Starts this process once more with large pages, where they are to be had for the asking; else does nothing.
 
-  Call it first of all: the interpreter's start, hundredths of a second, is all that is lost. A ``GLIBC_TUNABLES`` that names
-  the tunable is obeyed as it is: ``GLIBC_TUNABLES=glibc.malloc.hugetlb=0`` turns this off.
+  Call it first of all: the interpreter's start, hundredths of a second, is all that is lost. A process that has imported JAX
+  has begun long ago, perhaps as another program that runs this one inside it: it is left alone. A ``GLIBC_TUNABLES`` that
+  names the tunable is obeyed as it is: ``GLIBC_TUNABLES=glibc.malloc.hugetlb=0`` turns this off.
   """
   tunables = os.environ.get("GLIBC_TUNABLES", "")
-  if _TUNABLE in tunables or not _for_the_asking():
+  if "jax" in sys.modules or _TUNABLE in tunables or not _for_the_asking():
     return
   os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, f"{_TUNABLE}=1")))
   os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

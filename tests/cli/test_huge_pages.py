@@ -40,6 +40,14 @@ def test_it_begins_again_once_with_the_same_words(asking, given, wanted):
   assert json.loads(done.stdout) == [wanted, words, True]
 
 
+def test_a_process_that_began_as_another_program_is_left_alone():
+  code = SAYS.replace("ASKING", "True").replace("import json,", "import jax, json,")
+  environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+  assert json.loads(done.stdout) == [None, [], True]
+
+
 @pytest.mark.parametrize(
   ("setting", "library", "expected"),
   [
