@@ -177,6 +177,11 @@ def on_gpu() -> bool:
   return _platform() == "gpu"
 
 
+def on_one_cpu() -> bool:
+  """Whether the mesh in use is a single CPU device; False where none is set."""
+  return _platform() == "cpu" and jax.sharding.get_abstract_mesh().size == 1
+
+
 def _on_tpu() -> bool:
   return _platform() == "tpu"
 

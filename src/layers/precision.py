@@ -8,6 +8,7 @@ casting both operands up would give, at the speed of the low-precision units. Th
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
-from maxtext_like.layers.partition import shared_sums, together, vary_alike
+from maxtext_like.layers.partition import on_one_cpu, shared_sums, together, vary_alike
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -140,11 +141,15 @@ class Precision:
     Returns:
       The product, float32 or ``dtype``.
     """
+    spec, x, leading = _by_rows(_spelt_out(spec, x.ndim), x)
+    out = self._multiply(spec, x, y, float32, unbounded, large)
+    return out.reshape(*leading, *out.shape[1:]) if leading else out
+
+  def _multiply(self, spec: str, x: jax.Array, y: jax.Array, float32: bool, unbounded: bool, large: bool) -> jax.Array:
     if unbounded and self.dtype == "float16":
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)
     x, y = self.cast(x), self.cast(y)
-    spec = _spelt_out(spec, x.ndim)
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
     low = large and self.matmul_dtype == "float8"
     if low or (self.dtype != "float32" and (float32 or parts != "none")):
@@ -176,6 +181,26 @@ def _spelt_out(spec: str, rank: int) -> str:
     return spec
   named = len(spec.split(",")[0].replace("...", ""))
   return spec.replace("...", "zyxwvu"[: rank - named])
+
+
+def _by_rows(spec: str, x: jax.Array) -> tuple[str, jax.Array, tuple[int, ...]]:
+  """A product whose result begins with the same axes as x, none of them the other operand's, on a CPU with these as one axis.
+
+  Its compiler turns axes of a product by copying, but for a matrix, whose product it reads turned: the gradient of a weight,
+  summed over rows and positions, took a turned copy of the cotangent and of all that is computed on the way to it.
+
+  Returns:
+    Specification and x; the axes that have become one, () where nothing has changed.
+  """
+  operands, out = spec.split("->")
+  first, second = operands.split(",")
+  count = 0
+  while first[count : count + 1] == out[count : count + 1] != "" and first[count] not in second:
+    count += 1
+  if count < 2 or not on_one_cpu():
+    return spec, x, ()
+  rows = x.reshape(math.prod(x.shape[:count]), *x.shape[count:])
+  return f"{first[count - 1 :]},{second}->{out[count - 1 :]}", rows, x.shape[:count]
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,24 @@ def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", *LOW])
+@pytest.mark.parametrize(
+  ("spec", "shapes"),
+  [("BTD,DF->BTF", [(2, 3, 5), (5, 7)]), ("BTNH,NHD->BTD", [(2, 3, 4, 5), (4, 5, 7)]), ("...D,VD->...V", [(2, 0, 3), (4, 3)])],
+)
+def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
+  einsum = lambda x, y: Precision(dtype=dtype).einsum(spec, x, y, float32=True)
+  pull = lambda x, y: (einsum(x, y), *jax.grad(lambda x, y: jnp.sum(jnp.sin(einsum(x, y))), (0, 1))(x, y))
+  x, y = (jnp.asarray(RNG.normal(size=s), dtype) for s in shapes)
+  want = pull(x, y)
+  with jax.set_mesh(jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))):
+    got = jax.jit(pull)(x, y)
+    ranks = [v.aval.ndim for dot in named(pull, x, y, name="dot_general") for v in dot.invars]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2), got, want)
+  # Operands of a product by a weight, its gradients' too, have no two axes of rows: what is summed over both is never turned.
+  assert max(ranks) <= len(shapes[0]) - 1
+
+
 @pytest.mark.parametrize(
   ("axis", "reduction", "dtypes"),
   [
