@@ -19,7 +19,7 @@ from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
-from maxtext_like.layers.precision import LAYER_KEYS, LOW_PRODUCT, Precision
+from maxtext_like.layers.precision import LAYER_KEYS, PRODUCT, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows
@@ -38,7 +38,7 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
   policies = jax.checkpoint_policies
   saved = {
     "minimal": policies.save_from_both_policies(
-      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(LOW_PRODUCT)
+      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
     ),
     "full": policies.nothing_saveable,
     "save_attention": policies.save_only_these_names("attention"),

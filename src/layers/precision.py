@@ -38,8 +38,8 @@ LAYER_KEYS = (
 """What may differ between the layers of a model: it changes neither parameters nor what travels from layer to layer."""
 
 
-LOW_PRODUCT = "low_product"
-"""Name of float8 products for policies of ``jax.checkpoint``, which do not see that there is a product in them."""
+PRODUCT = "product"
+"""Name of products without batch axes for policies of ``jax.checkpoint``, which see none inside a derivative of our own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Precision:
     if low or (self.dtype != "float32" and (float32 or parts != "none")):
       how = _How(spec, self.matmul_precision, jnp.dtype("float32" if float32 else self.dtype), parts, low)
       out: Any = _product(how, *vary_alike(x, y))
-      return checkpoint_name(out, LOW_PRODUCT) if low else out
+      return out if how.batched else checkpoint_name(out, PRODUCT)
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
   def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:
@@ -220,6 +220,13 @@ class _How:
   out: jnp.dtype
   parts: Literal["none", "weights", "all"]
   low: bool
+
+  @property
+  def batched(self) -> bool:
+    """Whether an axis is one of both operands and of the result."""
+    operands, out = self.spec.split("->")
+    first, second = operands.split(",")
+    return not set(first).isdisjoint(set(second) & set(out))
 
   def operand(self, x: jax.Array, dtype: str = float8.NUMBERS) -> jax.Array | float8.Scaled:
     """As it is multiplied."""

@@ -3,6 +3,7 @@
 Compiled programs are shared by the tests of a family and compiled without optimisation: what is compared is the program.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -107,6 +108,20 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
   sizes = {policy: kept(policy) for policy in ("none", "minimal", "save_mlp", "save_outputs", "full", "save_attention")}
   assert sizes["full"] < sizes["save_attention"] < sizes["none"]
   assert sizes["full"] < sizes["save_outputs"] < sizes["save_mlp"] < sizes["minimal"] < sizes["none"]
+
+
+def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_decoder, batch):
+  """There they have derivatives of their own, and XLA adds up in float32."""
+
+  def kept(mesh):
+    decoder = tiny_decoder("gemma4-moe", precision={"dtype": "bfloat16"}, remat_policy="minimal")
+    p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+      _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: objective(decoder)(p, batch)[0], p), p)
+    return sorted((x.size, x.dtype.name) for x in jax.tree.leaves(pull))
+
+  mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+  assert kept(mesh) == kept(None)
 
 
 # --- documents and padding ---
