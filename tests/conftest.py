@@ -4,11 +4,14 @@ XLA's own passes (fusion, layouts, what is rounded where) are those of every run
 older emitter. The first command of the README, the benchmarks and the device tables run as a user's do.
 """
 
+import gc
 import os
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
@@ -41,3 +44,18 @@ assert all(path.exists() for path in LONGEST)
 
 def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+
+
+MAPPINGS = Path("/proc/self/maps")
+"""Linux gives a process 65530 (vm.max_map_count). Every compiled program takes some for its code, and XLA dies without."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+  """Between two files: what was compiled goes, when there is much of it."""
+  result = yield
+  last = nextitem is None or nextitem.path != item.path
+  if last and "jax" in sys.modules and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 20_000:
+    sys.modules["jax"].clear_caches()
+    gc.collect()
+  return result
