@@ -49,15 +49,16 @@ def cross_problems(
       "leave it out: nothing is rounded where weights are stored in float32",
     )  # fmt: skip
   if config.adapter.trained and config.training.trainable_parameters_mask:
+    key = _adapter_key(config)
     yield Problem(
-      f"trainable_parameters_mask with lora_rank = {config.adapter.lora_rank}", ("trainable_parameters_mask", "lora_rank"),
+      f"trainable_parameters_mask with {key} = {getattr(config.adapter, key)}", ("trainable_parameters_mask", key),
       "the adapter alone is trained: say in lora_modules which weights have one, and leave trainable_parameters_mask out",
     )  # fmt: skip
   yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.trained:
     yield Problem(
-      "stochastic_rounding = true does nothing with lora_rank: an adapter is stored in float32",
-      ("stochastic_rounding", "lora_rank"), "leave it out",
+      f"stochastic_rounding = true does nothing with {_adapter_key(config)}: an adapter is stored in float32",
+      ("stochastic_rounding", _adapter_key(config)), "leave it out",
     )  # fmt: skip
   if config.training.spike_factor and not config.checkpoint.enable_checkpointing:
     yield Problem(
@@ -97,6 +98,11 @@ def cross_problems(
     )  # fmt: skip
   yield from url_problems(config)
   yield from layer_problems(config)
+
+
+def _adapter_key(config: Config) -> str:
+  """The key that makes the run train an adapter: a given one brings a rank of its own."""
+  return "lora_rank" if config.adapter.lora_rank else "lora_from"
 
 
 def _tower_problems(config: Config) -> Iterator[Problem]:
@@ -160,16 +166,17 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
         "leave it out: the ordinary step has the norm of all gradients before it updates anything",
       )  # fmt: skip
     return
+  adapter = _adapter_key(config)
   why = {
     "gradient_accumulation_steps": (
       t.gradient_accumulation_steps > 1,
       "a sum over microbatches is all gradients at a time: raise per_device_batch_size instead, of whose activations a layer's "
       "alone are in memory",
     ),
-    "lora_rank": (config.adapter.lora_rank > 0, "the gradients of an adapter are small: leave optimizer_in_backward out"),
+    adapter: (config.adapter.trained, "the gradients of an adapter are small: leave optimizer_in_backward out"),
     "numerics_every": (config.logging.numerics_every > 0, "no pass sees all layers' gradients: set numerics_every=0"),
   }
-  values = {"lora_rank": config.adapter.lora_rank, "numerics_every": config.logging.numerics_every}
+  values = {adapter: getattr(config.adapter, adapter), "numerics_every": config.logging.numerics_every}
   for key, (wrong, fix) in why.items():
     if wrong:
       value = values.get(key, getattr(t, key, None))

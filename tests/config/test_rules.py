@@ -73,6 +73,21 @@ def test_conflicts(name, words, reason):
 
 
 @pytest.mark.parametrize(
+  ("word", "said"),
+  [
+    ("optimizer_in_backward=true", "{adapter} with optimizer_in_backward: true"),
+    ("trainable_parameters_mask=[layers]", "trainable_parameters_mask with {adapter}"),
+  ],
+)
+def test_an_adapter_is_named_by_the_key_that_was_given(word, said, tmp_path):
+  """One that is given has no lora_rank, and all the same nothing else is trained."""
+  for key, value, more in (("lora_from", tmp_path, []), ("lora_rank", 4, ["lora_modules=[q_proj]"])):
+    text = error("gemma3-tiny", f"{key}={value}", *more, word)
+    assert said.format(adapter=f"{key} = {value}") in text
+    assert f'argument "{key}={value}"' in text
+
+
+@pytest.mark.parametrize(
   ("name", "key"),
   [
     ("gemma3-tiny", "indexer_float32_logits"),
