@@ -210,10 +210,14 @@ def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: Visi
   ranks, alphas = of_their_own.values()
   whole = (*_WHOLE.get(vision_tower, ()), *_tables(model, settings, names))
   adapter = make_adapter(model.decoder, names, settings, whole, ranks=ranks, alphas=alphas)
-  if model.base is not None and (both := sorted(".".join(path) for path in adapter.whole if path in model.base.weights)):
+  if model.base is not None and (both := sorted(path for path in adapter.whole if path in model.base.weights)):
+    tower = both[0][0] == "vision"
+    table = next((name for name, path in _TABLE_PATHS.items() if path == both[0]), "")
+    who = f"vision_tower = {vision_tower}" if tower else "modules_to_save"
+    fix = "the tower out of base_weights_modules, or vision_tower=frozen" if tower else f"{table} out of one of them"
     raise UserError(
-      f"base_weights_modules: {both[0]} is stored as {model.base.form.name}, vision_tower = {vision_tower} trains it whole\n"
-      "  fix: leave the tower out of base_weights_modules, or vision_tower=frozen"
+      f"base_weights_modules: {'.'.join(both[0])} is stored as {model.base.form.name}, and {who} trains it whole\n"
+      f"  fix: leave {fix}"
     )
   return adapter
 

@@ -188,9 +188,14 @@ class AdapterConfig(Checked):
       of_it = ("lora_dropout", "base_weights")  # which any adapter has, a given one too
       patterns = ("lora_rank_pattern", "lora_alpha_pattern")
       for name in ("lora_alpha", "lora_rslora", "lora_dora", "modules_to_save", *patterns, *(() if self.lora_from else of_it)):
-        if getattr(self, name):
+        if value := getattr(self, name):
+          shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+          said = f"{name} = {shown} does nothing with"
+          if self.lora_from:
+            yield Problem(f"{said} lora_from: the adapter there brings its own", (name, "lora_from"), "leave it out")
+            continue
           yield Problem(
-            f"{name} = {str(getattr(self, name)).lower()} does nothing with lora_rank: 0", (name, "lora_rank"),
+            f"{said} lora_rank: 0", (name, "lora_rank"),
             "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
           )  # fmt: skip
 

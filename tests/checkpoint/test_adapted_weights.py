@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from maxtext_like.checkpoint.adapted_weights import adapted_names
+from maxtext_like.checkpoint.adapted_weights import adapted_names, configured_adapter, with_base
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.models.placed import make_model
@@ -80,3 +80,26 @@ def test_entries_add_up(names):
 def test_what_means_nothing_is_told(names, model, entry, said):
   with pytest.raises(UserError, match=re.escape(said)):
     names(model, [entry])
+
+
+@pytest.mark.parametrize(
+  ("model", "words", "said"),
+  [
+    (
+      "deepseek3-tiny",
+      ["modules_to_save=[lm_head]", "base_weights_modules=[all-linear, lm_head]"],
+      "head.kernel is stored as nf4, and modules_to_save trains it whole\n  fix: leave lm_head out of one of them",
+    ),
+    (
+      "gemma3-tiny",
+      ["use_multimodal=true", "vision_tower=trained", "base_weights_modules=[all-linear, vision]"],
+      "is stored as nf4, and vision_tower = trained trains it whole\n  fix: leave the tower out of base_weights_modules",
+    ),
+  ],
+)
+def test_what_is_quantised_is_not_trained_whole(model, words, said):
+  config = load_config(model, ["lora_rank=2", "lora_modules=[all-linear]", "base_weights=nf4", *words]).config
+  settings, tower = config.adapter, config.training.vision_tower
+  with pytest.raises(UserError, match=re.escape(said)) as refused:
+    configured_adapter(with_base(make_model(config), settings), settings, tower)
+  assert ("the tower" in str(refused.value)) == (tower == "trained")

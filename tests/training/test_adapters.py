@@ -369,9 +369,9 @@ def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
     (["lora_rank=3"], {}, "lora_alpha: 6.0 there, None here"),
     (["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]"], {}, "lora_modules: "),
     (["lora_rank=3", "lora_alpha=6"], {"alpha_pattern": {"q_proj": 3}}, "6.0 but for {'attention.q': 3.0} there, 6.0 here"),
-    (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_rank: 0"),
+    (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_from: the adapter there brings its own"),
     ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
-    (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_rank: 0"),
+    (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_from"),
   ],
 )
 def test_an_adapter_that_is_not_the_run_s_is_refused(workplace, for_peft, tmp_path, capsys, words, change, said):
