@@ -37,7 +37,8 @@ class Merged(NamedTuple):
 
   Attributes:
     params: the model's tree.
-    squares: float32 [2], of all weights with an addition: sums of the squares of what rounding changed, and of the additions.
+    squares: float32 [2], of all weights with an addition and all that are trained whole: sums of the squares of what rounding
+      changed, and of what was added.
   """
 
   params: Any
@@ -157,9 +158,15 @@ class Adapter:
     """
     sums: list[jax.Array] = []
 
+    def squares_of(out, exact, below):
+      return jnp.stack([jnp.sum(jnp.square(x)) for x in (out.astype("float32") - exact, exact - below)])
+
     def add(stored, ab, path):
       if path in self.whole:
-        return ab[WHOLE].astype(dtype or stored.dtype)
+        exact = ab[WHOLE].astype("float32")
+        out = exact.astype(dtype or stored.dtype)
+        sums.append(squares_of(out, exact, stored.astype("float32")))
+        return out
       p, layout = self.weights[path], Layout.of(self.weights[path])
       scale, b = self._scaled(path, ab["lora_b"])
 
@@ -168,7 +175,7 @@ class Adapter:
         below = base.values(path, stored, "float32") if base and path in base.weights else stored.astype("float32")
         exact = merged(below, ab["lora_a"], ab["lora_b"], layout, scale, ab.get("lora_magnitude"))
         out = exact.astype(dtype or p.dtype)
-        return out, jnp.stack([jnp.sum(jnp.square(x)) for x in (out.astype("float32") - exact, exact - below)])
+        return out, squares_of(out, exact, below)
 
       ab = ab | {"lora_b": b}
       out, squares = one((stored, ab)) if p.rows is None else jax.lax.map(one, (stored, ab))

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 import maxtext_like
 from maxtext_like.checkpoint import manifest
 from maxtext_like.cli.main import main
+from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.models.naming import ADAPTER
+from maxtext_like.training.program import make_program
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
@@ -47,6 +51,21 @@ def test_the_table_is_trained_in_float32_and_its_own_stays_below(place, capsys):
   assert all(".attention.q.lora_" in name for name in leaves.keys() - tables.keys())
   losses = [json.loads(line)["loss"] for line in (place / "whole/metrics.jsonl").read_text().splitlines()]
   assert losses[-1] < losses[0] - 0.5
+
+
+def test_what_rounding_changes_of_a_table_is_told():
+  """Additions of zero and a table that moved: what is told is the table's alone."""
+  program = make_program(load_config("gemma3-tiny", [*WORDS, *TABLE, "dataset_path=none.txt"]).config)
+  adapter = program.adapter
+  assert adapter is not None
+  params = program.lower_init().compile()(np.uint32(0))["params"]
+  below = np.asarray(params["embedding"]["table"], np.float32)
+  moved = below + np.random.default_rng(0).normal(0, 0.01, below.shape).astype(np.float32)
+  params[ADAPTER]["embedding"]["table"]["whole"] = jnp.asarray(moved)
+  rounded = np.asarray(jnp.asarray(moved).astype("bfloat16"), np.float32)
+  expected = np.linalg.norm(rounded - moved) / np.linalg.norm(moved - below)
+  assert adapter.merge(params, "bfloat16").rounding == pytest.approx(expected, rel=1e-3)
+  assert adapter.merge(params, "float32").rounding == 0
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(place, capsys):
