@@ -1,7 +1,7 @@
 """What a conversation is, whatever record it came from and whichever template renders it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -52,6 +52,8 @@ class Message:
     name: of the tool that a message of role tool is from.
     tool_call_id: the call that it answers.
     trained: an answer to learn from (OpenAI's ``weight`` is not 0).
+    where: what the record calls it, as ``conversations[1]`` or ``output``; "": no record has it.
+    weighable: whether the record's form has a place for ``weight`` there.
   """
 
   role: Role
@@ -62,6 +64,8 @@ class Message:
   name: str | None = None
   tool_call_id: str | None = None
   trained: bool = True
+  where: str = field(default="", compare=False)
+  weighable: bool = field(default=True, compare=False)
 
   @property
   def parts(self) -> tuple[str | Picture, ...]:

@@ -79,9 +79,11 @@ class Chat:
     learned = answers_to_learn(conversation, self.train_on)
     if learned is not None and not any(piece.trained and piece.answer in learned for piece in rendered.pieces):
       raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
-    blank = [i for i, m in enumerate(conversation.messages) if m.trained and m.blank and learned is not None and i in learned]
-    if blank:  # of which the end of the turn would be learned, right after the question
-      raise BadRecordError(place, f'message {blank[0] + 1}: the assistant\'s answer is empty ("weight": 0 leaves it out)')
+    for i, message in enumerate(conversation.messages):
+      if message.trained and message.blank and learned is not None and i in learned:
+        # The end of the turn would be learned, right after the question.
+        remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
+        raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{remedy}")
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
     return rendered

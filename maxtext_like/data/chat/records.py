@@ -103,7 +103,7 @@ class _Reader:
   def _messages(self, values: object, field: str) -> list[Message]:
     return [self._message(value, f"{field}[{i}]") for i, value in enumerate(self._list(values, field))]
 
-  def _message(self, value: object, where: str) -> Message:
+  def _message(self, value: object, where: str, *, weighable: bool = True) -> Message:
     if not isinstance(value, Mapping):
       raise self._bad(f"{where} is {type(value).__name__}, expected an object with role and content")
     value = {key: item for key, item in value.items() if item is not None}
@@ -121,9 +121,7 @@ class _Reader:
       thinking = self._text(thinking, f"{where}.reasoning_content")
     elif role == "assistant" and isinstance(content, str) and (found := _THOUGHT.fullmatch(content)):
       thinking, content = found[1] or None, found[2]
-    weight = value.get("weight", 1)
-    if weight not in (0, 1):
-      raise self._bad(f"{where}.weight is {strict_json.printable(weight)}, expected 0 or 1")
+    weight = self._weight(value, where)
     if value.get("function_call"):
       raise self._bad(f"{where} has a function_call, OpenAI's older form, expected tool_calls")
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
@@ -137,8 +135,17 @@ class _Reader:
       tuple(self._response(item, where) for item in self._list(responses, f"{where}.tool_responses")),
       self._text(value["name"], f"{where}.name") if "name" in value else None,
       self._id(value.get("tool_call_id"), f"{where}.tool_call_id"),
-      bool(weight),
+      weight,
+      where,
+      weighable,
     )
+
+  def _weight(self, value: Mapping[str, Any], where: str) -> bool:
+    """Whether an answer is learned."""
+    weight = value.get("weight")
+    if weight not in (None, 0, 1):
+      raise self._bad(f"{where}.weight is {strict_json.printable(weight)}, expected 0 or 1")
+    return weight != 0
 
   def _part(self, part: object, where: str) -> str | Picture:
     if isinstance(part, Mapping):
@@ -196,7 +203,7 @@ class _Reader:
   # The other forms
 
   def _turns(self, values: object, field: str) -> list[Message]:
-    """ShareGPT: from and value, or OpenAI's messages under its name."""
+    """ShareGPT: from, value and what OpenAI has as weight, or OpenAI's messages under its name."""
     messages = []
     for i, turn in enumerate(self._list(values, field)):
       where = f"{field}[{i}]"
@@ -208,9 +215,10 @@ class _Reader:
         calls = self._json(text, where)
         calls = calls if isinstance(calls, list) else [calls]
         made = tuple(self._call(call, where) for call in calls)
-        messages.append(Message("assistant", None, tool_calls=made))
+        messages.append(Message("assistant", None, tool_calls=made, trained=self._weight(turn, where), where=where))
       elif turn["from"] in _SPEAKERS:
-        messages.append(self._message({"role": _SPEAKERS[turn["from"]], "content": text}, where))
+        said = {"role": _SPEAKERS[turn["from"]], "content": text, "weight": turn.get("weight")}
+        messages.append(self._message(said, where))
       else:
         raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {', '.join(_SPEAKERS)}")
     return messages
@@ -218,7 +226,7 @@ class _Reader:
   def _side(self, value: object, field: str, role: Role) -> list[Message]:
     """A prompt or a completion: a text, or messages."""
     if isinstance(value, str):
-      return [self._message({"role": role, "content": value}, field)]
+      return [self._message({"role": role, "content": value}, field, weighable=False)]
     return self._messages(value, field)
 
   def _alpaca(self, record: Mapping[str, Any]) -> list[Message]:
@@ -228,11 +236,11 @@ class _Reader:
     for i, pair in enumerate(self._list(record.get("history", []), "history")):
       if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise self._bad(f"history[{i}] is no pair of what was asked and answered")
-      for role, text in zip(("user", "assistant"), pair, strict=True):
-        messages.append(self._message({"role": role, "content": text}, f"history[{i}]"))
+      for side, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True)):
+        messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", weighable=False))
     asked = [self._text(record.get(field) or "", field) for field in ("instruction", "input")]
     messages.append(Message("user", "\n".join(text for text in asked if text)))
-    messages.append(self._message({"role": "assistant", "content": record["output"]}, "output"))
+    messages.append(self._message({"role": "assistant", "content": record["output"]}, "output", weighable=False))
     return messages
 
   # Images, and what holds for all
@@ -270,11 +278,11 @@ class _Reader:
 
   def _check(self, messages: list[Message]) -> None:
     calls = False
-    for i, message in enumerate(messages):
+    for message in messages:
       if message.role == "tool" and not calls:
-        raise self._bad(f"message {i + 1} is a tool's, and no call of the assistant is before it")
+        raise self._bad(f"{message.where} is a tool's, and no call of the assistant is before it")
       if message.role == "assistant" and not (
         message.parts or message.tool_calls or message.tool_responses or message.thinking
       ):
-        raise self._bad(f"message {i + 1}: the assistant says nothing")
+        raise self._bad(f"{message.where}: the assistant says nothing")
       calls = bool(message.tool_calls) or (message.role == "tool" and calls)

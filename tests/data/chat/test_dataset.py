@@ -153,11 +153,40 @@ def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_pat
   for empty in ("", " \n", [{"type": "text", "text": ""}]):
     silent = {"role": "assistant", "content": empty}
     path = write(tmp_path, [*RECORDS, {"messages": [question, silent, question, answer]}])
-    with pytest.raises(UserError, match=rf"{path}:5: message 2: the assistant's answer is empty"):
+    with pytest.raises(UserError, match=rf"{path}:5: messages\[1\]: the assistant's answer is empty"):
       make(**CHAT, dataset_path=path)
     make(**CHAT | {"train_on": "last"}, dataset_path=path)
     make(**CHAT | {"train_on": "all"}, dataset_path=path)
     make(**CHAT, dataset_path=write(tmp_path, [{"messages": [question, silent | {"weight": 0}, question, answer]}]))
+
+
+@pytest.mark.parametrize(
+  ("record", "field", "weighable"),
+  [
+    (
+      {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+      "conversations[1]",
+      True,
+    ),
+    ({"prompt": "a", "completion": [{"role": "assistant", "content": ""}]}, "completion[0]", True),
+    ({"prompt": "a", "completion": ""}, "completion", False),
+    ({"instruction": "a", "output": "", "system": "s"}, "output", False),
+    ({"instruction": "a", "output": "b", "history": [["c", ""]]}, "history[0][1]", False),
+  ],
+)
+def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, weighable, make, tmp_path):
+  """And to leave it out where there is a place to say so, which then holds."""
+  path = write(tmp_path, [*RECORDS, record])
+  with pytest.raises(UserError) as error:
+    make(**CHAT, dataset_path=path)
+  assert f"{path}:5: {field}: the assistant's answer is empty" in str(error.value)
+  assert ('"weight": 0 there leaves it out' in str(error.value)) == weighable
+  if weighable:
+    turns = record.get("conversations") or record["completion"]
+    turns[-1]["weight"] = 0
+    answer = {"role": "assistant", "content": "Yes."}
+    turns += [{"role": "user", "content": "b"}, answer]
+    assert learned(next(make(**CHAT, dataset_path=write(tmp_path, [record])))) == "Yes.<end_of_turn>"
 
 
 def test_thoughts_that_are_lost_are_told_once(make, tmp_path, caplog):
