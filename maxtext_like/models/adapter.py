@@ -119,6 +119,10 @@ class Adapter:
 
     return self._joined(params, join)
 
+  def replaced(self, params: dict[str, Any]) -> dict[str, Any]:
+    """The model's tree, of arrays or whatever stands for them, with what is trained whole in its place, without additions."""
+    return self._joined(params, lambda base, ab, path: ab[WHOLE] if path in self.whole else base)
+
   def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
     """The model's tree and its additions: zeros beyond the rank of a layer, magnitudes that are the norms that the weights have
     now, and whole arrays as they are in the model.

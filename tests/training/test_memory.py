@@ -48,6 +48,14 @@ def test_the_gradient_of_a_head_in_chunks_is_counted_once(monkeypatch):
   assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
 
 
+def test_so_is_that_of_a_table_that_is_trained_whole_beside_an_adapter(monkeypatch):
+  words = ["lora_rank=2", "lora_modules=[q_proj]", "modules_to_save=[embed_tokens]", "num_vocab_tiling=4", "remat_policy=none"]
+  program = make_program(load_config("gemma4-tiny", words).config)
+  once = memory.estimate(program).activations
+  monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
+  assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
+
+
 def slow(*values):
   return pytest.param(*values, marks=pytest.mark.slow)
 

@@ -71,7 +71,7 @@ class Adapted:
     return self.inner.logit_bytes(rows, length)
 
   def made_in_forward(self, p: Any) -> Any:
-    return self.inner.made_in_forward(p)
+    return self.inner.made_in_forward(self.adapter.replaced(p))
 
 
 def _frozen(p: Param) -> Param:
