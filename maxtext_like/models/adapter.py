@@ -32,6 +32,11 @@ WHOLE = "whole"
 """The key of an array that is trained whole, where an addition has those of its factors."""
 
 
+def model_path(path: Path) -> Path:
+  """Where an array lies in the model's tree for which one is trained whole; any other path is as it is."""
+  return path[1:-1] if path[0] == ADAPTER and path[-1] == WHOLE else path
+
+
 class Merged(NamedTuple):
   """Weights with an adapter added.
 

@@ -9,6 +9,7 @@ import jax
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.quantised import CODES
+from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.trainable import Selection
@@ -32,9 +33,10 @@ def train_flops(
   """Floating point operations of one step on ``rows`` rows of ``length`` tokens, recomputation not counted.
 
   Products with parameters: 2 a token forward, 4 backward where the parameter is trained (6 N in all), 2 where it is
-  frozen and the gradient only passes through. The head counts once, tied or not; a looked-up table counts nothing; of
-  routed experts the chosen share. Attention: 12 x heads x head size for each visible pair forward and backward (PaLM,
-  appendix B, with masked pairs left out, as MaxText counts). Documents packed into a row count as one.
+  frozen and the gradient only passes through. The head counts once, tied or not; a looked-up table counts nothing, nor does
+  an array in whose place an adapter trains one whole; of routed experts the chosen share. Attention: 12 x heads x head size
+  for each visible pair forward and backward (PaLM, appendix B, with masked pairs left out, as MaxText counts). Documents
+  packed into a row count as one.
 
   float8_alone: only of the products that ``matmul_dtype`` makes in float8.
   """
@@ -42,8 +44,11 @@ def train_flops(
   products = 0.0
   leaves = jax.tree_util.tree_leaves_with_path(spec)
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
+  replaced = {model_path(keys) for keys in (path_keys(path) for path, _ in leaves) if model_path(keys) != keys}
   for (path, p), trained in zip(leaves, jax.tree.leaves(selection.leaves), strict=True):
     keys = path_keys(path)
+    if keys in replaced:
+      continue
     if keys[:-1] in declared:  # a part of what is stored of a quantised weight, which multiplies as the weight
       if keys[-1] != CODES:
         continue

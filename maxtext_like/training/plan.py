@@ -19,6 +19,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers import tiles
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory, tpu_memory
@@ -182,7 +183,8 @@ def _recomputed(program: TrainProgram) -> float:
   one, two = (train_flops(decoder, program.spec, selection, 1, n) for n in (1, 2))
   pairs = whole - rows * length * (3 * one - two)
   name = "embedding" if decoder.cfg.tied else "head"
-  taught = all(jax.tree.leaves(selection.leaves[name]))
+  trained = (path for path, chosen in jax.tree_util.tree_leaves_with_path(selection.leaves) if chosen)
+  taught = any(model_path(path_keys(path))[0] == name for path in trained)
   head = (6.0 if taught else 4.0) * decoder.cfg.embedding.vocab_size * config.model.emb_dim * rows * length
   if policy in KEPT:
     return (whole - head) / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy])

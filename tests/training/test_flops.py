@@ -1,5 +1,7 @@
 """FLOPs of a step against sums by hand, and the table of peaks."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,13 @@ def test_frozen_parameters_cost_no_weight_gradient():
   everything = flops("gemma4-tiny")
   one_array = flops("gemma4-tiny", "trainable_parameters_mask=['final_norm']")
   assert 0.6 < one_array / everything < 0.8
+
+
+def test_a_table_that_is_trained_whole_counts_in_the_place_of_the_models_own():
+  lora = ("lora_rank=2", "lora_modules=[q_proj]", "max_target_length=16")
+  table = make_program(load_config("gemma4-tiny").config).spec["embedding"]["table"]
+  without, beside = (flops("gemma4-tiny", *lora, *words) for words in ((), ("modules_to_save=[embed_tokens]",)))
+  assert beside - without == 2 * 16 * math.prod(table.shape)  # the product for its gradient
 
 
 def test_the_dense_warm_up_has_a_backward_pass_in_the_indexer_only():

@@ -76,6 +76,12 @@ def test_remat_takes_what_it_computes_again():
   assert full.classes["activations"] < none.classes["activations"]
 
 
+def test_remat_takes_no_table_twice():
+  lora = ("remat_policy=full", "lora_rank=2", "lora_modules=[q_proj]")
+  without, beside = (planned("gemma4-tiny", "h200-8", *lora, *words) for words in ((), ("modules_to_save=[embed_tokens]",)))
+  assert beside.flops - beside.model_flops == pytest.approx(without.flops - without.model_flops)
+
+
 def test_every_kind_of_machine():
   cards = planned("gemma3-tiny", "h200-8")
   assert cards.roofline is not None
