@@ -78,7 +78,7 @@ class Message:
   def blank(self) -> bool:
     """Whether it has no letter, no image, no thought, no call and no answer of a tool."""
     said = any(isinstance(part, Picture) or part.strip() for part in self.parts)
-    return not (said or self.thinking or self.tool_calls or self.tool_responses)
+    return not (said or (self.thinking or "").strip() or self.tool_calls or self.tool_responses)
 
 
 @dataclass(frozen=True)

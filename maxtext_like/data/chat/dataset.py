@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.data.chat.conversation import Conversation, Picture
 from maxtext_like.data.chat.encode import ChatEncoder, Encoded, TrainOn, answers_to_learn
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
@@ -80,10 +80,14 @@ class Chat:
     if learned is not None and not any(piece.trained and piece.answer in learned for piece in rendered.pieces):
       raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
     for i, message in enumerate(conversation.messages):
-      if message.trained and message.blank and learned is not None and i in learned:
-        # The end of the turn would be learned, right after the question.
+      if not message.trained or learned is None or i not in learned:
+        continue
+      # The end of the turn would be learned, right after the question, or after what is not learned: an image, a tool's answer.
+      unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
+      if message.blank or (not unlearned and rendered.only_ends(i)):
+        why = "" if message.blank else ": the chat template drops all that it has, as thoughts of earlier turns"
         remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
-        raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{remedy}")
+        raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
     return rendered

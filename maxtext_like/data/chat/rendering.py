@@ -55,6 +55,11 @@ class Rendered:
     """All of it, as the published template gives it."""
     return "".join(piece.text for piece in self.pieces)
 
+  def only_ends(self, answer: int) -> bool:
+    """Whether all that is trained of the assistant's message `answer` is special tokens, as the end of its turn."""
+    trained = [piece for piece in self.pieces if piece.trained and piece.answer == answer]
+    return bool(trained) and all(piece.kind == "special" or not piece.text.strip() for piece in trained)
+
 
 class Renderer(Protocol):
   """How a family's models know conversations."""

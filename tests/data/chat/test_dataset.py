@@ -160,6 +160,22 @@ def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_pat
     make(**CHAT, dataset_path=write(tmp_path, [{"messages": [question, silent | {"weight": 0}, question, answer]}]))
 
 
+@pytest.mark.parametrize("template", ["gemma4-small", "gemma4", "deepseek3.2"])
+def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, tmp_path):
+  """A thought alone: dropped before the last user's message, where the end of the turn would be left; kept after it."""
+  settings: dict[str, Any] = CHAT | {"chat_template": template}
+  question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}
+  thought = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+  path = write(tmp_path, [*RECORDS, {"messages": [question, thought, question, answer]}])
+  with pytest.raises(
+    UserError, match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all"
+  ):
+    make(**settings, dataset_path=path)
+  make(**settings | {"train_on": "last"}, dataset_path=path)
+  make(**settings, dataset_path=write(tmp_path, [{"messages": [question, thought]}]))
+  make(**settings, dataset_path=write(tmp_path, [{"messages": [question, thought | {"weight": 0}, question, answer]}]))
+
+
 @pytest.mark.parametrize(
   ("record", "field", "weighable"),
   [

@@ -66,6 +66,11 @@ def test_what_the_assistant_says(tokenizer):
   thought = ANSWER | {"reasoning_content": "Greet."}
   assert learned(tokenizer, ASK, thought) == ["<think>\nGreet.\n</think>\n\nHi.<|im_end|>"]
   assert learned(tokenizer, ASK, ANSWER | {"weight": 0}, *MORE) == ["Bye.<|im_end|>"]
+  thought |= {"content": ""}
+  assert learned(tokenizer, ASK, thought, *MORE) == ["<|im_end|>", "Bye.<|im_end|>"]
+  for more, expected in (((), False), (MORE, True)):
+    conversation = read_conversation({"messages": [ASK, thought, *more]}, "", "/")
+    assert Jinja(CHATML, "x.jinja", tokenizer).render(conversation, "training").only_ends(1) is expected
   call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"é": 1}'}}]}
   assert learned(tokenizer, ASK, call, {"role": "tool", "content": "1"}, ANSWER) == [
     '<tool_call>f{"é": 1}<|im_end|>',
