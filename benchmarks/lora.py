@@ -32,6 +32,7 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   import jax
   import numpy as np
   from peer import GIB
+  from step_cost import require_updates
 
   from maxtext_like.config.load import load_config
   from maxtext_like.models.naming import ADAPTER
@@ -55,13 +56,16 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   ones = np.ones((rows, length), np.int32)
   arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones, "positions": ones * np.arange(length)}
   batch = program.place({name: np.ascontiguousarray(x, np.int32) for name, x in arrays.items()})
-  known, times, losses = np.full(2, 1e4, np.float32), [], []  # a bound of the drawn state: a step with none known moves nothing
+  known = np.full(2, 1e4, np.float32)  # a bound of the drawn state: a step with none known moves nothing
+  times, losses, taken = [], [], []
   for _ in range(steps + 2):
     begin = time.perf_counter()
     state, metrics = step(state, batch, known)
     known = metrics["known"]
     losses.append(float(metrics["loss"]))  # waits for the step
     times.append(time.perf_counter() - begin)
+    taken.append(metrics)
+  require_updates(taken[2:])
   assert losses[-1] != losses[0], "no step moved the adapter: what was timed is not training"
   seconds_a_step = statistics.median(times[2:])
   memory = step.memory_analysis()

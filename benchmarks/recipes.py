@@ -3,12 +3,13 @@
   python benchmarks/recipes.py [--seconds 270] [--steps 5] [--length 1024] [--models NAME ...]
 
 Prints a row for each: the first loss and the last, what ended it, tokens a second of the last step and the peak of the device's
-memory. Begins no other run after --seconds. On a CPU: --models gemma3-tiny --length 128.
+memory. Begins no other run after --seconds. Exits with 1 if a run failed. On a CPU: --models gemma3-tiny --length 128.
 """
 
 import argparse
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,14 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def run(model: str, recipe: str, steps: int, length: int, out: str) -> str:
-  """A row of the table."""
+def reason(stderr: str) -> str:
+  """The line of what a run said that tells why it failed: its error, else the last of all, a warning being the first often."""
+  lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+  return next((line for line in lines if re.match(r"[\w.]*error\b", line, re.IGNORECASE)), lines[-1] if lines else "-")[:160]
+
+
+def run(model: str, recipe: str, steps: int, length: int, out: str) -> tuple[str, bool]:
+  """A row of the table, and whether the run ended well."""
   name = f"{model}-{recipe}"
   keys = [
     f"steps={steps}",
@@ -48,12 +55,13 @@ def run(model: str, recipe: str, steps: int, length: int, out: str) -> str:
   words = [sys.executable, "train.py", model, f"recipes/{recipe}.yml", *MODELS.get(model, ()), *keys]
   done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
   if done.returncode:
-    return f"| {model} | {recipe} | exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['-'])[0][:160]} | | | |"
+    return f"| {model} | {recipe} | exit code {done.returncode}: {reason(done.stderr)} | | | |", False
   rows = [json.loads(line) for line in (Path(out) / name / "metrics.jsonl").read_text().splitlines()]
   first, last = rows[0], rows[-1]
   peak = last.get("memory_peak_gb")
   memory = "-" if peak is None else f"{peak:.1f} GB"
-  return f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {last['tokens_per_second']:,.0f} | {memory} |"
+  row = f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {last['tokens_per_second']:,.0f} | {memory} |"
+  return row, True
 
 
 def main() -> int:
@@ -64,7 +72,7 @@ def main() -> int:
   parser.add_argument("--length", type=int, default=1024)
   parser.add_argument("--models", nargs="*", default=list(MODELS))
   options = parser.parse_args()
-  begin = time.monotonic()
+  begin, well = time.monotonic(), True
   print("| model | recipe | first loss | last loss | tokens/s | memory |\n|---|---|---|---|---|---|", flush=True)
   with tempfile.TemporaryDirectory() as out:
     # Every model with one recipe before any has a second, so that all recipes and models come early.
@@ -73,8 +81,10 @@ def main() -> int:
       if time.monotonic() - begin > options.seconds:
         print(f"| {model} | {recipe} | not begun: {options.seconds:.0f} s are over | | | |", flush=True)
         continue
-      print(run(model, recipe, options.steps, options.length, out), flush=True)
-  return 0
+      row, ended_well = run(model, recipe, options.steps, options.length, out)
+      print(row, flush=True)
+      well = well and ended_well
+  return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -106,6 +107,15 @@ def batch(program: TrainProgram, documents: int = 2) -> dict[str, jax.Array]:
   everywhere = lambda x: np.ascontiguousarray(np.broadcast_to(x, (rows, length)))
   arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segments": segments}
   return program.place({name: everywhere(x) for name, x in arrays.items()})
+
+
+def require_updates(steps: Sequence[Mapping[str, Any]]) -> None:
+  """Raises RuntimeError if a step, of which these are the metrics, left its update out: what was timed is not training then.
+
+  Waits for the steps: to be called when they have been timed."""
+  left_out = [i for i, found in enumerate(steps) if not found["usual"] or found["skipped"]]
+  if left_out:
+    raise RuntimeError(f"what was timed is not training: {len(left_out)} of {len(steps)} steps left their update out")
 
 
 def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, steps: int, clock) -> tuple[list[float], float]:

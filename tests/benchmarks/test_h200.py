@@ -5,9 +5,11 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks.peer import starts
+from benchmarks.step_cost import require_updates
 from maxtext_like.config.files import configs_folder
 
 ROOT = configs_folder().parent
@@ -17,6 +19,13 @@ TINY += ["max_target_length=24", "vocab_size=64", "per_device_batch_size=2"]
 
 def test_documents_begin_where_the_other_side_s_do():
   assert [starts(24, n) for n in (1, 2, 3)] == [[0], [0, 8], [0, 4, 12]]
+
+
+def test_steps_that_left_their_update_out_are_no_training():
+  step = lambda usual, skipped: {"usual": np.bool_(usual), "skipped": np.bool_(skipped)}
+  require_updates([step(True, False)] * 3)
+  with pytest.raises(RuntimeError, match="2 of 3 steps left their update out"):
+    require_updates([step(True, False), step(False, True), step(True, True)])
 
 
 @pytest.mark.slow

@@ -1,0 +1,38 @@
+"""benchmarks/recipes.py: what it says of a run that failed, and its exit code."""
+
+import sys
+
+import pytest
+
+from benchmarks import recipes
+
+TRACEBACK = """\
+W0000 a warning of an error to come
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    raise ValueError("error")
+jaxlib.JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback.
+"""
+
+
+@pytest.mark.parametrize(
+  ("stderr", "said"),
+  [
+    ("warning: slow\nerror: no such file\n  fix: name one\n", "error: no such file"),
+    (TRACEBACK, "jaxlib.JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"),
+    ("a warning\nKilled\n\n", "Killed"),
+    ("", "-"),
+  ],
+)
+def test_why_a_run_failed(stderr, said):
+  assert recipes.reason(stderr) == said
+
+
+@pytest.mark.parametrize(("failing", "code"), [("lora", 1), (None, 0)])
+def test_the_exit_code_is_of_all_rows(failing, code, monkeypatch, capsys):
+  monkeypatch.setattr(recipes, "run", lambda model, recipe, *_: (f"| {model} | {recipe} |", recipe != failing))
+  monkeypatch.setattr(sys, "argv", ["recipes.py", "--models", "gemma3-tiny"])
+  assert recipes.main() == code
+  assert capsys.readouterr().out.count("| gemma3-tiny |") == 4
