@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.rules import GATHERED
 from maxtext_like.layers.tiles import ROWS, filled, numbers
+from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.memory import MemoryEstimate
 from maxtext_like.training.program import TrainProgram
@@ -52,7 +53,8 @@ def fetched(program: TrainProgram) -> list[Fetched]:
   mesh, params = program.model.mesh, program.abstract_state["params"]
   item = jnp.dtype(program.config.precision.dtype).itemsize
   head = "embedding" if program.model.decoder.cfg.tied else "head"
-  taught = {path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.selection.split(params)[0])}
+  trained = jax.tree_util.tree_leaves_with_path(program.selection.split(params)[0])
+  taught = {model_path(path_keys(path)) for path, _ in trained}
   found = []
   declared = jax.tree.leaves(program.spec)
   for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(params), declared, strict=True):
@@ -116,7 +118,8 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     own = [w for w in weights if w.part == fullest]
     backward += read[fullest] + max(w.arriving for w in own) + _gradients(program, [w for w in own if w.trained])
   trained = program.selection.split(program.abstract_state["params"])[0]
-  behind = need.gradients + _in_both_dtypes(trained.get("embedding", {}), 4)
+  placed = trained if program.adapter is None else program.adapter.replaced(trained)
+  behind = need.gradients + _in_both_dtypes(placed.get("embedding", {}), 4)
   if program.step.optimizer.rule.whole and not program.config.training.optimizer_in_backward:
     behind = max(behind, need.gradients + _in_both_dtypes(trained, 0))
   return int(max(loss, backward, behind))

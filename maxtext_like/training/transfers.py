@@ -15,8 +15,10 @@ from maxtext_like.layers.context_parallel import past_of
 from maxtext_like.layers.expert_parallel import SLACK
 from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.rules import GATHERED
+from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.tpu_memory import TABLE, Fetched
 
@@ -54,10 +56,16 @@ def _microbatches(program: TrainProgram) -> int:
   return program.config.training.gradient_accumulation_steps
 
 
+def _pieces(program: TrainProgram) -> int:
+  """That the logits are computed in; an objective that says nothing of them has one."""
+  objective = program.objective
+  return getattr(objective.inner if isinstance(objective, Adapted) else objective, "chunks", 1)
+
+
 def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Transfer]:
   """Those that are split to save memory alone: to the products of both passes, and their gradients back."""
   parts, layers = _microbatches(program), len(program.model.decoder.layers)
-  chunks = getattr(program.objective, "chunks", 1)
+  chunks = _pieces(program)
   grow = _summed_bytes(program) / jnp.dtype(program.config.precision.dtype).itemsize
   for between in (False, True):
     own = [w for w in weights if _leaves_a_slice(program, w.axes) is between]
@@ -90,8 +98,8 @@ def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
     ways = math.prod(mesh.shape[axis] for axis in axes)
     once = set(axes) <= {*program.step.summed_once}
     times = 1 if once else _microbatches(program)
-    if not once and path_keys(path)[0] == table:
-      pieces = getattr(program.objective, "chunks", 1) if set(axes) & {*of_rows} else 1
+    if not once and model_path(path_keys(path))[0] == table:
+      pieces = _pieces(program) if set(axes) & {*of_rows} else 1
       times *= pieces + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has another
     size = int(2 * math.prod(x.sharding.shard_shape(x.shape)) * _summed_bytes(program) * (ways - 1) / ways) * times
     if size:

@@ -82,6 +82,15 @@ def test_remat_takes_no_table_twice():
   assert beside.flops - beside.model_flops == pytest.approx(without.flops - without.model_flops)
 
 
+def test_the_gradient_of_a_table_that_is_trained_whole_is_there_twice_behind_the_layers():
+  """In float32 and as it is stored, on a device that has all of it."""
+  words = ("vocab_size=50000", "max_target_length=16", "num_vocab_tiling=16", "remat_policy=full")
+  words += ("ici_fsdp_parallelism=1", "ici_data_parallelism=8", "lora_rank=2", "lora_modules=[q_proj]")
+  without, beside = (planned("gemma3-tiny", "v6e-8", *words, *more) for more in ((), ("modules_to_save=[embed_tokens]",)))
+  table = beside.parameters - without.parameters
+  assert beside.classes["activations"] + beside.classes["temporaries"] > 8 * table
+
+
 def test_every_kind_of_machine():
   cards = planned("gemma3-tiny", "h200-8")
   assert cards.roofline is not None

@@ -46,6 +46,20 @@ def test_what_cannot_be_split_is_added_up_whole():
   assert sum(t.bytes for t in p.transfers) == pytest.approx(twice, rel=0.3)  # and the table in more than one piece
 
 
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_a_table_that_is_trained_whole_is_added_up_like_the_models_own(axis):
+  """For each piece of the logits, and split or not as it lies."""
+  mesh = ("num_vocab_tiling=4", "ici_fsdp_parallelism=1", f"ici_{axis}_parallelism=8")
+  lora = ("lora_rank=2", "lora_modules=[q_proj]")
+  moved = lambda *words: sum(
+    t.bytes for t in planned("gemma3-tiny", "v6e-8", *mesh, *words).transfers if t.kind in ("all-reduce", "reduce-scatter")
+  )
+  added = moved(*lora, "modules_to_save=[embed_tokens]") - moved(*lora)
+  of_its_own = moved("trainable_parameters_mask=[embedding,final_norm]") - moved("trainable_parameters_mask=[final_norm]")
+  assert added == pytest.approx(of_its_own, rel=1e-3)
+  assert added > 0
+
+
 def test_layers_that_borrow_keys_fetch_them_again():
   own, borrowed = (
     planned("gemma4-e2b-tiny", "cpu-2", "ici_context_parallelism=2", "per_device_batch_size=0.5", *words)

@@ -75,6 +75,16 @@ def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
   assert np.mean(np.asarray(cut) != np.asarray(whole)) < 0.1
 
 
+@pytest.mark.parametrize(("model", "head"), [("gemma3-4b", "embed_tokens"), ("deepseek3-671b", "lm_head")])
+def test_small_pieces_are_for_a_frozen_head(model, head):
+  def chunks(*words):
+    config = load_config(model, [*words, "max_target_length=4096", "per_device_batch_size=1"]).config
+    return language_modelling.build(make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")).chunks
+
+  lora = ("lora_rank=2", "lora_modules=[o_proj]")
+  assert chunks() == chunks(*lora, f"modules_to_save=[{head}]") < chunks(*lora)
+
+
 def test_a_16_bit_head_has_no_copy_in_float32():
   """Only the sum of its gradients is: a copy before the loop would be as large, for the whole step."""
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
