@@ -112,10 +112,12 @@ def settle(
   Raises:
     UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to plain XLA.
   """
+  # A layer chooses again when it is traced, and for rows of any length: it has to know what this choice knows.
+  layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
   chosen: dict[Block, KernelUse] = {}
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
-  for layer in dict.fromkeys(decoder.layers):
-    case = dataclasses.replace(layer.mixer.case(length, images=images, context=context), capability=capability)
+  for layer in dict.fromkeys(layers):
+    case = layer.mixer.case(length, images=images, context=context)
     asked = layer.cfg.mixer.kernel
     try:
       kernel = choose(asked, case)
@@ -138,14 +140,14 @@ def settle(
       if problem:
         use = dataclasses.replace(use, kernel=choose("dot_product", case).name, surpassed=())
     chosen[layer] = use
-  layers = [_written_out(layer) if chosen[layer].problem else layer for layer in decoder.layers]
-  return dataclasses.replace(decoder, layers=tuple(layers)), _grouped([chosen[layer] for layer in decoder.layers])
+  uses = _grouped([chosen[layer] for layer in layers])
+  layers = tuple(_with_mixer(layer, kernel="dot_product") if chosen[layer].problem else layer for layer in layers)
+  return dataclasses.replace(decoder, layers=layers), uses
 
 
-def _written_out(layer: Block) -> Block:
+def _with_mixer(layer: Block, **values: Any) -> Block:
   mixer: Any = layer.cfg.mixer
-  cfg = dataclasses.replace(layer.cfg, mixer=dataclasses.replace(mixer, kernel="dot_product"))
-  return dataclasses.replace(layer, cfg=cfg)
+  return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, mixer=dataclasses.replace(mixer, **values)))
 
 
 def _shape(kernel: Name, case: Case, segments: bool) -> ShapeClass:

@@ -1,7 +1,6 @@
 """Whether a device has units for ``matmul_dtype: float8``, and which products of a model are made in it."""
 
 import re
-from typing import Any
 
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
@@ -14,24 +13,23 @@ def layers(decoder: Decoder) -> tuple[int, ...]:
   return tuple(i for i, layer in enumerate(decoder.layers) if layer.precision.matmul_dtype == "float8")
 
 
-def require_units(decoder: Decoder, platform: str, device: Any = None) -> None:
+def require_units(decoder: Decoder, platform: str, capability: str | None = None) -> None:
   """Refuses a device that would round to float8 and multiply in 16 bits: less exact than without, and no faster. A CPU may.
 
   Args:
     decoder: the model.
     platform: "cpu", "gpu" or "tpu", where the program will run.
-    device: one of those that it will run on; None: not known.
+    capability: CUDA's compute capability of the devices; None: not known.
 
   Raises:
     UserError: it has no float8 matrix units.
   """
   if not layers(decoder):
     return
-  capability = str(getattr(device, "compute_capability", ""))
-  numbers = re.fullmatch(r"(\d+)\.(\d+)", capability)  # AMD's are names
+  numbers = re.fullmatch(r"(\d+)\.(\d+)", capability or "")  # AMD's are names
   old = numbers is not None and tuple(map(int, numbers.groups())) < _FIRST
   if platform == "tpu" or (platform == "gpu" and old):
-    which = "a TPU up to v6e" if platform == "tpu" else f"{device.device_kind} (compute capability {capability})"
+    which = "a TPU up to v6e" if platform == "tpu" else f"a GPU of compute capability {capability}"
     raise UserError(
       f"matmul_dtype=float8: {which} has no float8 matrix units: products would be 16-bit ones of numbers rounded to float8\n"
       "  fix: matmul_dtype=dtype"

@@ -209,7 +209,7 @@ def make_model(
   except ValueError as error:
     raise UserError(str(error)) from error
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, one_document=one_document))
-  require_units(decoder, platform, None if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0])
+  require_units(decoder, platform, capability)
   require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   kernels = ()
   if runs_attention:

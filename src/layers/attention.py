@@ -39,6 +39,7 @@ class AttentionConfig:
     bidirectional_images: tokens of one image see each other in this layer.
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
+    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
   """
 
   emb_dim: int
@@ -58,6 +59,7 @@ class AttentionConfig:
   bidirectional_images: bool = False
   kernel: Choice = "auto"
   platform: str = "cpu"
+  capability: str | None = None
 
   def __post_init__(self):
     if self.num_query_heads % self.num_kv_heads:
@@ -120,6 +122,7 @@ class Attention:
     c = self.cfg
     return Case(
       platform=c.platform,
+      capability=c.capability,
       precision=self.precision,
       query_heads=c.num_query_heads,
       kv_heads=c.num_kv_heads,
@@ -214,7 +217,8 @@ class Attention:
         precision=self.precision,
         rules=ctx.rules,
       )
-      out_BTNH = checkpoint_name(out_BTNH, "attention")
+      if not kernel.named:
+        out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
     out_BTD = checkpoint_name(out_BTD, "output")
     return (out_BTD + self.precision.cast(p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -99,4 +99,5 @@ def product(spec: str, x: Scaled, y: Scaled, dtype: jax.typing.DTypeLike) -> jax
 def _precision() -> Any:
   """Sums in float32. Told less, XLA lets Hopper sum in 14 bits: cuBLASLt with "default", and a kernel of Triton, which it tries
   beside it, with any precision but this one, which the CPU does not know."""
-  return jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32 if on_gpu() else "highest"
+  gpu = jax.default_backend() == "gpu" if jax.sharding.get_abstract_mesh().empty else on_gpu()
+  return jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32 if gpu else "highest"

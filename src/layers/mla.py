@@ -50,6 +50,7 @@ class MLAConfig:
     indexer_loss_weight: of the KL loss; 0 computes none.
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
+    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
   """
 
   emb_dim: int
@@ -66,6 +67,7 @@ class MLAConfig:
   indexer_loss_weight: float = 0.0
   kernel: Choice = "auto"
   platform: str = "cpu"
+  capability: str | None = None
 
   def __post_init__(self):
     if self.rope.dim != self.rope_dim:
@@ -161,6 +163,7 @@ class MLA:
     c = self.cfg
     return Case(
       platform=c.platform,
+      capability=c.capability,
       precision=self.precision,
       query_heads=c.num_heads,
       kv_heads=c.num_heads,
@@ -201,12 +204,14 @@ class MLA:
       queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
     keys = ctx.remember(**keys)
+    named = False
     if ctx.step is not None:
       visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
       out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible)
     else:
       parts = context_parallel.parts(ctx.rules, T)
       kernel = choose(c.kernel, self.case(T, images=False, context=parts))
+      named = kernel.named
       if parts > 1:
         out_BTNV, indices, loss = self._attend_in_parts(kernel, p["kv_b"], queries, keys, tokens, ctx.rules)
       elif c.indexer:
@@ -219,7 +224,8 @@ class MLA:
       ctx.tap("indexer.topk_idx", indices)
     if loss is not None and ctx.step is None:
       ctx.note("indexer_loss", loss)
-    out_BTNV = checkpoint_name(out_BTNV, "attention")
+    if not named:
+      out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
     out = checkpoint_name(out, "output")
     return out + self.precision.cast(p["o_bias"]) if c.bias else out

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.low_rank import Layout, one_layer
 from maxtext_like.layers.param import Param, constant, stack
 from maxtext_like.layers.partition import as_stored
-from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.precision import PRODUCT, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, Weight, product
 
@@ -414,7 +415,8 @@ class Quantised(Weight):
     """By the dequantised weight."""
     sizes = None if groups is None else groups.sizes
     how = _How(precision, equation, None if groups is None else groups.kernel, float32, unbounded, large)
-    return _product(how, x, sizes, self)
+    out: Any = _product(how, x, sizes, self)
+    return checkpoint_name(out, PRODUCT) if groups is None else out
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Rows of a table, which is none of these.

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from maxtext_like.cli import compile as command
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.training import ahead_of_time, gpus_ahead_of_time
 from maxtext_like.training.ahead_of_time import CompiledStep, Work, out_of_memory_bytes, xla_flags
 from maxtext_like.training.compiled_program import Transfer
@@ -189,7 +191,10 @@ def test_a_kernel_for_hopper_gpus_is_compiled_for_no_others(topology, of_512, mo
   config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16", "ici_fsdp_parallelism=1"]).config
 
   def looked_at(*args, **how):  # in the place of a minute of compilation
-    raise UserError(make_program(*args, **how).model.kernels[1].kernel)
+    model = make_program(*args, **how).model
+    mixer: Any = model.decoder.layers[5].mixer
+    assert choose(mixer.cfg.kernel, mixer.case(4096, images=False)).name == model.kernels[1].kernel  # as it is traced
+    raise UserError(model.kernels[1].kernel)
 
   monkeypatch.setattr("maxtext_like.training.program.make_program", looked_at)
   with pytest.raises(UserError, match=f"^{of_512}$"):

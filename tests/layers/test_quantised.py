@@ -12,6 +12,7 @@ import pytest
 from equations import named
 from jax.extend.core import jaxprs_in_params
 
+from maxtext_like.layers.decoder import remat
 from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.layers.param import Param, abstract, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
@@ -231,3 +232,13 @@ def test_drawn_weights_are_those_that_are_drawn_whole():
   for name, array in init(spec, key).items():
     expected = jax.lax.map(functools.partial(quantise, form, spec[name]), array)
     jax.tree.map(np.testing.assert_array_equal, got[name], expected)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "nf4"])
+def test_minimal_keeps_its_product(form):
+  """Of a remat policy, which sees none inside a derivative of our own."""
+  p = Param((64, 96), ("embed", "mlp"), "float32", fan_in(0))
+  w, precision = weight(FORMS[form], p, drawn(p)), Precision(dtype="bfloat16")
+  layer = lambda x: jnp.sum(jnp.sin(product(precision, "TD,DF->TF", jnp.cos(x), w).astype(jnp.float32)))
+  pull = jax.eval_shape(lambda x: jax.vjp(remat(layer, "minimal", alone_in_scan=True), x)[1], jnp.ones((5, 64), jnp.bfloat16))
+  assert ((5, 96), "bfloat16") in [(x.shape, x.dtype.name) for x in jax.tree.leaves(pull)]

@@ -1,5 +1,6 @@
 """Which kernel the layers get: what the self-test says, kept between runs, told to whoever starts one."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -14,6 +15,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
+from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.models import attention_kernels
 from maxtext_like.models.attention_kernels import settle
 from maxtext_like.models.build import build_decoder, precision_of
@@ -76,7 +78,11 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
     def test(shape) -> Any:
       return BAD if shape.kernel == bad else GOOD
 
-    return list(settle(model, length=4096, images=False, capability=capability, device=GPU, test=test)[1])
+    decoder, found = settle(model, length=4096, images=False, capability=capability, device=GPU, test=test)
+    mixers = [layer.mixer for layer in decoder.layers]
+    traced = collections.Counter(choose(m.cfg.kernel, m.case(4096, images=False)).name for m in mixers)
+    assert traced == {use.kernel: use.layers for use in found}
+    return list(found)
 
   for capability, bad, of_512 in (("9.0", "", "mosaic_flash"), ("9.0", "mosaic_flash", "blockwise"), ("8.0", "", "blockwise")):
     found = uses(capability, bad)

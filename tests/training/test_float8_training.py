@@ -1,7 +1,6 @@
 """``matmul_dtype: float8`` in whole programs: every family trains, devices agree, machines without its units are refused."""
 
 import io
-import types
 
 import jax
 import numpy as np
@@ -62,7 +61,7 @@ def test_eight_devices_give_nearly_the_losses_of_one(model):
   """Nearly: bfloat16 sums in another order, and what they change of a number's rounding to float8."""
   found = run_small(model, *FLOAT8)
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])
-  np.testing.assert_allclose(eight[0::2], one[0::2], rtol=2e-3)
+  np.testing.assert_allclose(eight[0::2], one[0::2], rtol=5e-3)
 
 
 @pytest.mark.slow
@@ -82,13 +81,12 @@ def test_a_tpu_and_an_old_gpu_are_refused():
   config = small_config("gemma4-tiny", *FLOAT8)
   with pytest.raises(UserError, match="matmul_dtype=float8: a TPU"):
     make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="tpu")
-  device = lambda capability: types.SimpleNamespace(device_kind="card", compute_capability=capability)
+  with pytest.raises(UserError, match=r"matmul_dtype=float8: a GPU of compute capability 8.0"):
+    make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu", capability="8.0")
   d = decoder("gemma4-tiny", *FLOAT8)
-  with pytest.raises(UserError, match=r"card \(compute capability 8.0\)"):
-    float8_products.require_units(d, "gpu", device("8.0"))
-  for known in (device("8.9"), device("9.0"), device("10.0"), device("gfx942"), None):
+  for known in ("8.9", "9.0", "10.0", "gfx942", None):
     float8_products.require_units(d, "gpu", known)
-  float8_products.require_units(decoder("gemma4-tiny"), "gpu", device("8.0"))
+  float8_products.require_units(decoder("gemma4-tiny"), "gpu", "8.0")
 
 
 def test_the_start_says_which_products():

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Keys, Tokens, causal, masked_fill, same_document
@@ -83,7 +84,8 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
     ]
     found = tuple(zip(*parts, strict=True))
     out = jnp.concatenate(found[0], axis=1)
-  return out, (q, k, v, where, out, *found[1:])
+  out, *sums = jax.tree.map(lambda x: checkpoint_name(x, "attention"), (out, *found[1:]))
+  return out, (q, k, v, where, out, *sums)
 
 
 def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -233,4 +235,4 @@ def _refuses(case: Case) -> list[str]:
   return reasons
 
 
-KERNEL = AttentionKernel(name="blockwise", refuses=_refuses, run=_run)
+KERNEL = AttentionKernel(name="blockwise", refuses=_refuses, run=_run, named=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # The kernels are imported where they run: Pallas for GPUs takes a second, and every start asks this module what it can do.
 _BUDGET = 320 << 20  # bytes that the backward pass may write between its kernels
+_FLOAT16 = 2.0**15  # a half of what float16 holds
 _LANES = 128
 _HOPPER = "9.0"
 _JAX = (0, 11)  # before, Pallas' loads in a layout were written otherwise
@@ -103,6 +105,7 @@ def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
   out, lse = attention_forward(q, k, v, low, high, scale=static[0], interpret=static[2])
+  out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
   return out, (q, k, v, low, high, out, lse)
 
 
@@ -113,15 +116,25 @@ def _backward(static: _Static, saved, g: jax.Array):
   q, k, v, low, high, out, lse = saved
   power = None
   if g.dtype == jnp.float16:
-    # The gradients of scores are made float16 too, and can leave its range where the cotangents nearly do.
-    top = jnp.max(jnp.abs(g.astype(jnp.float32)))
-    power = jnp.exp2(-jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))))
+    power = _room(k, v, g, scale)
     g = (g.astype(jnp.float32) * power).astype(g.dtype)
   delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
-  grads = attention_backward(q, k, v, g, lse, delta, low, high, scale=scale, how=how, interpret=interpret)
-  if power is not None:
-    grads = tuple((x.astype(jnp.float32) / power).astype(x.dtype) for x in grads)
+  grads = attention_backward(q, k, v, g, lse, delta, low, high, scale=scale, how=how, power=power, interpret=interpret)
   return *grads, None, None
+
+
+def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float) -> jax.Array:
+  """The largest power of two by which a float16 cotangent can be multiplied so that float16 holds what comes of it.
+
+  Gradients of scores are made float16, and small ones would lose digits. A query's are p (g.v - delta), where the
+  probabilities add up to 1 and delta is between the products g.v; its own gradient is their sum with k. By Cauchy and Schwarz
+  none is beyond twice the longest g times the longest v, times the longest k and the scale.
+  """
+  longest = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)))
+  of_scores = 2 * longest(g) * longest(v)
+  largest = jnp.maximum(jnp.maximum(longest(g), of_scores), of_scores * longest(k) * abs(scale))
+  known = (largest > 0) & jnp.isfinite(largest)
+  return jnp.exp2(jnp.floor(jnp.log2(_FLOAT16 / jnp.where(known, largest, _FLOAT16))))
 
 
 _attend.defvjp(_forward, _backward)
@@ -168,6 +181,7 @@ KERNEL = AttentionKernel(
   refuses=_refuses,
   run=_run,
   fused=True,
+  named=True,
   title="Mosaic attention",
   scope="mosaic_flash",
   operation=_operation,

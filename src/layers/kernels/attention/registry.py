@@ -78,6 +78,8 @@ class AttentionKernel:
       (``masks.Keys``), where there are others than the queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
       device before a run trusts it.
+    named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
+      another kernel the result alone gets it.
     title: what a fused kernel is called in tables.
     scope: ``jax.named_scope`` that a fused kernel works under.
     operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
@@ -90,6 +92,7 @@ class AttentionKernel:
   refuses: Callable[[Case], list[str]]
   run: Callable[..., Any]
   fused: bool = False
+  named: bool = False
   title: str = ""
   scope: str = ""
   operation: Callable[[str, tuple[str, ...]], str | None] = lambda target, scopes: None
@@ -175,6 +178,8 @@ def attend(
   from maxtext_like.layers.rules import RULES
 
   rules = rules or RULES
+  # Keys and values that a layer borrows may come from one of another dtype.
+  q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
   if tokens.one_document and tokens.segments is not None:
     # Padding sees what stands before it, and is seen by padding alone; the zeros keep its gradients from all of that.

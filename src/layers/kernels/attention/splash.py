@@ -140,6 +140,7 @@ KERNEL = AttentionKernel(
   refuses=_refuses,
   run=_run,
   fused=True,
+  named=True,
   title="splash attention",
   scope="splash_attention",
   operation=_operation,

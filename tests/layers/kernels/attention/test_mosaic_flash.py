@@ -5,10 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.decoder import remat
 from maxtext_like.layers.kernels.attention import mosaic_flash
 from maxtext_like.layers.kernels.attention.mosaic.backward import plan
 from maxtext_like.layers.kernels.attention.mosaic_flash import mosaic_flash_attention, stretches
+from maxtext_like.layers.kernels.attention.registry import attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig
 
 needs_interpreter = pytest.mark.skipif(
   jax.__version_info__ < mosaic_flash._JAX, reason="before JAX 0.11 Pallas writes the kernels' loads otherwise"
@@ -119,6 +125,53 @@ def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, w
     assert difference < {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(exact)
     if documents:
       assert not np.asarray(got)[np.asarray(tokens.segments) == 0].any()
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounded():
+  """Every query adds to the gradients of one key, which float16 holds, and a thousand times of which it does not."""
+  from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+  T, H = 128, 256
+  q = jnp.ones((1, T, 1, H), jnp.float16)
+  k, v = jnp.zeros_like(q), jnp.zeros_like(q).at[:, 0].set(128)
+  g = jnp.full_like(q, 2.0**-10)
+  tokens = Tokens(None, None)
+  attend = lambda q, k, v: mosaic_flash_attention(q, k, v, tokens, window=None, scale=1.0, interpret=InterpretGPUParams())
+  got = jax.vjp(attend, q, k, v)[1](g)
+  mask = np.asarray(attention_mask(tokens, 1, T, window=None, bidirectional_images=False))
+  exact = written_out(*(np.asarray(x, np.float64) for x in (q, k, v, g)), mask, 1.0)[1:]
+  for mine, theirs in zip(got, exact, strict=True):
+    np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=2e-3 * max(np.abs(theirs).max(), 1e-3))
+
+
+@pytest.mark.parametrize("name", [pytest.param("mosaic_flash", marks=needs_interpreter), "blockwise"])
+def test_save_attention_keeps_what_the_backward_pass_needs(name):
+  """The forward pass is made once, as without remat: with its result alone it would be made again."""
+  cfg = AttentionConfig(
+    emb_dim=16, num_query_heads=2, num_kv_heads=1, head_dim=512, scale=1.0, rope=RopeConfig(dim=512, theta=1e4),
+    kernel="auto" if name == "mosaic_flash" else "dot_product", platform="gpu", capability="9.0",
+  )  # fmt: skip
+  layer = cfg.layer(Precision(dtype="bfloat16"))
+  assert choose(cfg.kernel, layer.case(1024, images=False)).name == name
+  p = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layer.params())
+  x = jax.ShapeDtypeStruct((1, 1024, 16), "bfloat16")
+
+  def forwards(policy):
+    run = remat(lambda p, x: jnp.sum(layer(p, x, Context.of(x))), policy, alone_in_scan=True)
+    text = str(jax.make_jaxpr(jax.grad(run))(p, x))
+    return text.count("mosaic_flash_forward") if name == "mosaic_flash" else text.count(" exp ")
+
+  assert forwards("save_attention") == forwards("none") < forwards("full")
+
+
+@needs_interpreter
+def test_borrowed_keys_of_another_dtype_become_the_layer_s():
+  shape = lambda heads, dtype: jax.ShapeDtypeStruct((1, 128, heads, 256), dtype)
+  how = {"window": None, "bidirectional_images": False, "scale": 1.0, "precision": Precision(dtype="bfloat16")}
+  run = lambda q, k, v: attend("mosaic_flash", q, k, v, Tokens(None, None), **how)
+  assert jax.eval_shape(run, shape(2, "bfloat16"), shape(1, "float16"), shape(1, "float16")).dtype == "bfloat16"
 
 
 def test_its_operations_are_known_by_the_names_of_the_kernels():

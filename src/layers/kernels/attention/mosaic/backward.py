@@ -90,6 +90,7 @@ def attention_backward(
   *,
   scale: float,
   how: Plan,
+  power: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The gradients of queries, keys and values, in the dtype of the arguments.
@@ -100,6 +101,8 @@ def attention_backward(
     lse_BNT: as ``attention_forward`` gives it.
     delta_BNT: float32, the sum of values times cotangent over the head.
     how: the plan.
+    power: float32, a power of two by which the cotangent was multiplied, and the gradients are divided; sums over queries
+      before they are rounded, for these are larger than any one term. None: 1.
   """
   B, T, N, H = q_BTNH.shape
   K, dtype = k_BTKH.shape[2], q_BTNH.dtype
@@ -132,6 +135,8 @@ def attention_backward(
     )
     own_dv, own_dk = (jnp.sum(x, axis=0) for x in sums)
     own_dk = own_dk * scale
+    if power is not None:
+      own_dk, own_dv = own_dk / power, own_dv / power
     if turns > 1:
       own_dk, own_dv = (x + lax.dynamic_slice_in_dim(y, group * R, R) for x, y in ((own_dk, dk), (own_dv, dv)))
     dk, dv = (lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), group * R, 0) for x, y in ((dk, own_dk), (dv, own_dv)))
@@ -141,6 +146,8 @@ def attention_backward(
   nothing = jnp.zeros((B, T, K, G, H), dtype), *(jnp.zeros((B * K, T, H), kept),) * 2
   dq, dk, dv = lax.fori_loop(0, B * K // R * turns, step, nothing)
   dk, dv = (jnp.swapaxes(x.reshape(B, K, T, H), 1, 2).astype(dtype) for x in (dk, dv))
+  if power is not None:
+    dq = (dq.astype(jnp.float32) / power).astype(dtype)
   return dq.reshape(B, T, N, H), dk, dv
 
 
