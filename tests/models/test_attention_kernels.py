@@ -79,7 +79,7 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
       return BAD if shape.kernel == bad else GOOD
 
     decoder, found = settle(model, length=4096, images=False, capability=capability, device=GPU, test=test)
-    mixers = [layer.mixer for layer in decoder.layers]
+    mixers: list[Any] = [layer.mixer for layer in decoder.layers]
     traced = collections.Counter(choose(m.cfg.kernel, m.case(4096, images=False)).name for m in mixers)
     assert traced == {use.kernel: use.layers for use in found}
     return list(found)

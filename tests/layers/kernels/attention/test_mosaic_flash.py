@@ -141,7 +141,8 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
   attend = lambda q, k, v: mosaic_flash_attention(q, k, v, tokens, window=None, scale=1.0, interpret=InterpretGPUParams())
   got = jax.vjp(attend, q, k, v)[1](g)
   mask = np.asarray(attention_mask(tokens, 1, T, window=None, bidirectional_images=False))
-  exact = written_out(*(np.asarray(x, np.float64) for x in (q, k, v, g)), mask, 1.0)[1:]
+  q64, k64, v64, g64 = (np.asarray(x, np.float64) for x in (q, k, v, g))
+  exact = written_out(q64, k64, v64, g64, mask, 1.0)[1:]
   for mine, theirs in zip(got, exact, strict=True):
     np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=2e-3 * max(np.abs(theirs).max(), 1e-3))
 
