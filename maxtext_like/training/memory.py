@@ -113,7 +113,7 @@ def activation_bytes(program: TrainProgram) -> tuple[int, int]:
   return kept, _saved_bytes(objective.with_decoder(everything), program)
 
 
-def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstimate:
+def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[int, int] | None = None) -> MemoryEstimate:
   """The memory that the train step needs on one device, from shapes and shardings, in about a second.
 
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
@@ -124,6 +124,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstim
   Args:
     program: of the run.
     numbers: of the state and the gradients, where they lie in tiles.
+    saved: its ``activation_bytes``, which take most of the time; None: they are computed here.
   """
   t = program.config.training
   state = program.abstract_state
@@ -135,7 +136,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod) -> MemoryEstim
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
   objective, model = program.objective, program.model
-  activations, everything = activation_bytes(program)
+  activations, everything = saved or activation_bytes(program)
   if t.remat_policy != "none":
     activations += everything // len(model.decoder.layers)
   return MemoryEstimate(

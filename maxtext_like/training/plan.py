@@ -37,6 +37,8 @@ arrays of several times lie around each other: 1.00 to 1.21, the mean of the pro
 
 PASSES = 11.5
 """How often what a layer keeps without remat goes through memory in a step with remat, temporaries included: of the same."""
+POLICIES = ("none", "save_mlp", "save_outputs", "save_attention", "full")
+"""The remat policies that a search tries, and the configured one beside them."""
 _OUTPUTS = ("attention.o", "mlp.down", "shared.down")
 KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
 """The weights whose products a remat policy keeps: those that the layers name so."""
@@ -101,8 +103,8 @@ def plan(config: Config, target: Target) -> Plan:
     several = f" num_slices={slices}" if slices is not None else ""
     raise UserError(f"topology={target.name}{several}: {error}") from error
   with assumed_gpu():
-    need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod)
     kept, everything = memory.activation_bytes(program)
+    need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod, (kept, everything))
   fetched = tpu_memory.fetched(program)
   weights = tpu_memory.by_part(fetched)
   weights.pop(tpu_memory.TABLE, 0)
@@ -210,7 +212,7 @@ def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:
 def search(config: Config, target: Target) -> list[Plan]:
   """Plans that fit, best bound first: remat policies, rows a device and meshes. Other rows a device are another batch."""
   found = []
-  for policy in ("none", "save_attention", "full"):
+  for policy in dict.fromkeys((*POLICIES, config.training.remat_policy)):
     for mesh in _meshes(config, target):
       for rows in (1, 2, 4, 8):
         training = dataclasses.replace(config.training, remat_policy=policy, per_device_batch_size=rows)

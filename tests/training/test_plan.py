@@ -8,6 +8,7 @@ import pytest
 from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
+from maxtext_like.errors import UserError
 from maxtext_like.training import plan as plan_module
 from maxtext_like.training.plan import Plan, plan, search
 from maxtext_like.training.topologies import GIB, find_cpus, find_gpus, find_topology
@@ -115,8 +116,23 @@ def test_a_search_finds_what_fits_best_first(monkeypatch):
   monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
   found = search(load_config("gemma3-tiny").config, find_topology("v6e-8"))
   bounds = [p.roofline.step / p.model_flops for p in found if p.roofline]
-  assert len(found) == 12  # three policies, four numbers of rows
+  assert len(found) == 20  # five policies, four numbers of rows
   assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize(("given", "count"), [("save_mlp", 5), ("minimal", 6)])
+def test_a_search_tries_the_policy_that_is_given(monkeypatch, given, count):
+  tried = []
+
+  def refuse(config, target):
+    tried.append(config.training.remat_policy)
+    raise UserError("no such mesh")
+
+  monkeypatch.setattr(plan_module, "plan", refuse)
+  monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
+  assert search(load_config("gemma3-tiny", [f"remat_policy={given}"]).config, find_topology("v6e-8")) == []
+  assert given in tried
+  assert len({*tried}) == len(tried) == count
 
 
 def test_a_search_splits_experts():
