@@ -50,8 +50,6 @@ between devices, most of which a compiler puts in, are a site of their own."""
 
 OTHER = "elsewhere"
 _UPDATE, _UNKNOWN = "update", ""
-GUARANTEE = "float32 scores, softmax and accumulators inside the kernel"
-"""What a fused attention kernel does by construction (their sources and manuals; no text shows it)."""
 
 
 def site_of(instruction: Instruction) -> str:
@@ -108,14 +106,14 @@ def rows(reading: Reading) -> list[Row]:
       continue
     if not any(dtype in FLOATS or dtype.startswith("f8") for dtype in (*instruction.operands, *instruction.results)):
       continue
-    found[site, _row(instruction, site, fused[1] if fused is not None else None)] += 1
+    found[site, _row(instruction, site, fused)] += 1
   order = {scope: i for i, scope in enumerate([*SITES, OTHER])}
   passes = {"forward": 0, "recomputed": 1, "backward": 2, _UPDATE: 3, _UNKNOWN: 4}
   listed = sorted(found.items(), key=lambda item: (order[item[0][0]], passes[item[0][1].stage], str(item[0][1])))
   return [replace(row, places=places) for (_, row), places in listed]
 
 
-def _row(i: Instruction, site: str, fused: str | None) -> Row:
+def _row(i: Instruction, site: str, fused: tuple[AttentionKernel, str] | None) -> Row:
   operation = i.kind + (f" {i.reducer}" if i.reducer else "")
   if i.precision not in ("", "default"):
     operation += f" {i.precision}"
@@ -129,7 +127,7 @@ def _row(i: Instruction, site: str, fused: str | None) -> Row:
     operands = i.operands[:1]
   if fused is not None:
     # The first three of floats are q, k and v; segments and tables of the mask are whole numbers.
-    operation, operands, accumulation = fused, tuple(d for d in i.operands if d in FLOATS)[:3], "f32"
+    operation, operands, accumulation = fused[1], tuple(d for d in i.operands if d in FLOATS)[:3], "f32"
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,
     stage=_UPDATE if site == "optimizer" else i.stage if i.path else _UNKNOWN,
@@ -138,7 +136,7 @@ def _row(i: Instruction, site: str, fused: str | None) -> Row:
     accumulation=accumulation,
     output=", ".join(dict.fromkeys(d for d in i.results if d in FLOATS or not fused)),
     places=0,
-    note=GUARANTEE if fused else "",
+    note=fused[0].guarantee if fused else "",
   )
 
 

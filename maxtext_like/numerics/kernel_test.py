@@ -3,7 +3,8 @@
 A kernel is a binary that others built for a machine they had. cuDNN's bfloat16 backward gave NaN gradients with a finite
 loss on rows whose length leaves 64 when divided by 128 (pytorch issue 196678), so a kernel is tried on the device that
 will run it, in the shapes that it will get, before a model trusts it. What is looked at is what masks get wrong: windows,
-documents packed into one row, rows that see nothing, scores far below any number that stands for "masked", odd lengths.
+documents packed into one row, images, rows that see nothing, scores far below any number that stands for "masked", odd lengths;
+and what only large arguments reach, where a kernel can take small ones in as many parts.
 
 B batch, T position, N query heads, K key-value heads, H head.
 """
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.kernels.attention.registry import Name, attend
+from maxtext_like.layers.kernels.attention.registry import Name, attend, kernel
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import RULES
 
 Attention = Callable[..., Any]
-"""(q, k, v, tokens, *, window, scale) -> [B, T, N, H], as ``splash_attention``."""
+"""(q, k, v, tokens, *, window, scale) -> [B, T, N, H], tokens of one image see each other; as ``splash_attention``."""
 
 LANES = 128
 _LONGEST = 3 * 512  # three of the largest tiles: one of them lies wholly outside the window
@@ -43,10 +45,11 @@ class ShapeClass:
     dtype: of q, k and v.
     head_dim: H.
     value_dim: of values, which latent attention has narrower.
-    kv_heads: K, at most 2.
+    kv_heads: K, at most 2: a case in parts has one at a time, as a plan for many heads may.
     groups: query heads of a key-value head.
     window: there is a sliding window.
     segments: rows hold documents and padding.
+    images: batches hold images, whose tokens see each other both ways.
     length: T; rows of more than three tiles stand for all with the same remainder.
   """
 
@@ -58,13 +61,14 @@ class ShapeClass:
   groups: int
   window: bool
   segments: bool
+  images: bool
   length: int
 
   def __str__(self) -> str:
     heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
     values = "" if self.value_dim == self.head_dim else f" and values of {self.value_dim}"
     what = [f"heads of {self.head_dim}{values}", f"{heads} a key-value head", "a window" if self.window else "no window"]
-    what += ["documents" if self.segments else "no documents", f"{self.length} positions"]
+    what += ["documents" if self.segments else "no documents", *["images"] * self.images, f"{self.length} positions"]
     return f"{self.kernel}, {self.dtype}, {', '.join(what)}"
 
 
@@ -78,6 +82,7 @@ def shape_class(
   window: bool,
   segments: bool,
   length: int,
+  images: bool = False,
   value_dim: int | None = None,
 ) -> ShapeClass:
   """The class of a layer: what its test stands for. Without ``value_dim`` values are as wide as keys."""
@@ -85,18 +90,29 @@ def shape_class(
     length = _LONGEST + length % 512
   return ShapeClass(
     kernel=kernel, dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim, kv_heads=min(kv_heads, 2),
-    groups=query_heads // kv_heads, window=window, segments=segments, length=length,
+    groups=query_heads // kv_heads, window=window, segments=segments, images=images, length=length,
   )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """One trial: its name, the positions of a row, what the rows hold, and whether visible scores are below -10000."""
+  """One trial.
+
+  Attributes:
+    name: what is tried.
+    length: positions of a row.
+    rows: what they hold.
+    negative: visible scores are below -10000.
+    images: there are images.
+    in_parts: the kernel works in many small parts, as it does where arguments are large.
+  """
 
   name: str
   length: int
   rows: Literal["whole", "packed", "masked"]
   negative: bool = False
+  images: bool = False
+  in_parts: bool = False
 
 
 def cases(shape: ShapeClass) -> list[Case]:
@@ -108,7 +124,13 @@ def cases(shape: ShapeClass) -> list[Case]:
   if shape.segments:
     found.append(Case(name="segments", length=even, rows="packed"))
     found.append(Case(name="fully masked rows", length=even, rows="masked"))
+  if shape.images:
+    found.append(Case(name="images", length=even, rows=documents, images=True))
   found.append(Case(name="strongly negative scores", length=even, rows=documents, negative=True))
+  if kernel(shape.kernel).in_parts is not None:
+    found.append(Case(name="in parts", length=even, rows=documents, images=shape.images, in_parts=True))
+    if shape.segments:  # some parts have nothing to do
+      found.append(Case(name="in parts, masked rows", length=even, rows="masked", in_parts=True))
   if rest:
     rows: Literal["whole", "masked"] = "masked" if shape.segments else "whole"
     found.append(Case(name=f"length % 128 == {rest}", length=shape.length, rows=rows))
@@ -133,35 +155,36 @@ class CaseResult:
   raised: bool = False
 
 
-def self_test(shape: ShapeClass, attention: Attention | None = None) -> list[CaseResult]:
+def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: Attention | None = None) -> list[CaseResult]:
   """Tries a kernel on JAX's default device.
 
   Args:
     shape: the class.
     attention: what to try; None: the kernel of the class.
+    in_parts: what to try in a case in parts; None: the kernel of the class.
 
   Returns:
     A result for each of ``cases``, in order. A kernel that raises has failed, with its words.
   """
-  if attention is None:
-    attention = _kernel(shape)
+  tried = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
   results = []
   scale = shape.head_dim**-0.5
-  programs: dict[int, Any] = {}  # cases of one length share what is compiled
+  programs: dict[tuple[int, bool], Any] = {}  # cases of one length share what is compiled
   for case in cases(shape):
     window = case.length // 4 + 1 if shape.window else None
-    if case.length not in programs:
-      programs[case.length] = _both_ways(attention, shape.dtype, window, scale)
+    how = (case.length, case.in_parts)
+    if how not in programs:
+      programs[how] = _both_ways(tried[case.in_parts], shape.dtype, window, scale)
     arguments = _arguments(shape, case)
     try:
-      got = [np.asarray(x, np.float64) for x in jax.device_get(programs[case.length](*arguments))]
+      got = [np.asarray(x, np.float64) for x in jax.device_get(programs[how](*arguments))]
     except Exception as error:
       # Whatever the kernel's libraries raise, it did not run: that is the finding.
       results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
     want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale)(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
-    results.append(_judge(case, arguments[-1], got, want, tolerance))
+    results.append(_judge(case, arguments[-2], got, want, tolerance))
   return results
 
 
@@ -169,17 +192,27 @@ def _kernel(shape: ShapeClass) -> Attention:
   precision = Precision(dtype=shape.dtype)  # pyright: ignore[reportArgumentType]
 
   def attention(q, k, v, tokens, *, window, scale):
-    return attend(shape.kernel, q, k, v, tokens, window=window, bidirectional_images=False, scale=scale, precision=precision)
+    return attend(
+      shape.kernel, q, k, v, tokens, window=window, bidirectional_images=shape.images, scale=scale, precision=precision
+    )
 
   return attention
 
 
-def _both_ways(function: Attention, dtype: str, window: int | None, scale: float) -> Any:
-  """Compiled (q, k, v, cotangent, segments) -> [values, dq, dk, dv], in float32 after the work is done in ``dtype``."""
+def _kernel_in_parts(shape: ShapeClass) -> Attention | None:
+  run = kernel(shape.kernel).in_parts
+  if run is None:
+    return None
+  how = {"bidirectional_images": shape.images, "precision": Precision(dtype=shape.dtype), "rules": RULES}  # pyright: ignore[reportArgumentType]
+  return functools.partial(run, **how)
 
-  def run(q, k, v, g, segments):
+
+def _both_ways(function: Attention, dtype: str, window: int | None, scale: float) -> Any:
+  """Compiled (q, k, v, cotangent, segments, images) -> [values, dq, dk, dv], in float32 after the work is done in ``dtype``."""
+
+  def run(q, k, v, g, segments, images):
     def forward(q, k, v):
-      return function(q, k, v, Tokens(segments), window=window, scale=scale)
+      return function(q, k, v, Tokens(segments, images), window=window, scale=scale)
 
     out, backward = jax.vjp(forward, *(x.astype(dtype) for x in (q, k, v)))
     return [x.astype(jnp.float32) for x in (out, *backward(g.astype(out.dtype)))]
@@ -193,14 +226,14 @@ def _reference(window: int | None, scale: float) -> Any:
   exact = Precision(dtype="float32", matmul_precision="highest")
 
   def written_out(q, k, v, tokens, *, window, scale):
-    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=False)
+    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=True)
     return dot_product_attention(q, k, v, mask, scale=scale, precision=exact)[0]
 
   return _both_ways(written_out, "float32", window, scale)
 
 
 def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
-  """q, k, v and the cotangent as float32 arrays that the dtype holds exactly, and segments (None without documents)."""
+  """q, k, v and the cotangent as float32 arrays that the dtype holds exactly, segments (None without documents), images."""
   rng = np.random.default_rng(0)
   T, K, H, V = case.length, shape.kv_heads, shape.head_dim, shape.value_dim
   N = K * shape.groups
@@ -224,7 +257,24 @@ def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
       q[..., document - 1] = np.where(inside, -(2.0 ** (power // 2)), 0)
       k[..., document - 1] = np.where(inside, 2.0 ** (power - power // 2), 0)
   arrays = [jnp.asarray(x).astype(shape.dtype).astype(jnp.float32) for x in (q, k, v, g)]
-  return *arrays, jnp.asarray(segments) if shape.segments else None
+  images = np.zeros((2, T), np.int32)
+  if case.images:
+    for row, begin, end in _images(T):
+      images[row, begin:end] = images[row].max() + 1
+  # Without images in a row a batch that may have some still says so: that is another program than one of text alone.
+  return *arrays, jnp.asarray(segments) if shape.segments else None, jnp.asarray(images) if shape.images else None
+
+
+def _images(T: int) -> list[tuple[int, int, int]]:
+  """(row, begin, end) of a case's images, none in two documents of "packed" rows: side by side, to the end of a document and
+  from its beginning, from one tile into others, longer than the window, and at both ends of a row."""
+  first = [
+    (0, T // 16, T // 5 + 1),
+    (0, T // 5 + 1, T // 3 + 1),
+    (0, T // 3 + 1, T // 3 + T // 16),
+    (0, T // 2 + 20, T - T // 9),
+  ]
+  return [*first, (1, 0, T // 8 + 7), (1, T // 3, 2 * T // 3 + 1), (1, T - T // 6 - 3, T)]
 
 
 def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarray], tolerance: Sequence[float]) -> CaseResult:

@@ -11,7 +11,7 @@ from maxtext_like.analysis import audit_keys, lowered, program_audit
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.layers import block, indexer, mlp, moe
-from maxtext_like.layers.kernels.attention import dot_product
+from maxtext_like.layers.kernels.attention import dot_product, registry
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
 from maxtext_like.numerics import hlo
@@ -249,9 +249,9 @@ def test_fused_kernels_are_known_by_their_own_names():
   ]
   rows = program_audit.rows(hlo.Reading(instructions=calls, arguments={}))
   assert {(r.site, r.operation, r.accumulation, r.note) for r in rows} == {
-    ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", program_audit.GUARANTEE),
-    ("splash attention", "splash_mha_fwd_segmented", "f32", program_audit.GUARANTEE),
-    ("Mosaic attention", "mosaic_flash_scores", "f32", program_audit.GUARANTEE),
+    ("cuDNN attention", "__cudnn$fmhaSoftmax", "f32", registry.kernel("cudnn_flash").guarantee),
+    ("splash attention", "splash_mha_fwd_segmented", "f32", registry.kernel("splash").guarantee),
+    ("Mosaic attention", "mosaic_flash_scores", "f32", registry.kernel("mosaic_flash").guarantee),
   }
 
 

@@ -90,6 +90,23 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
     assert bool(found[1].problem) == bool(bad)
 
 
+def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16"]).config
+  model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
+  ran = []
+
+  def test(shape) -> Any:
+    ran.append(shape)
+    return BAD if shape.images else GOOD
+
+  for images in (True, False):
+    settle(model, length=4096, images=images, capability="9.0", device=GPU, test=test)
+  assert [(shape.kernel, shape.window, shape.images) for shape in ran] == [
+    ("mosaic_flash", True, True), ("mosaic_flash", False, False), ("cudnn_flash", True, False), ("mosaic_flash", False, False),
+  ]  # fmt: skip
+
+
 @pytest.mark.parametrize("results", [BAD, RAISED])
 def test_auto_falls_back_and_says_why(results):
   layers, uses, ran = decide(results)

@@ -5,17 +5,21 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from maxtext_like.layers.kernels.attention.registry import Name
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
-from maxtext_like.numerics.kernel_test import cases, self_test, shape_class
+from maxtext_like.numerics.kernel_test import _arguments, cases, self_test, shape_class
 
 
-def shape(length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2):
+def shape(
+  length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2, images=False, name: Name = "cudnn_flash"
+):
   return shape_class(
-    "cudnn_flash", dtype=dtype, head_dim=head_dim, query_heads=2 * kv_heads, kv_heads=kv_heads,
-    window=window, segments=segments, length=length,
+    name, dtype=dtype, head_dim=head_dim, query_heads=2 * kv_heads, kv_heads=kv_heads,
+    window=window, segments=segments, images=images, length=length,
   )  # fmt: skip
 
 
@@ -32,8 +36,12 @@ def kernel(q, k, v, tokens, *, window, scale, fault=""):
   if fault == "one key too many" and window is not None:
     window = window + 1
   if fault == "leaks between documents" and tokens.segments is not None:
-    tokens = Tokens(jnp.minimum(tokens.segments, 1))
-  mask = attention_mask(tokens, B, T, window=window, bidirectional_images=False)[:, None]
+    tokens = Tokens(jnp.minimum(tokens.segments, 1), tokens.images)
+  if fault == "images see only what is before them":
+    tokens = Tokens(tokens.segments)
+  if fault == "joins images side by side" and tokens.images is not None:
+    tokens = Tokens(tokens.segments, jnp.minimum(tokens.images, 1))
+  mask = attention_mask(tokens, B, T, window=window, bidirectional_images=True)[:, None]
   scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=jnp.float32) * scale
   if fault == "a mask of -10000":
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e4), axis=-1)
@@ -82,6 +90,42 @@ def test_each_planted_fault_is_caught_by_name(fault, length, names, words):
   problems = failed(shape(length), functools.partial(kernel, fault=fault))
   assert list(problems) == names
   assert re.search(words, problems[names[0]])
+
+
+@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("fault", ["", "images see only what is before them", "joins images side by side"])
+def test_what_is_wrong_with_images_alone_fails_the_case_of_images(fault, segments, window):
+  of = shape(256, window=window, segments=segments, images=True)
+  problems = failed(of, functools.partial(kernel, fault=fault))
+  assert list(problems) == (["images"] if fault else [])
+  assert "images" in str(of)
+
+
+def test_the_images_of_a_case_cross_tiles_and_lie_within_documents():
+  of = shape(4096, images=True)
+  case = next(c for c in cases(of) if c.images)
+  *_, segments, images = _arguments(of, case)
+  segments, images = np.asarray(segments), np.asarray(images)
+  sizes = []
+  for row in range(2):
+    for number in range(1, images[row].max() + 1):
+      at = np.flatnonzero(images[row] == number)
+      assert at[-1] - at[0] == len(at) - 1
+      assert len(set(segments[row, at])) == 1
+      sizes.append((len(at), at[-1] // 256 - at[0] // 256))
+  assert len(sizes) == 7
+  assert sum(tiles > 0 for _, tiles in sizes) >= 4
+  assert max(size for size, _ in sizes) > case.length // 4 + 1  # the window
+  assert all(x is None for x in _arguments(shape(segments=False), cases(shape())[0])[-2:])
+
+
+def test_only_a_kernel_with_parts_is_tried_in_parts_and_by_its_own_program():
+  assert not any(c.in_parts for c in cases(shape()))
+  of = shape(head_dim=256, name="mosaic_flash", images=True)
+  assert [c.name for c in cases(of)][-4:] == ["images", "strongly negative scores", "in parts", "in parts, masked rows"]
+  results = self_test(of, kernel, functools.partial(kernel, fault="one key too many"))
+  assert [r.name for r in results if r.problem] == ["in parts", "in parts, masked rows"]
 
 
 @pytest.mark.parametrize(("dtype", "length"), [("bfloat16", 192), ("float16", 128)])

@@ -1,7 +1,9 @@
 """Attention on Hopper GPUs for heads of 256 and 512, in kernels of our own: cuDNN takes heads of 256 at most there.
 
-Scores, softmax and sums are float32 inside the kernels; tiles in which no query sees a key are skipped, be it for causality, a
-window or other documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask.
+Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the arguments, and the
+backward pass makes gradients of scores from them in float16, whatever that dtype is: 11 binary digits down to 2**-14, fewer
+below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped, be it for causality, a window or other
+documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask.
 
 B batch, T position, N query heads, K key-value heads, H head.
 """
@@ -39,6 +41,7 @@ def mosaic_flash_attention(
   bidirectional_images: bool = False,
   scale: float,
   rules: Rules = RULES,
+  in_parts: bool = False,
   interpret: Any = None,
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
@@ -53,19 +56,21 @@ def mosaic_flash_attention(
     bidirectional_images: tokens of one image see each other both ways.
     scale: multiplies the scores.
     rules: how the batch lies on the mesh in use.
+    in_parts: the backward pass goes through short rows in as many parts as through long ones: for tests.
     interpret: parameters of Pallas' interpreter for GPU kernels, slow: for tests.
 
   Returns:
     [B, T, N, H] in the dtype of q; zeros for padding.
   """
-  from maxtext_like.layers.kernels.attention.mosaic.backward import plan
+  from maxtext_like.layers.kernels.attention.mosaic.backward import plan, plan_of_small_parts
 
   images = tokens.images if bidirectional_images else None
   low_BT, high_BT = stretches(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
   def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
-    how = plan(B=B, T=T, N=N, K=k.shape[2], window=window, ahead=images is not None, budget=_BUDGET)
+    sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
+    how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_BUDGET)
     return _attend((scale, how, interpret), q, k, v, low, high)
 
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
@@ -140,12 +145,15 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float) -> jax.Array:
 _attend.defvjp(_forward, _backward)
 
 
-def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+def _run(
+  q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, in_parts=False
+) -> jax.Array:
   del precision
   with jax.named_scope("mosaic_flash"):
     return mosaic_flash_attention(
-      q_BTNH, k_BTKH, v_BTKH, tokens, window=window, bidirectional_images=bidirectional_images, scale=scale, rules=rules
-    )
+      q_BTNH, k_BTKH, v_BTKH, tokens, window=window, bidirectional_images=bidirectional_images, scale=scale, rules=rules,
+      in_parts=in_parts,
+    )  # fmt: skip
 
 
 def _refuses(case: Case) -> list[str]:
@@ -182,6 +190,8 @@ KERNEL = AttentionKernel(
   run=_run,
   fused=True,
   named=True,
+  in_parts=functools.partial(_run, in_parts=True),
+  guarantee=f"{AttentionKernel.guarantee}; probabilities in 16 bits between them (0 from 2**-25 down, backward)",
   title="Mosaic attention",
   scope="mosaic_flash",
   operation=_operation,

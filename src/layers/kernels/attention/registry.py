@@ -76,10 +76,13 @@ class AttentionKernel:
     run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
       rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. One that is not fused also takes ``keys``
       (``masks.Keys``), where there are others than the queries' own.
-    fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask; it is tried on the
-      device before a run trusts it.
+    fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
+      is tried on the device before a run trusts it.
     named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
       another kernel the result alone gets it.
+    in_parts: ``run`` of a kernel that works through large arguments part by part, with parts so small that a few hundred
+      positions have several, for its self-test; None: the kernel has no such parts.
+    guarantee: of a fused kernel: what it does by construction (their sources and manuals; no program's text shows it).
     title: what a fused kernel is called in tables.
     scope: ``jax.named_scope`` that a fused kernel works under.
     operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
@@ -93,6 +96,8 @@ class AttentionKernel:
   run: Callable[..., Any]
   fused: bool = False
   named: bool = False
+  in_parts: Callable[..., Any] | None = None
+  guarantee: str = "float32 scores, softmax and accumulators inside the kernel"
   title: str = ""
   scope: str = ""
   operation: Callable[[str, tuple[str, ...]], str | None] = lambda target, scopes: None

@@ -1,5 +1,7 @@
 """Our kernels for Hopper GPUs, in Pallas' interpreter of GPU kernels: one block after another, so a case takes 10 s or more."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,16 @@ from maxtext_like.layers.kernels.attention.registry import attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
+from maxtext_like.numerics.kernel_test import (
+  _arguments,
+  _both_ways,
+  _judge,
+  _kernel,
+  _kernel_in_parts,
+  _reference,
+  cases,
+  shape_class,
+)
 
 needs_interpreter = pytest.mark.skipif(
   jax.__version_info__ < mosaic_flash._JAX, reason="before JAX 0.11 Pallas writes the kernels' loads otherwise"
@@ -72,6 +84,59 @@ def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, windo
   tiles = -(-high[0, 127::128] // 256) - (low[0, ::128] * (not ahead)) // 256
   assert tiles.max() <= how.longest
   assert tiles.reshape(-1, how.tiles).sum(1).max() <= how.capacity
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("N", "K", "length"), [(32, 4, 4096), (8, 4, 1024), (16, 16, 4096 + 128), (8, 1, 384)])
+def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length, window, images, monkeypatch):
+  """One turn with all heads, and several turns of queries with one head at a time, as 2 x 4096 with 4 heads has it."""
+  reached = []
+
+  def backward(q, k, v, g, *rows, how, **_):
+    reached.append((q.shape, k.shape[2], how))
+    return q, k, v
+
+  monkeypatch.setattr("maxtext_like.layers.kernels.attention.mosaic.backward.attention_backward", backward)
+  forward = "maxtext_like.layers.kernels.attention.mosaic.forward.attention_forward"
+  monkeypatch.setattr(forward, lambda q, *_, **__: (q, jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))))
+  of = shape_class(
+    "mosaic_flash", dtype="bfloat16", head_dim=256, query_heads=N, kv_heads=K, window=window, segments=True, images=images,
+    length=length,
+  )  # fmt: skip
+  case = next(c for c in cases(of) if c.in_parts)
+  for attention in (_kernel(of), _kernel_in_parts(of)):
+    assert attention is not None
+    jax.eval_shape(_both_ways(attention, "bfloat16", case.length // 4 + 1 if window else None, 1.0), *_arguments(of, case))
+  (shape, few, together), (_, _, parts) = reached
+  rows = shape[1] // 128
+  assert (together.tiles, together.heads) == (rows, 2 * few)
+  assert parts.heads == 1
+  assert few == 1 or parts.heads < few
+  assert rows // parts.tiles >= 3
+  assert parts.tiles > 1 or rows in (3, 13)  # a prime number of tiles has no other parts
+
+
+@pytest.mark.slow
+@needs_interpreter
+@pytest.mark.parametrize(("name", "window", "images"), [("in parts", False, False), ("in parts, masked rows", True, True)])
+def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images):
+  from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+  of = shape_class(
+    "mosaic_flash", dtype="bfloat16", head_dim=256, query_heads=2, kv_heads=2, window=window, segments=True, images=images,
+    length=384,
+  )  # fmt: skip
+  case = next(c for c in cases(of) if c.name == name)
+  size = case.length // 4 + 1 if window else None
+  attention = functools.partial(
+    mosaic_flash_attention, bidirectional_images=images, in_parts=True, interpret=InterpretGPUParams()
+  )
+  given = _arguments(of, case)
+  got = [np.asarray(x, np.float64) for x in _both_ways(attention, "bfloat16", size, 256**-0.5)(*given)]
+  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5)(*given)]
+  result = _judge(case, given[-2], got, want, (1e-2, 0.15))
+  assert not result.problem
 
 
 def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
