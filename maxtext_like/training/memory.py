@@ -94,13 +94,15 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
     return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
 
   params = abstract(objective.params())
-  # Gradients that are made in the forward pass are kept too, and counted as such.
+  # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
   kept = [x for x in jax.eval_shape(residuals, params, batch) if x.ndim < 3 or x.shape[-1] != vocabulary]
+  for gradient in jax.tree.leaves(gradients):
+    kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
   stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
   split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
-  return (_bytes(stream) + split) // model.ways("sequence") - _bytes(gradients)
+  return (_bytes(stream) + split) // model.ways("sequence")
 
 
 def activation_bytes(program: TrainProgram) -> tuple[int, int]:

@@ -56,6 +56,18 @@ def test_so_is_that_of_a_table_that_is_trained_whole_beside_an_adapter(monkeypat
   assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
 
 
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
+  """What is kept is shared out among them, and it was not among that."""
+  words = ["num_vocab_tiling=4", "remat_policy=full", f"ici_{axis}_parallelism=2", "ici_fsdp_parallelism=1"]
+  config = load_config("deepseek3-tiny", words).config
+  program = make_program(config, mesh=abstract_mesh(config.mesh, 2), platform="cpu")
+  once = memory.activation_bytes(program)[0]
+  monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
+  kept = memory.activation_bytes(program)[0]
+  assert kept - once == 4 * math.prod(program.spec["head"]["kernel"].shape) // 2
+
+
 def slow(*values):
   return pytest.param(*values, marks=pytest.mark.slow)
 
