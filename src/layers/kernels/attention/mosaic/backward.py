@@ -75,7 +75,7 @@ def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, bud
 
 def plan_of_small_parts(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool) -> Plan:
   """What ``plan`` gives long rows of many heads, for short rows: one key-value head at a time and, where there are three times
-  128 queries, at least three turns of queries. Of such plans it is the one with the most queries at a time."""
+  128 queries, at least three turns of queries. The budget is halved until it is so."""
   budget, rows = 1 << 40, T // QUERIES
   while True:
     how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
