@@ -4,6 +4,7 @@ XLA's own passes (fusion, layouts, what is rounded where) are those of every run
 older emitter. The first command of the README, the benchmarks and the device tables run as a user's do.
 """
 
+import functools
 import gc
 import os
 import signal
@@ -47,15 +48,18 @@ def pytest_collection_modifyitems(items):
 
 
 MAPPINGS = Path("/proc/self/maps")
-"""Linux gives a process 65530 (vm.max_map_count). Every compiled program takes some for its code, and XLA dies without."""
+"""Linux gives a process 65530 (vm.max_map_count). Every kernel of a compiled program takes some, and XLA dies without."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-  """Between two files: what was compiled goes, when there is much of it."""
+  """Behind the last test of a file: what the file keeps in caches of its own goes, and what JAX keeps where it is much."""
   result = yield
-  last = nextitem is None or nextitem.path != item.path
-  if last and "jax" in sys.modules and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 20_000:
-    sys.modules["jax"].clear_caches()
-    gc.collect()
+  if nextitem is None or nextitem.path != item.path:
+    for kept in vars(item.module).values():
+      if isinstance(kept, functools._lru_cache_wrapper):
+        kept.cache_clear()
+    if "jax" in sys.modules and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 10_000:
+      sys.modules["jax"].clear_caches()
+      gc.collect()
   return result
