@@ -53,11 +53,14 @@ MAPPINGS = Path("/proc/self/maps")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-  """Behind the last test of a file: what the file keeps in caches of its own goes, and what JAX keeps where it is much."""
+  """Behind the last test of a file: what it keeps in caches that it defines goes, and what JAX keeps where it is much.
+
+  What a file imports stays: the emulators of stores are one a process.
+  """
   result = yield
   if nextitem is None or nextitem.path != item.path:
     for kept in vars(item.module).values():
-      if isinstance(kept, functools._lru_cache_wrapper):
+      if isinstance(kept, functools._lru_cache_wrapper) and kept.__module__ == item.module.__name__:
         kept.cache_clear()
     if "jax" in sys.modules and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 10_000:
       sys.modules["jax"].clear_caches()
