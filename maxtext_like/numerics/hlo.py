@@ -189,7 +189,8 @@ def _source(value: Any) -> Any:
   return owner if hasattr(owner, "name") and hasattr(owner, "operands") else None
 
 
-_HLO_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_HLO_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-#]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_BY_NUMBER = re.compile(r"%([\w.\-]+)#(\d+)")
 _HLO_TYPE = re.compile(r"\b(pred|bf16|f\d+\w*|[suc]\d+|token)\[")
 _HLO_KINDS = {
   "convolution": "dot",
@@ -202,13 +203,44 @@ _HLO_KINDS = {
 }
 
 
+def hlo_lines(text: str) -> list[str]:
+  """The lines of HLO text, an instruction in each.
+
+  Newer compilers write an element of a tuple, where it is read, as ``%while.3#14``. Here that is an instruction's name:
+  ``%while.3#14 = f32[8]{0} get-tuple-element(%while.3), index=14``.
+  """
+  # A kernel's own description, JSON inside an instruction, is broken over several lines.
+  lines = re.sub(r'\n(?="|\}\})', " ", text).splitlines()
+  if not any(map(_BY_NUMBER.search, lines)):
+    return lines
+  types = {found[1]: found[2] for found in map(_HLO_LINE.match, lines) if found and found[2].startswith("(")}
+  whole, known = [], set()
+  for line in lines:
+    for name, index in _BY_NUMBER.findall(line):
+      if (name, index) not in known and name in types:
+        known.add((name, index))
+        whole.append(f"  %{name}#{index} = {_element_type(types[name], int(index))} get-tuple-element(%{name}), index={index}")
+    whole.append(line)
+  return whole
+
+
+def _element_type(tuple_type: str, index: int) -> str:
+  """Of "(f32[8,2]{1,0:T(8,128)}, (s32[], u32[]))" and 1 "(s32[], u32[])"."""
+  depth, begin, elements = 0, 1, []
+  for i, c in enumerate(tuple_type):
+    depth += (c in "([{") - (c in ")]}")
+    if (c == "," and depth == 1) or (c == ")" and depth == 0):
+      elements.append(tuple_type[begin:i].strip())
+      begin = i + 1
+  return re.sub(r"/\*index=\d+\*/", "", elements[index]).strip()
+
+
 def read_hlo(text: str) -> Reading:
   """Reads the HLO text of a compiled program, what is inside fusions included."""
   types: dict[str, tuple[str, ...]] = {}
   roots: dict[str, str] = {}  # what a computation ends with, by its name
   instructions, arguments = [], {}
-  # A kernel's own description, JSON inside an instruction, is broken over several lines.
-  lines = re.sub(r'\n(?="|\}\})', " ", text).splitlines()
+  lines = hlo_lines(text)
   computation = ""
   for line in lines:
     if line and not line[0].isspace():
@@ -231,7 +263,7 @@ def read_hlo(text: str) -> Reading:
       if entry and path:
         arguments[path] = types[name][0] if types[name] else ""
       continue
-    names = re.findall(r"%([\w.\-]+)", _operands(rest))
+    names = re.findall(r"%([\w.\-#]+)", _operands(rest))
     target = re.search(r'custom_call_target="([^"]*)"', rest)
     precision = re.search(r"operand_precision=\{(\w+)", rest)
     kind = _HLO_KINDS.get(opcode, opcode.replace("-", "_"))

@@ -15,12 +15,13 @@ import numpy as np
 
 from maxtext_like.errors import UserError
 from maxtext_like.layers.expert_parallel import MORE
+from maxtext_like.numerics.hlo import hlo_lines
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
               "u32": 4, "f64": 8, "s64": 8, "u64": 8}  # fmt: skip
 
-_LINE = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_LINE = re.compile(r"^\s*(ROOT )?%([\w.\-#]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -378,8 +379,7 @@ def read_program(text: str) -> CompiledProgram:
   """Reads HLO text, as ``compiled.as_text()`` has it."""
   computations: dict[str, list[Operation]] = {}
   entry, current = "", ""
-  # A kernel's own description, JSON inside an instruction, is broken over several lines.
-  for line in re.sub(r'\n(?="|\}\})', " ", text).splitlines():
+  for line in hlo_lines(text):
     if line and not line[0].isspace() and line.endswith("{") and "->" in line:
       current = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0]
       computations[current] = []
@@ -400,7 +400,7 @@ def _operation(found: re.Match[str]) -> Operation:
     name=name,
     kind=kind,
     results=arrays(found[3]),
-    operands=() if kind in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside)),
+    operands=() if kind in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-#]+)", inside)),
     text=text[:4000],
     path=path[1] if path else "",
     frame=int(frame[1]) if frame else 0,

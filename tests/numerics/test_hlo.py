@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from maxtext_like.numerics.hlo import Instruction, read_hlo, read_stablehlo
+from maxtext_like.numerics.hlo import Instruction, hlo_lines, read_hlo, read_stablehlo
 
 MESH = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
 X, W = jax.ShapeDtypeStruct((4, 6), jnp.bfloat16), jax.ShapeDtypeStruct((3, 6, 6), jnp.float32)
@@ -158,6 +158,24 @@ def test_the_text_of_a_compiled_program():
   call = by_kind["custom_call"]
   assert (call.target, call.results, call.stage) == ("__cudnn$fmhaSoftmax", ("f32", "u8"), "backward")
   assert call.scopes[-1] == "cudnn_attention"
+
+
+NESTED = """ENTRY %main (w: bf16[6,6]) -> f32[4] {
+  %s.1 = (f32[4,6]{1,0:T(8,128)}, (s32[], /*index=2*/u8[0]{0}), /*index=2*/bf16[6,6]{1,0}) custom-call(), custom_call_target="x"
+  ROOT %d = f32[4,6]{1,0} dot(%s.1#0, /*index=1*/%s.1#2), lhs_contracting_dims={1}
+}
+"""
+
+
+def test_elements_of_tuples_that_are_read_by_their_number():
+  lines = [line.strip() for line in hlo_lines(NESTED)]
+  assert lines[2:4] == [
+    "%s.1#0 = f32[4,6]{1,0:T(8,128)} get-tuple-element(%s.1), index=0",
+    "%s.1#2 = bf16[6,6]{1,0} get-tuple-element(%s.1), index=2",
+  ]
+  assert hlo_lines(COMPILED)[3:5] == COMPILED.splitlines()[3:5]
+  (dot,) = [i for i in read_hlo(NESTED).instructions if i.kind == "dot"]
+  assert dot.operands == ("f32", "bf16")
 
 
 def test_the_text_that_this_machine_compiles():
