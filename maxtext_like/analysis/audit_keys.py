@@ -155,7 +155,9 @@ def _by_signs(p: _Program, key: PrecisionKey) -> tuple[Verdict, str]:
   found: list[str] = []
   for sign in key.signs:
     for i in p.forward(sign.scope, kinds=sign.kinds):
-      found += i.operands[:2] if sign.side == "operands" else i.results[:1]
+      dtypes = i.operands[:2] if sign.side == "operands" else i.results[:1]
+      # Beside a float32 operand a narrower one is what a compiler reads where the program widened it: nothing is lost.
+      found += ["f32"] * len(dtypes) if p.compiled and "f32" in dtypes else dtypes
   judged = _with_fused(p, flag, found, key.shown) if key.fused else p.judge(found, _wide(p, flag), key.shown)
   return p.kept(judged, flag, *key.scopes)
 
@@ -293,7 +295,8 @@ def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
 
 def _reductions(p: _Program) -> tuple[Verdict, str]:
   kinds = ("all_reduce", "reduce_scatter")
-  found = [i.results[0] for i in p.reading.instructions if i.kind in kinds and i.reducer == "add" and _floats(i)]
+  sums = [i for i in p.reading.instructions if i.kind in kinds and i.reducer == "add"]
+  found = [dtype for i in sums for dtype in i.results if dtype in _WIDTH]  # several arrays may be added up by one of them
   if not p.compiled:
     return "not shown", "the compiler puts the sums between devices in: topology=NAME shows them"
   if not found:

@@ -137,7 +137,7 @@ class Attention:
   def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:
     """Heads [B, T, N or K, H] of "q", "k" or "v", not yet normed."""
     y_BTNH = product(self.precision, "BTD,DNH->BTNH", x_BTD, p[name], large=True)
-    return y_BTNH + self.precision.cast(p[f"{name}_bias"]) if self.cfg.qkv_bias else y_BTNH
+    return self.precision.plus(y_BTNH, p[f"{name}_bias"]) if self.cfg.qkv_bias else y_BTNH
 
   def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
     """Heads of "q" or "k", normed and rotated."""
@@ -221,4 +221,4 @@ class Attention:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
     out_BTD = checkpoint_name(out_BTD, "output")
-    return (out_BTD + self.precision.cast(p["o_bias"]) if c.o_bias else out_BTD), kv
+    return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -120,7 +120,7 @@ class MLA:
 
   def _project(self, p, name, x_BTD):
     y = product(self.precision, "BTD,DR->BTR", x_BTD, p[name], large=True)
-    return y + self.precision.cast(p[f"{name}_bias"]) if self.cfg.bias else y
+    return self.precision.plus(y, p[f"{name}_bias"]) if self.cfg.bias else y
 
   def _queries(self, p, x_BTD, table):
     """Queries [B, T, N, Q + P], rotated, and the normed latent [B, T, R] (None without q_lora_rank)."""
@@ -228,7 +228,7 @@ class MLA:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
     out = checkpoint_name(out, "output")
-    return out + self.precision.cast(p["o_bias"]) if c.bias else out
+    return self.precision.plus(out, p["o_bias"]) if c.bias else out
 
   @property
   def _how(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import as_stored, by_token, free_mesh, on_devices, vary
+from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, alone, cast, product
@@ -125,13 +125,13 @@ class Router:
     if c.router == "softmax":
       if c.router_norm:
         x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
-        x = x * p["scale"].astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
+        x = x * in_float32(p["scale"]).astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
       probs = jax.nn.softmax(self._logits(p, x).astype(jnp.float32), axis=-1)
       weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
       if c.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
       if c.per_expert_scale:
-        weights = weights * p["per_expert_scale"].astype(jnp.float32)[experts]
+        weights = weights * in_float32(p["per_expert_scale"])[experts]
       return weights, experts, {"scores": probs, "probs": probs}
     logits = self._logits(p, x)
     scores = jax.nn.sigmoid(logits)

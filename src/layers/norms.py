@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.param import Param, constant
-from maxtext_like.layers.partition import vary_alike
+from maxtext_like.layers.partition import in_float32, rounded_sum, vary_alike
 from maxtext_like.layers.precision import Precision
 
 
@@ -79,7 +79,7 @@ def _rms_norm_bwd(cfg, dtype, saved, g):
   scale, x, inverse = saved
   u, du, dscale = x.astype(jnp.float32) * inverse, g.astype(jnp.float32), None
   if scale is not None:
-    dscale = jnp.sum(du * u, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)
+    dscale = rounded_sum(jnp.sum(du * u, axis=tuple(range(x.ndim - 1))), scale.dtype)
     du = du * _factor(cfg, scale)
   return dscale, (inverse * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype)
 
@@ -110,7 +110,7 @@ class LayerNorm:
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.cfg.epsilon)
-    return (y * p["scale"].astype(jnp.float32) + p["bias"].astype(jnp.float32)).astype(self.precision.dtype)
+    return (y * in_float32(p["scale"]) + in_float32(p["bias"])).astype(self.precision.dtype)
 
 
 def named(norm: RMSNorm | LayerNorm, p: dict, name: str, x: jax.Array, *dtype: str) -> jax.Array:

@@ -140,6 +140,28 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and _on_tpu() else arrays
 
 
+def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
+  """A float32 sum over rows in another dtype, rounded once all devices have added to it. Compilers that see the rounding behind
+  the sum round each device's part instead, and add up rounded numbers."""
+  barred = free_mesh() is not None and total.dtype != dtype
+  return (jax.lax.optimization_barrier(total) if barred else total).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _widened(dtype: Any, p: jax.Array) -> Any:
+  del dtype
+  return p.astype(jnp.float32)
+
+
+_widened.defvjp(lambda dtype, p: (_widened(dtype, p), None), lambda dtype, _, g: (rounded_sum(g, dtype),))
+
+
+def in_float32(p: jax.Array) -> jax.Array:
+  """A parameter that many rows share, float32; its gradient is a ``rounded_sum``."""
+  widened: Any = _widened(p.dtype, p)
+  return widened
+
+
 def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A float32 zero, of which arrays to add to are made, and x, before which it is not there.
 
@@ -231,6 +253,8 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
   axes = [a for entry in tokens for a in axes_of(entry)]
   if mesh is None or not axes:
     return function(shared, *arrays)
+  # Gradients are added up in the dtype that goes in.
+  shared = jax.tree.map(lambda w: in_float32(w) if w.dtype in (jnp.bfloat16, jnp.float16) else w, shared)
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
   return on_devices(own, mesh, specs, tokens)(shared, *arrays)

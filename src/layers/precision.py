@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
-from maxtext_like.layers.partition import on_one_cpu, shared_sums, together, vary_alike
+from maxtext_like.layers.partition import in_float32, on_one_cpu, rounded_sum, shared_sums, together, vary_alike
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -117,6 +117,13 @@ class Precision:
     """x in the dtype of activations."""
     return x.astype(self.dtype)
 
+  def plus(self, x: jax.Array, p: jax.Array) -> jax.Array:
+    """x [..., *p.shape] and a parameter, which is rounded to ``dtype``; in the dtype of x.
+
+    The parameter's gradient is a sum over rows of all devices, as a weight's is: a float32 one, whatever the cotangent is.
+    """
+    return _plus(self.dtype, *vary_alike(x, p))
+
   def einsum(
     self,
     spec: str,
@@ -149,6 +156,8 @@ class Precision:
     if unbounded and self.dtype == "float16":
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)
+    if self.dtype == "float32" and y.dtype != jnp.float32 and spec[0] not in spec.partition("->")[0].partition(",")[2]:
+      y = in_float32(y)  # a weight, by which rows are multiplied
     x, y = self.cast(x), self.cast(y)
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
     low = large and self.matmul_dtype == "float8"
@@ -237,6 +246,18 @@ class _How:
     if self.low:
       return float8.product(spec, x, y, dtype)
     return jnp.einsum(spec, x, y, precision=self.precision, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plus(dtype: str, x: jax.Array, p: jax.Array) -> Any:
+  return (x + p.astype(dtype)).astype(x.dtype)
+
+
+def _plus_bwd(dtype: str, p: jax.Array, g: jax.Array):
+  return g, rounded_sum(jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - p.ndim))), p.dtype)
+
+
+_plus.defvjp(lambda dtype, x, p: (_plus(dtype, x, p), p), _plus_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -269,6 +269,24 @@ def test_a_place_that_is_missing_is_not_honoured():
   assert next(k for k in whole if k.key == "dtype").evidence.startswith("before compilation: ")
 
 
+def test_of_several_arrays_that_are_added_up_together_each_counts():
+  program, reading, precision = read(MODELS["gemma"])
+  for results, verdict in ((("f32", "f32"), "honoured"), (("f32", "bf16", "s32"), "not honoured"), (("s32",), "not shown")):
+    added = hlo.Instruction(kind="all_reduce", path="", operands=results, results=results, reducer="add")
+    keys = judged(program, dataclasses.replace(reading, instructions=[added]), precision, compiled=True)
+    assert next(k for k in keys if k.key == "reduction_dtype").verdict == verdict
+
+
+def test_an_operand_that_a_compiler_reads_before_it_is_widened_is_no_rounded_one():
+  program, reading, precision = read(MODELS["deepseek"])
+  for operands, verdict in ((("f32", "bf16"), "honoured"), (("bf16", "bf16"), "not honoured")):
+    router = [
+      dataclasses.replace(i, operands=operands) if "router" in i.scopes and i.kind == "dot" else i for i in reading.instructions
+    ]
+    keys = judged(program, dataclasses.replace(reading, instructions=router), precision, compiled=True)
+    assert next(k for k in keys if k.key == "float32_gate_logits").verdict == verdict
+
+
 def test_a_compiler_may_keep_more_than_was_asked_and_never_less():
   program, reading, _ = read(MODELS["gemma"])
   for flag, verdict in ((False, "honoured"), (True, "honoured")):

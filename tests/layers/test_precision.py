@@ -12,6 +12,7 @@ import pytest
 from equations import dtypes, named
 from jax.sharding import PartitionSpec
 
+from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm
 from maxtext_like.layers.precision import Precision
 
 RNG = np.random.default_rng(0)
@@ -197,6 +198,31 @@ def test_sums_that_devices_share_are_handed_on_in_the_reduction_dtype(axis, redu
   assert [v.aval.dtype.name for v in found.jaxpr.outvars] == ["bfloat16"] * 3
   products = re.findall(r"(\w+)\[[\d,]*\] = dot_general", str(found))
   assert sorted(products) == sorted({"bfloat16": "bf16", "float32": "f32"}[d] for d in dtypes)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind_it(stored):
+  """A bias, the scale of a norm: a barrier keeps compilers from rounding each device's part, for which they see a reason."""
+  precision = Precision(dtype="bfloat16")
+  mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+  uses = {
+    "bias": lambda p, x: precision.plus(x, p),
+    "RMSNorm": lambda p, x: RMSNorm(NormConfig(dim=8), precision)({"scale": p}, x),
+    "LayerNorm": lambda p, x: LayerNorm(NormConfig(dim=8), precision)({"scale": p, "bias": p}, x),
+    "weight of a float32 product": lambda p, x: precision.exact.einsum("BTD,DF->BTF", x, p[:, None]),
+  }
+  x = jnp.asarray(RNG.normal(size=(2, 3, 8)), "bfloat16")
+  p = jnp.asarray(RNG.normal(size=8), stored)
+  for name, use in uses.items():
+    gradient = jax.grad(lambda p, x, use=use: jnp.sum(use(p, x).astype(jnp.float32) ** 2))
+    with jax.sharding.use_abstract_mesh(mesh):
+      found = jax.make_jaxpr(gradient)(p, x)
+    text = str(found)
+    rounded = re.findall(r"bf16\[[\d,]*\] = convert_element_type\[[^\]]*\] (\w+)", text)
+    barred = re.findall(r"(\w+):f32\[[\d,]*\] = optimization_barrier", text)
+    assert bool(barred) == (stored == "bfloat16"), name
+    assert set(barred) <= set(rounded), name
+    np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(found)(p, x)[0], gradient(p, x), err_msg=name)
 
 
 def test_a_large_table_s_gradient_is_made_in_parts(monkeypatch):
