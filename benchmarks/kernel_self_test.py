@@ -8,6 +8,7 @@ failed in a shape that a run would use.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import sys
 import time
@@ -19,9 +20,10 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
 from maxtext_like.layers.precision import Precision
-from maxtext_like.models.attention_kernels import versions
-from maxtext_like.models.build import build_decoder, precision_of
-from maxtext_like.numerics.kernel_test import ShapeClass, self_test, shape_class
+from maxtext_like.layers.vision_attention import case_of
+from maxtext_like.models.attention_kernels import shape_of, versions
+from maxtext_like.models.build import build_decoder
+from maxtext_like.numerics.kernel_test import ShapeClass, self_test
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 
@@ -34,28 +36,26 @@ KERNELS: dict[str, dict[Name, tuple[str, ...]]] = {  # platform: {kernel: dtypes
 
 def classes(models: list[str], name: Name, dtype: Any, length: int, device: Any) -> list[ShapeClass]:
   """The shape classes of the models' attention layers whose heads a kernel takes, with and without documents, and with images
-  where the layer lets them see both ways and the kernel can; each once."""
-  found = {}
+  where the layer lets them see both ways and the kernel can, and of their vision towers; each once."""
+  where = {"platform": device.platform, "capability": getattr(device, "compute_capability", None)}
+  found, precision = {}, Precision(dtype=dtype)
   for model in models:
     config = load_config(model).config
-    precision = precision_of(config.precision)
-    for layer in build_decoder(config.model, precision).layers:
-      if isinstance(layer.cfg.mixer, AttentionConfig):
-        a = layer.cfg.mixer
-        for images in (False, True) if a.bidirectional_images else (False,):
-          case = Case(
-            platform=device.platform, capability=getattr(device, "compute_capability", None), precision=Precision(dtype=dtype),
-            query_heads=a.num_query_heads, kv_heads=a.num_kv_heads, head_dim=a.head_dim, value_dim=a.head_dim, length=128,
-            bidirectional_images=images,
-          )  # fmt: skip
-          if kernel(name).refuses(case):
-            continue
-          for segments in (True, False):
-            shape = shape_class(
-              name, dtype=dtype, head_dim=a.head_dim, query_heads=a.num_query_heads, kv_heads=a.num_kv_heads,
-              window=a.window is not None, segments=segments, images=images, length=length,
-            )  # fmt: skip
-            found[shape] = None
+    if config.vision.num_hidden_layers_for_vit:
+      config = load_config(model, ["use_multimodal=true"]).config
+    decoder = build_decoder(config.model, precision, vision=config.vision)
+    cases: list[tuple[Case, tuple[bool, ...]]] = [
+      (dataclasses.replace(layer.mixer.case(128, images=images), **where), (True, False))
+      for layer in decoder.layers
+      if isinstance(layer.cfg.mixer, AttentionConfig)
+      for images in (False, True)
+    ]
+    if (tower := decoder.cfg.vision) is not None:
+      cases.append((dataclasses.replace(case_of(tower, precision, config.vision.patches), **where), (tower.padded,)))
+    for case, documents in cases:
+      if not kernel(name).refuses(case):
+        rows = dataclasses.replace(case, length=length) if case.causal else case
+        found |= dict.fromkeys(shape_of(name, rows, segments) for segments in documents)
   return list(found)
 
 

@@ -122,10 +122,15 @@ def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.n
 
   from maxtext_like.models.attention_kernels import settle
 
+  patches = None
+  if "pixel_values" in batch:
+    positions = batch.get("image_position_ids")
+    patches = loaded.config.vision.patches if positions is None else positions.shape[-2]
   weights.decoder, uses = settle(
     weights.decoder,
     length=batch["tokens"].shape[1],
     images="token_types" in batch,
+    patches=patches,
     segments="segments" in batch,
     device=jax.local_devices()[0],
     cache=loaded.config.logging.compilation_cache_dir,

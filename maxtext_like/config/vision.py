@@ -68,6 +68,11 @@ class VisionConfig:
     ids = (getattr(self, key) for key in self.placeholder_keys)
     return tuple(token for token in ids if token is not None)
 
+  @property
+  def patches(self) -> int:
+    """Patches of an image as the tower has them, padding included."""
+    raise NotImplementedError(f"{type(self).__name__} has no tower")
+
   def image_shapes(self) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that a batch has of one image; "pixel_values" is float32, the others are int32."""
     raise NotImplementedError(f"{type(self).__name__} has no tower")
@@ -120,6 +125,11 @@ class SquareVision(VisionConfig):
 
   image_size_for_vit: int
 
+  @property
+  def patches(self) -> int:
+    """Patches of an image."""
+    return (self.image_size_for_vit // self.patch_size_for_vit) ** 2
+
   def image_shapes(self) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that a batch has of one image; "pixel_values" is float32, the others are int32."""
     return {"pixel_values": (3, self.image_size_for_vit, self.image_size_for_vit)}
@@ -138,13 +148,13 @@ class PatchVision(VisionConfig):
   num_position_embeddings_for_vit: int
 
   @property
-  def max_patches(self) -> int:
+  def patches(self) -> int:
     """Patches that an image has at most, and that every image is padded to."""
     return self.vision_output_length * self.pooling_size_for_vit**2
 
   def image_shapes(self) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that a batch has of one image; "pixel_values" is float32, the others are int32."""
-    P = self.max_patches
+    P = self.patches
     return {"pixel_values": (P, 3 * self.patch_size_for_vit**2), "image_position_ids": (P, 2)}
 
   def problems(self) -> Iterator[Problem]:

@@ -182,12 +182,12 @@ def _tokens(height: int, width: int, vision: PatchVision) -> int:
 
 
 def patched_size(height: int, width: int, vision: PatchVision) -> tuple[int, int]:
-  """(height, width) that Gemma 4 gives an image: whole squares of pooled patches, at most ``max_patches``, same shape.
+  """(height, width) that Gemma 4 gives an image: whole squares of pooled patches, at most ``vision.patches``, same shape.
 
   A side that would be less than one square is one square, and the other as many as fit the ratio and the tokens.
   """
   square = vision.pooling_size_for_vit * vision.patch_size_for_vit
-  factor = math.sqrt(vision.max_patches * vision.patch_size_for_vit**2 / (height * width))
+  factor = math.sqrt(vision.patches * vision.patch_size_for_vit**2 / (height * width))
   down, across = (math.floor(factor * side / square) for side in (height, width))
   if down == 0:
     down, across = 1, min(width // height, vision.vision_output_length)

@@ -29,6 +29,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
 from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.layers.vision_attention import case_of
 from maxtext_like.numerics import grouped_test, kernel_test
 from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
 
@@ -44,7 +45,7 @@ class KernelUse:
 
   Attributes:
     kernel: what they run on.
-    layers: how many of them, of ``of`` layers of the model.
+    layers: how many of them, of ``of`` layers of the model, or of its vision tower where ``tower`` says so.
     shape: the class of the fused kernel that was looked at; None: no fused kernel can do these layers.
     tested: on which device; "" where it was not tested, since there is no device.
     seconds: of the test; None: an earlier run's verdict.
@@ -60,9 +61,10 @@ class KernelUse:
   seconds: float | None = None
   problem: str = ""
   surpassed: tuple[str, ...] = ()
+  tower: bool = False
 
   def __str__(self) -> str:
-    share = f"{self.layers} of {self.of} layers"
+    share = f"{self.layers} of {self.of} layers{' of the vision tower' if self.tower else ''}"
     if self.shape is None:
       return f"{self.kernel} in {share}"
     if self.problem:
@@ -89,6 +91,7 @@ def settle(
   *,
   length: int,
   images: bool,
+  patches: int | None = None,
   context: int = 1,
   segments: bool = True,
   capability: str | None = None,
@@ -102,9 +105,10 @@ def settle(
     decoder: the model, as configured.
     length: positions of a row.
     images: batches hold images, whose tokens may see each other both ways.
+    patches: of an image, padding included; None: there are none for a tower.
     context: devices that the positions of a row are split over.
     segments: batches say which document a position belongs to.
-    capability: CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
+    capability: CUDA's compute capability of the devices, where ``device`` does not say it; None: not known, or no NVIDIA GPUs.
     device: where to test; None: there is none (ahead of time), so nothing is tested.
     cache: folder of verdicts; None: none are kept.
     test: the self-test.
@@ -112,19 +116,16 @@ def settle(
   Raises:
     UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to plain XLA.
   """
-  # A layer chooses again when it is traced, and for rows of any length: it has to know what this choice knows.
-  layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
-  chosen: dict[Block, KernelUse] = {}
+  capability = getattr(device, "compute_capability", capability)
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
-  for layer in dict.fromkeys(layers):
-    case = layer.mixer.case(length, images=images, context=context)
-    asked = layer.cfg.mixer.kernel
+
+  def look(asked: registry.Choice, case: Case, *, of: int, segments: bool) -> KernelUse:
     try:
       kernel = choose(asked, case)
     except ValueError as error:
       raise UserError(str(error)) from error
     use = KernelUse(
-      kernel=kernel.name, layers=0, of=len(decoder.layers), shape=_shape(kernel.name, case, segments) if kernel.fused else None,
+      kernel=kernel.name, layers=0, of=of, shape=shape_of(kernel.name, case, segments) if kernel.fused else None,
       surpassed=tuple(kernel.surpasses(case)),
     )  # fmt: skip
     if use.shape is not None and device is not None:
@@ -139,10 +140,35 @@ def settle(
       use = dataclasses.replace(use, tested=device.device_kind, seconds=seconds, problem=problem)
       if problem:
         use = dataclasses.replace(use, kernel=choose("dot_product", case).name, surpassed=())
-    chosen[layer] = use
+    return use
+
+  # A layer chooses again when it is traced, and for rows of any length: it has to know what this choice knows.
+  layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
+  chosen: dict[Block, KernelUse] = {}
+  for layer in dict.fromkeys(layers):
+    case = layer.mixer.case(length, images=images, context=context)
+    chosen[layer] = look(layer.cfg.mixer.kernel, case, of=len(layers), segments=segments)
   uses = _grouped([chosen[layer] for layer in layers])
   layers = tuple(_with_mixer(layer, kernel="dot_product") if chosen[layer].problem else layer for layer in layers)
-  return dataclasses.replace(decoder, layers=layers), uses
+  decoder = dataclasses.replace(decoder, layers=layers)
+  if (tower := decoder.cfg.vision) is None:
+    return decoder, uses
+  tower = dataclasses.replace(tower, capability=capability)
+  if patches is not None:
+    use = look(tower.kernel, case_of(tower, decoder.precision, patches), of=tower.num_layers, segments=tower.padded)
+    uses = (*uses, dataclasses.replace(use, layers=tower.num_layers, tower=True))
+    tower = dataclasses.replace(tower, kernel="dot_product" if use.problem else tower.kernel)
+  return _with_tower(decoder, tower), uses
+
+
+def plain_tower(decoder: Decoder) -> Decoder:
+  """The decoder, whose vision tower, if it has one, runs in plain XLA."""
+  tower = decoder.cfg.vision
+  return decoder if tower is None else _with_tower(decoder, dataclasses.replace(tower, kernel="dot_product"))
+
+
+def _with_tower(decoder: Decoder, tower: Any) -> Decoder:
+  return dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, vision=tower))
 
 
 def _with_mixer(layer: Block, **values: Any) -> Block:
@@ -150,11 +176,12 @@ def _with_mixer(layer: Block, **values: Any) -> Block:
   return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, mixer=dataclasses.replace(mixer, **values)))
 
 
-def _shape(kernel: Name, case: Case, segments: bool) -> ShapeClass:
+def shape_of(kernel: Name, case: Case, segments: bool) -> ShapeClass:
+  """The class of a case for a kernel's self-test; segments: rows hold documents, or padding."""
   return shape_class(
     kernel, dtype=case.dtype, head_dim=case.head_dim, value_dim=case.value_dim, query_heads=case.query_heads,
     kv_heads=case.kv_heads, window=case.window is not None, segments=segments, length=case.length,
-    images=case.bidirectional_images,
+    images=case.bidirectional_images, causal=case.causal,
   )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder, RematPolicy
-from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
@@ -42,7 +42,7 @@ def build_decoder(
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
     scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
     remat_policy: what a layer keeps for the backward pass.
-    attention: the kernel, "auto" for the fastest that honours mask and flags.
+    attention: the kernel, "auto" for the fastest that honours mask and flags, as a tower has it whatever is named.
     grouped_product: the kernel of experts, likewise.
     platform: "cpu", "gpu" or "tpu", where the program will run.
     rules: how parameters and activations are split over a mesh.
@@ -68,5 +68,8 @@ def build_decoder(
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
   if vision is not None and vision.use_multimodal:
     assert vision.image_token_id is not None  # VisionConfig has seen to it
-    cfg = dataclasses.replace(cfg, vision=family.tower(model, vision), image_token_id=vision.image_token_id)
+    # A kernel that is named is the layers'; heads of a tower are others. Plain XLA is plain XLA everywhere.
+    of_tower: Choice = "dot_product" if attention in PLAIN else "auto"
+    tower = dataclasses.replace(family.tower(model, vision), kernel=of_tower, platform=platform)
+    cfg = dataclasses.replace(cfg, vision=tower, image_token_id=vision.image_token_id)
   return Decoder(cfg, precision, layers)

@@ -22,7 +22,7 @@ from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
 from maxtext_like.models import grouped_kernels
-from maxtext_like.models.attention_kernels import KernelUse, settle
+from maxtext_like.models.attention_kernels import KernelUse, plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
 from maxtext_like.models.quantised_base import QuantisedBase
@@ -176,7 +176,7 @@ def make_model(
     capability: CUDA's compute capability, of devices that do not say it: those of an abstract mesh or a topology; None: not
       known, or no NVIDIA GPUs.
     runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
-      are not looked at then.
+      are not looked at then, and a tower runs in plain XLA.
     one_document: every row that it is given is one document, padding behind it: it needs no mask of documents.
 
   Raises:
@@ -212,11 +212,14 @@ def make_model(
   require_units(decoder, platform, capability)
   require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   kernels = ()
-  if runs_attention:
+  if not runs_attention:
+    decoder = plain_tower(decoder)
+  else:
     decoder, kernels = settle(
       decoder,
       length=t.max_target_length,
       images=config.vision.use_multimodal,
+      patches=config.vision.patches if config.vision.use_multimodal else None,
       context=decoder.cfg.rules.ways("sequence", mesh),
       segments=not one_document,
       capability=capability,

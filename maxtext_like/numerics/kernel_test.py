@@ -50,6 +50,7 @@ class ShapeClass:
     window: there is a sliding window.
     segments: rows hold documents and padding.
     images: batches hold images, whose tokens see each other both ways.
+    causal: a query sees no key behind it; False: all of its document.
     length: T; rows of more than three tiles stand for all with the same remainder.
   """
 
@@ -62,12 +63,14 @@ class ShapeClass:
   window: bool
   segments: bool
   images: bool
+  causal: bool
   length: int
 
   def __str__(self) -> str:
     heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
     values = "" if self.value_dim == self.head_dim else f" and values of {self.value_dim}"
-    what = [f"heads of {self.head_dim}{values}", f"{heads} a key-value head", "a window" if self.window else "no window"]
+    mask = "a window" if self.window else "no window" if self.causal else "not causal"
+    what = [f"heads of {self.head_dim}{values}", f"{heads} a key-value head", mask]
     what += ["documents" if self.segments else "no documents", *["images"] * self.images, f"{self.length} positions"]
     return f"{self.kernel}, {self.dtype}, {', '.join(what)}"
 
@@ -83,6 +86,7 @@ def shape_class(
   segments: bool,
   length: int,
   images: bool = False,
+  causal: bool = True,
   value_dim: int | None = None,
 ) -> ShapeClass:
   """The class of a layer: what its test stands for. Without ``value_dim`` values are as wide as keys."""
@@ -90,7 +94,7 @@ def shape_class(
     length = _LONGEST + length % 512
   return ShapeClass(
     kernel=kernel, dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim, kv_heads=min(kv_heads, 2),
-    groups=query_heads // kv_heads, window=window, segments=segments, images=images, length=length,
+    groups=query_heads // kv_heads, window=window, segments=segments, images=images, causal=causal, length=length,
   )  # fmt: skip
 
 
@@ -120,7 +124,7 @@ def cases(shape: ShapeClass) -> list[Case]:
   rest = shape.length % LANES
   even = max(shape.length - rest, LANES)
   documents: Literal["whole", "packed"] = "packed" if shape.segments else "whole"
-  found = [Case(name="window" if shape.window else "causal", length=even, rows="whole")]
+  found = [Case(name="window" if shape.window else "causal" if shape.causal else "not causal", length=even, rows="whole")]
   if shape.segments:
     found.append(Case(name="segments", length=even, rows="packed"))
     found.append(Case(name="fully masked rows", length=even, rows="masked"))
@@ -182,7 +186,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
       # Whatever the kernel's libraries raise, it did not run: that is the finding.
       results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
-    want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale)(*arguments))]
+    want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale, shape.causal)(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
     results.append(_judge(case, arguments[-2], got, want, tolerance))
   return results
@@ -193,8 +197,9 @@ def _kernel(shape: ShapeClass) -> Attention:
 
   def attention(q, k, v, tokens, *, window, scale):
     return attend(
-      shape.kernel, q, k, v, tokens, window=window, bidirectional_images=shape.images, scale=scale, precision=precision
-    )
+      shape.kernel, q, k, v, tokens, window=window, bidirectional_images=shape.images, scale=scale, precision=precision,
+      causal=shape.causal,
+    )  # fmt: skip
 
   return attention
 
@@ -221,12 +226,12 @@ def _both_ways(function: Attention, dtype: str, window: int | None, scale: float
 
 
 @functools.cache
-def _reference(window: int | None, scale: float) -> Any:
+def _reference(window: int | None, scale: float, causal: bool) -> Any:
   """Attention written out, in float32, with products that no backend may round."""
   exact = Precision(dtype="float32", matmul_precision="highest")
 
   def written_out(q, k, v, tokens, *, window, scale):
-    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=True)
+    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=True, causal=causal)
     return dot_product_attention(q, k, v, mask, scale=scale, precision=exact)[0]
 
   return _both_ways(written_out, "float32", window, scale)

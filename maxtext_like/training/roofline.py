@@ -108,7 +108,9 @@ def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation,
         window = next((w for layer, w in windows.items() if f"{layer}/" in op.path), None)
         of_values = kernel.products(name) // 2
         wide = (kernel.products(name) - of_values) * size + of_values * v[-1]
-        return 2.0 * wide * math.prod(heads) * visible_pairs(length, window)
+        # In a vision tower all patches of an image see each other.
+        pairs = length**2 if "vision" in scopes else visible_pairs(length, window)
+        return 2.0 * wide * math.prod(heads) * pairs
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
     rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))
     by = next((k for k in map(grouped.kernel, grouped.NAMES) if k.called(op.path, op.name)), None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.masks import causal, same_image
+from maxtext_like.layers.masks import causal_mask, same_image
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +51,7 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images:
   query = step.start + jnp.arange(new)
   key = jnp.concatenate([held, query])
   same = None if images is None else jnp.pad(same_image(images, images), ((0, 0), (0, 0), (slots, 0)))
-  mask = causal(query, key, window=window, images=same)
+  mask = causal_mask(query, key, window=window, images=same)
   # An index before the row's first real token is padding, or (below 0) a slot that nothing was written to.
   return mask & (key[None, :] >= step.first[:, None])[:, None]
 

@@ -411,7 +411,7 @@ class Decoder:
     images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
     by_row = images["pixel_values"].ndim > tower.pixel_rank
     if by_row:
-      images = {name: x.reshape(-1, *x.shape[2:]) for name, x in images.items()}
+      images = {name: ctx.rules.constrain(x.reshape(-1, *x.shape[2:]), "batch") for name, x in images.items()}
     wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone_in_scan=True)
     features, valid = tower(p["vision"], images["pixel_values"], images.get("image_position_ids"), ctx, wrap=wrap)
     ctx.tap("vision.valid", valid)

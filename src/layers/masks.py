@@ -40,7 +40,7 @@ class Keys:
   first: int | jax.Array
 
 
-def causal(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
+def causal_mask(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
   """Which keys each query sees by where both stand: itself and those before it, and all of its own image.
 
   Args:
@@ -77,6 +77,7 @@ def attention_mask(
   window: int | None,
   bidirectional_images: bool,
   among: tuple[int, Keys] | None = None,
+  causal: bool = True,
 ) -> jax.Array:
   """Which keys each query sees.
 
@@ -87,6 +88,7 @@ def attention_mask(
     window: W, the query itself and the W - 1 keys before it; None: all keys before it.
     bidirectional_images: tokens of one image also see later tokens of that image (the window still cuts the past).
     among: S and the keys, where they are not those of the queries' own positions.
+    causal: it sees none behind itself; False: all of its document, and ``window`` is None.
 
   Returns:
     bool [B or 1, T, S].
@@ -95,7 +97,10 @@ def attention_mask(
   images = None
   if bidirectional_images and tokens.images is not None and keys.tokens.images is not None:
     images = same_image(tokens.images, keys.tokens.images)
-  mask = causal(keys.first + jnp.arange(length), jnp.arange(count), window=window, images=images)
+  if causal:
+    mask = causal_mask(keys.first + jnp.arange(length), jnp.arange(count), window=window, images=images)
+  else:
+    mask = jnp.ones((1, length, count), bool)
   if tokens.segments is None or keys.tokens.segments is None:
     return mask
   return mask & same_document(tokens.segments, keys.tokens.segments)

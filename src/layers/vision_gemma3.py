@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import activate
 from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.vision_attention import attend_patches
 from maxtext_like.layers.weight import product
 
 
@@ -31,7 +33,10 @@ class SiglipConfig:
     tokens_per_image: S, a square number that divides the grid of patches.
     output_dim: O.
     epsilon: of every norm, the projector's included.
+    kernel, platform, capability: of attention, as in ``vision_attention.TowerConfig``.
   """
+
+  padded: ClassVar[bool] = False
 
   image_size: int
   patch_size: int
@@ -43,6 +48,9 @@ class SiglipConfig:
   output_dim: int
   channels: int = 3
   epsilon: float = 1e-6
+  kernel: Choice = "auto"
+  platform: str = "cpu"
+  capability: str | None = None
 
   def __post_init__(self):
     if self.image_size % self.patch_size or self.emb_dim % self.num_heads:
@@ -53,6 +61,11 @@ class SiglipConfig:
   def layer(self, precision: Precision) -> "Siglip":
     """The tower of this configuration."""
     return Siglip(self, precision)
+
+  @property
+  def head_dim(self) -> int:
+    """H."""
+    return self.emb_dim // self.num_heads
 
   @property
   def side(self) -> int:
@@ -67,10 +80,14 @@ class SiglipConfig:
 
 @dataclass(frozen=True)
 class SiglipLayer:
-  """Norm, full attention, add; norm, MLP, add; everything with biases (Zhai et al. 2023)."""
+  """Norm, full attention, add; norm, MLP, add; everything with biases (Zhai et al. 2023).
+
+  ``rules``: how images lie on the mesh.
+  """
 
   cfg: SiglipConfig
   precision: Precision
+  rules: Rules = RULES
 
   @property
   def _norm(self) -> LayerNorm:
@@ -78,8 +95,7 @@ class SiglipLayer:
 
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
-    D, N, F = c.emb_dim, c.num_heads, c.mlp_dim
-    H = D // N
+    D, N, H, F = c.emb_dim, c.num_heads, c.head_dim, c.mlp_dim
 
     def bias(*shape):
       return Param(shape, (None,) * len(shape), dtype, constant(0.0))
@@ -97,22 +113,21 @@ class SiglipLayer:
 
   def __call__(self, p: dict, x_IPD: jax.Array) -> jax.Array:
     """x: [I, P, D] in the residual dtype; returns the same."""
-    c, cast, residual = self.cfg, self.precision.cast, self.precision.residual
+    c, plus, residual = self.cfg, self.precision.plus, self.precision.residual
     multiply = functools.partial(product, self.precision)
+    x_IPD = self.rules.constrain(x_IPD, "batch")
     a, y = p["attention"], named(self._norm, p, "pre_attention_norm", x_IPD)
     float32 = self.precision.float32_branches
     with jax.named_scope("attention"):
-      q, k, v = (multiply("IPD,DNH->IPNH", y, a[n]) + cast(a[f"{n}_bias"]) for n in "qkv")
-      everything = jnp.ones((1, x_IPD.shape[1], x_IPD.shape[1]), bool)
-      scale = (c.emb_dim // c.num_heads) ** -0.5
-      out, _ = dot_product_attention(q, k, v, everything, scale=scale, precision=self.precision)
-      out = multiply("IPNH,NHD->IPD", out, a["o"], float32=float32) + cast(a["o_bias"])
+      q, k, v = (plus(multiply("IPD,DNH->IPNH", y, a[n]), a[f"{n}_bias"]) for n in "qkv")
+      out = attend_patches(c, self.precision, self.rules, q, k, v, None, scale=c.head_dim**-0.5)
+      out = plus(multiply("IPNH,NHD->IPD", out, a["o"], float32=float32), a["o_bias"])
     with jax.named_scope("residual"):
       x_IPD = x_IPD + out.astype(residual)
     m, y = p["mlp"], named(self._norm, p, "pre_mlp_norm", x_IPD)
     with jax.named_scope("mlp"):
-      hidden = activate(multiply("IPD,DF->IPF", y, m["up"]) + cast(m["up_bias"]), "gelu")
-      out = multiply("IPF,FD->IPD", hidden, m["down"], float32=float32) + cast(m["down_bias"])
+      hidden = activate(plus(multiply("IPD,DF->IPF", y, m["up"]), m["up_bias"]), "gelu")
+      out = plus(multiply("IPF,FD->IPD", hidden, m["down"], float32=float32), m["down_bias"])
     with jax.named_scope("residual"):
       return x_IPD + out.astype(residual)
 
@@ -170,9 +185,9 @@ class Siglip:
     c, precision = self.cfg, self.precision
     I, g, s = pixels.shape[0], c.side, c.patch_size
     patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
-    x = product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]) + precision.cast(p["patch"]["bias"])
-    x = (x + precision.cast(p["positions"])).astype(precision.residual)
-    layer = wrap(SiglipLayer(c, precision))
+    x = precision.plus(product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]), p["patch"]["bias"])
+    x = precision.plus(x, p["positions"]).astype(precision.residual)
+    layer = wrap(SiglipLayer(c, precision, ctx.rules))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
     tower = ctx.tap("vision.tower_out", named(self._final_norm, p, "final_norm", x))
     pool = g // c.side_out

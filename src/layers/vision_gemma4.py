@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
+from maxtext_like.layers.partition import in_float32
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
+from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.vision_attention import attend_patches
 from maxtext_like.layers.weight import product
 
 _FLOAT32_MAX = 3.4028234e38
@@ -37,7 +40,10 @@ class Gemma4VisionConfig:
     clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
     output_dim: O.
     epsilon: of every norm.
+    kernel, platform, capability: of attention, as in ``vision_attention.TowerConfig``.
   """
+
+  padded: ClassVar[bool] = True
 
   patch_size: int
   emb_dim: int
@@ -52,6 +58,9 @@ class Gemma4VisionConfig:
   standardize: bool = False
   clipped: bool = False
   epsilon: float = 1e-6
+  kernel: Choice = "auto"
+  platform: str = "cpu"
+  capability: str | None = None
 
   def __post_init__(self):
     if self.head_dim % 4:
@@ -64,10 +73,11 @@ class Gemma4VisionConfig:
 
 @dataclass(frozen=True)
 class Gemma4VisionLayer:
-  """Norm, full attention, norm, add; norm, gated MLP, norm, add; linears may clip."""
+  """Norm, full attention, norm, add; norm, gated MLP, norm, add; linears may clip. ``rules``: how images lie on the mesh."""
 
   cfg: Gemma4VisionConfig
   precision: Precision
+  rules: Rules = RULES
 
   def _norm(self, dim: int, *, with_scale: bool = True) -> RMSNorm:
     return RMSNorm(NormConfig(dim=dim, epsilon=self.cfg.epsilon, with_scale=with_scale), self.precision)
@@ -117,17 +127,18 @@ class Gemma4VisionLayer:
     halves = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([rotate(half, table) for half, table in zip(halves, tables, strict=True)], axis=-1)
 
-  def __call__(self, p: dict, x_IPD: jax.Array, tables, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; visible: bool [I, P, P], which keys are patches.
+  def __call__(self, p: dict, x_IPD: jax.Array, tables, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; real: int32 [I, P], 1 for a patch, 0 for padding.
     Returns the same as x, and the number of rescued values."""
     c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
     head_norm = self._norm(c.head_dim)
+    x_IPD = self.rules.constrain(x_IPD, "batch")
     a, y = p["attention"], named(norm, p, "pre_attention_norm", x_IPD)
     with jax.named_scope("attention"):
       q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
       k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
       v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
-      out, _ = dot_product_attention(q, k, v, visible, scale=1.0, precision=self.precision)
+      out = attend_patches(c, self.precision, self.rules, q, k, v, real, scale=1.0)
       out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.float32_branches)
     with jax.named_scope("residual"):
       x_IPD = x_IPD + named(norm, p, "post_attention_norm", out, residual)
@@ -189,13 +200,13 @@ class Gemma4Vision:
     real = positions[..., 0] >= 0
     x = product(precision, "IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
     at = jnp.maximum(positions, 0)
-    place = p["positions"][0][at[..., 0]] + p["positions"][1][at[..., 1]]
+    table = in_float32(p["positions"])
+    place = table[0][at[..., 0]] + table[1][at[..., 1]]
     x = (x + jnp.where(real[..., None], precision.cast(place), 0)).astype(precision.residual)
     rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
-    visible = jnp.broadcast_to(real[:, None, :], (*real.shape, real.shape[1]))
-    layer = wrap(Gemma4VisionLayer(c, precision))
-    x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, visible), x, p["layers"])
+    layer, patches = wrap(Gemma4VisionLayer(c, precision, ctx.rules)), real.astype(jnp.int32)
+    x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, patches), x, p["layers"])
     pooled, valid = self._pool(x, positions, real)
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)

@@ -71,7 +71,7 @@ def test_contradictions(name, words, reason):
 
 def test_sizes_do_not_matter_without_the_tower():
   vision: Any = load_config("gemma4-tiny").config.vision
-  assert dataclasses.replace(vision, hidden_size_for_vit=0).max_patches == 144
+  assert dataclasses.replace(vision, hidden_size_for_vit=0).patches == 144
 
 
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])

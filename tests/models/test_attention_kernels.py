@@ -16,8 +16,9 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import choose
+from maxtext_like.layers.vision_attention import case_of
 from maxtext_like.models import attention_kernels
-from maxtext_like.models.attention_kernels import settle
+from maxtext_like.models.attention_kernels import plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.placed import make_model
 from maxtext_like.numerics.kernel_test import CaseResult
@@ -105,6 +106,33 @@ def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
   assert [(shape.kernel, shape.window, shape.images) for shape in ran] == [
     ("mosaic_flash", True, True), ("mosaic_flash", False, False), ("cudnn_flash", True, False), ("mosaic_flash", False, False),
   ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_vision_tower_has_a_verdict_of_its_own(bad):
+  config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16", "use_multimodal=true"]).config
+  model = build_decoder(config.model, precision_of(config.precision), vision=config.vision, platform="gpu")
+  ran = []
+
+  def test(shape) -> Any:
+    ran.append(shape)
+    return BAD if bad and not shape.causal else GOOD
+
+  patches = config.vision.patches
+  settled, uses = settle(model, length=256, images=False, patches=patches, capability="8.0", device=GPU, test=test)
+  assert [(s.kernel, s.head_dim, s.causal, s.segments) for s in ran] == [
+    ("cudnn_flash", 256, True, True), ("cudnn_flash", 72, False, True),
+  ]  # fmt: skip
+  tower = settled.cfg.vision
+  assert (tower.kernel, tower.capability) == ("dot_product" if bad else "auto", "8.0")
+  name = choose(tower.kernel, case_of(tower, settled.precision, patches)).name
+  assert (uses[-1].kernel, uses[-1].layers, uses[-1].tower) == (name, 27, True)
+  assert name == ("blockwise" if bad else "cudnn_flash")
+  words = "blockwise instead of cudnn_flash" if bad else "cudnn_flash"
+  assert str(uses[-1]).startswith(f"{words} in 27 of 27 layers of the vision tower")
+  without, uses = settle(model, length=256, images=False, capability="8.0", device=GPU, test=test)
+  assert not any(use.tower for use in uses)
+  assert plain_tower(without).cfg.vision.kernel == "dot_product"
 
 
 @pytest.mark.parametrize("results", [BAD, RAISED])

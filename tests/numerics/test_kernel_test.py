@@ -8,18 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.kernels.attention.registry import Name
+from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
+from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.kernel_test import _arguments, cases, self_test, shape_class
 
 
 def shape(
-  length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2, images=False, name: Name = "cudnn_flash"
-):
+  length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2, images=False, causal=True,
+  name: Name = "cudnn_flash",
+):  # fmt: skip
   return shape_class(
     name, dtype=dtype, head_dim=head_dim, query_heads=2 * kv_heads, kv_heads=kv_heads,
-    window=window, segments=segments, images=images, length=length,
+    window=window, segments=segments, images=images, causal=causal, length=length,
   )  # fmt: skip
 
 
@@ -145,6 +147,21 @@ def test_a_kernel_that_raises_has_failed_with_its_words():
 def test_splash_in_the_interpreter_passes():
   attention = functools.partial(splash_attention, interpret=True)
   assert failed(shape(128, "float32", head_dim=128, kv_heads=1), attention) == {}
+
+
+@pytest.mark.parametrize("length", [128, 200])
+def test_rows_that_are_not_causal(length):
+  """As patches of an image: what sees no key behind it fails every case, and the padding of an odd length is no document."""
+  of = shape(length, window=False, kv_heads=1, causal=False)
+  assert "not causal, documents" in str(of)
+  names = [c.name for c in cases(of)]
+  assert (
+    names == ["not causal", "segments", "fully masked rows", "strongly negative scores", "length % 128 == 72"][: len(names)]
+  )
+  how = {"bidirectional_images": False, "precision": Precision(dtype="bfloat16")}
+  good = functools.partial(attend, "dot_product", causal=False, **how)
+  assert failed(of, good) == {}
+  assert list(failed(of, functools.partial(attend, "dot_product", **how))) == names
 
 
 def test_the_cases_of_a_class():

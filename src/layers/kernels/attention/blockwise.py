@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
-from maxtext_like.layers.masks import Keys, Tokens, causal, masked_fill, same_document
+from maxtext_like.layers.masks import Keys, Tokens, causal_mask, masked_fill, same_document, same_image
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 
@@ -23,13 +23,15 @@ TILE = 512  # queries; rows of at most this many are one tile, for which the ref
 
 # Precision, scale, window, queries of a tile, and the key where the first query stands; None: it is known as the program runs.
 _Static = tuple[Precision, float, int | None, int, int | None]
+# What queries and keys are, and the key where the first query stands, where that is an array.
+_Where = tuple[Tokens, Tokens, jax.Array | None]
 
 
 def blockwise_attention(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKV: jax.Array,
-  segments: jax.Array | None,
+  tokens: Tokens,
   *,
   window: int | None,
   scale: float,
@@ -41,7 +43,7 @@ def blockwise_attention(
 
   Args:
     q_BTNH, k_BSKH, v_BSKV: queries, keys, values; query head n reads key-value head n // (N / K).
-    segments: int32 [B, T], 0 is padding; None: every row is one document.
+    tokens: segments, and images, whose tokens see each other both ways. With images a tile meets all keys behind it, too.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the scores.
     precision: ``float32_qk_product`` and ``float32_logits``.
@@ -54,10 +56,10 @@ def blockwise_attention(
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
   q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, v_BSKV))
-  keys = keys or Keys(Tokens(segments), 0)
+  keys = keys or Keys(tokens, 0)
   known = isinstance(keys.first, int)
   static = (precision, scale, window, tile, keys.first if known else None)
-  out: Any = _attend(static, q, k, v, (segments, keys.tokens.segments, None if known else keys.first))
+  out: Any = _attend(static, q, k, v, (tokens, keys.tokens, None if known else keys.first))
   return out.reshape(B, T, N, -1)
 
 
@@ -70,17 +72,17 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
   """[B, T, K, G, V], and what the backward pass needs."""
   whole = slice(0, k.shape[1])
 
-  def one(q, segments, query, keys=whole):
-    return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, segments, where, query, keys))
+  def one(q, own, query, keys=whole):
+    return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, own, where, query, keys))
 
   if static[-1] is None:
     found = jax.lax.map(lambda tile: one(*tile), (_cut(static, q), *_queries(static, q.shape[1], where)))
     out = _joined(found[0], q.shape[1])
   else:
-    segments, at = where[0], static[-1]
+    at = static[-1]
     parts = [
-      one(q[:, tile], None if segments is None else segments[:, tile], jnp.arange(tile.start, tile.stop) + at, keys)
-      for tile, keys in _tiles(static, q.shape[1])
+      one(q[:, tile], _part(where[0], tile), jnp.arange(tile.start, tile.stop) + at, keys)
+      for tile, keys in _tiles(static, q.shape[1], k.shape[1], where)
     ]
     found = tuple(zip(*parts, strict=True))
     out = jnp.concatenate(found[0], axis=1)
@@ -111,8 +113,8 @@ def _backward(static: _Static, saved, g: jax.Array):
   dk, dv, *_ = vary_alike(*(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), q, k, v, g, *jax.tree.leaves(where))
   whole = slice(0, k.shape[1])
 
-  def one(q, g, delta, segments, query, top, total, keys=whole):
-    mask = _mask(static, segments, where, query, keys)
+  def one(q, g, delta, own, query, top, total, keys=whole):
+    mask = _mask(static, own, where, query, keys)
     return _tile_backward(static, q, k[:, keys], v[:, keys], mask, top, total, g, delta)
 
   if static[-1] is None:
@@ -125,9 +127,9 @@ def _backward(static: _Static, saved, g: jax.Array):
     (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*cut, *_queries(static, q.shape[1], where), tops, totals))
     dq = _joined(dqs, q.shape[1])
   else:
-    segments, at, dqs = where[0], static[-1], []
-    for (tile, keys), top, total in zip(_tiles(static, q.shape[1]), tops, totals, strict=True):
-      query, own = jnp.arange(tile.start, tile.stop) + at, None if segments is None else segments[:, tile]
+    at, dqs = static[-1], []
+    for (tile, keys), top, total in zip(_tiles(static, q.shape[1], k.shape[1], where), tops, totals, strict=True):
+      query, own = jnp.arange(tile.start, tile.stop) + at, _part(where[0], tile)
       dq, dk_there, dv_there = one(q[:, tile], g[:, tile], delta_BTKG[:, tile], own, query, top, total, keys)
       dqs, dk, dv = [*dqs, dq], dk.at[:, keys].add(dk_there), dv.at[:, keys].add(dv_there)
     dq = jnp.concatenate(dqs, axis=1)
@@ -160,7 +162,7 @@ def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g
 _attend.defvjp(_forward, _backward)
 
 
-def _tiles(static: _Static, length: int) -> list[tuple[slice, slice]]:
+def _tiles(static: _Static, length: int, keys: int, where: _Where) -> list[tuple[slice, slice]]:
   """Queries of each tile, and the keys that any of them may see, where it is known where the queries stand."""
   _, _, window, tile, at = static
   assert at is not None
@@ -168,8 +170,13 @@ def _tiles(static: _Static, length: int) -> list[tuple[slice, slice]]:
   for start in range(0, length, tile):
     end = min(start + tile, length)
     first = 0 if window is None else max(0, at + start - window + 1) // 128 * 128  # whole tiles of a matrix unit
-    found.append((slice(start, end), slice(first, at + end)))
+    found.append((slice(start, end), slice(first, at + end if where[0].images is None else keys)))
   return found
+
+
+def _part(tokens: Tokens, tile: slice) -> Tokens:
+  """Of some positions."""
+  return jax.tree.map(lambda x: x[:, tile], tokens)
 
 
 def _cut(static: _Static, x_BT: jax.Array) -> jax.Array:
@@ -186,11 +193,12 @@ def _joined(x_nBt: jax.Array, length: int) -> jax.Array:
   return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])[:, :length]
 
 
-def _queries(static: _Static, length: int, where) -> tuple[jax.Array | None, jax.Array]:
-  """Of all tiles of a loop the segments [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
-  segments, _, first = where
+def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.Array]:
+  """Of all tiles of a loop segments and images [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
+  tokens, _, first = where
+  assert first is not None
   at = jnp.arange(length + -length % static[3]) + first
-  return None if segments is None else _cut(static, segments), at.reshape(-1, static[3])
+  return jax.tree.map(lambda x: _cut(static, x), tokens), at.reshape(-1, static[3])
 
 
 def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
@@ -202,11 +210,13 @@ def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
     return scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
 
 
-def _mask(static: _Static, segments_Bt: jax.Array | None, where, query: jax.Array, keys: slice) -> jax.Array:
-  """[B or 1, 1, 1, t, s]: which of some keys the queries of a tile see, given their segments and where they stand."""
-  mask = causal(query, jnp.arange(keys.start, keys.stop), window=static[2])
-  if segments_Bt is not None:
-    mask = mask & same_document(segments_Bt, where[1][:, keys])
+def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: slice) -> jax.Array:
+  """[B or 1, 1, 1, t, s]: which of some keys the queries of a tile see, given what they are and where they stand."""
+  others = _part(where[1], keys)
+  images = None if own.images is None or others.images is None else same_image(own.images, others.images)
+  mask = causal_mask(query, jnp.arange(keys.start, keys.stop), window=static[2], images=images)
+  if own.segments is not None and others.segments is not None:
+    mask = mask & same_document(own.segments, others.segments)
   return mask[:, None, None]
 
 
@@ -216,20 +226,32 @@ def _exponentials(scores, mask, top):
 
 
 def _run(
-  q_BTNH, k_BSKH, v_BSKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, keys: Keys | None = None
+  q_BTNH,
+  k_BSKH,
+  v_BSKV,
+  tokens: Tokens,
+  *,
+  window,
+  bidirectional_images,
+  scale,
+  precision,
+  rules,
+  keys: Keys | None = None,
+  causal: bool = True,
 ) -> jax.Array:
-  del bidirectional_images, rules
-  return blockwise_attention(
-    q_BTNH, k_BSKH, v_BSKV, tokens.segments, window=window, scale=scale, precision=precision, keys=keys
-  )
+  del rules
+  if not bidirectional_images:
+    tokens = Tokens(tokens.segments)
+  if not causal:
+    # Queries that stand behind all keys see all of them; an array, so that one loop goes through the tiles, which are alike.
+    keys = Keys(tokens, jnp.asarray(k_BSKH.shape[1]))
+  return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale, precision=precision, keys=keys)
 
 
 def _refuses(case: Case) -> list[str]:
   reasons = []
   if case.length // case.context <= TILE:
     reasons.append(f"rows of {case.length // case.context} positions are one tile (of {TILE}), which is dot_product")
-  if case.bidirectional_images:
-    reasons.append("the mask has bidirectional images")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons

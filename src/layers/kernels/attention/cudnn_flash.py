@@ -8,6 +8,8 @@ from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import Rules
 
+_LANES = 128
+
 
 def cudnn_attention(
   q_BTNH: jax.Array,
@@ -20,9 +22,15 @@ def cudnn_attention(
   scale: float,
   precision: Precision,
   rules: Rules,
+  causal: bool = True,
 ) -> jax.Array:
   """As ``registry.attend``; rows without images."""
   del bidirectional_images, precision, rules  # JAX partitions it by itself
+  length = q_BTNH.shape[1]
+  if not causal and (missing := -length % _LANES):  # causal rows that this would happen to are refused
+    segments = jnp.ones(q_BTNH.shape[:2], jnp.int32) if tokens.segments is None else tokens.segments
+    tokens = Tokens(jnp.pad(segments, ((0, 0), (0, missing))))
+    q_BTNH, k_BSKH, v_BSKV = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q_BTNH, k_BSKH, v_BSKV))
   B, T = q_BTNH.shape[:2]
   # JAX hands cuDNN values as wide as keys; what fills up those of latent attention adds nothing and is cut off.
   width = v_BSKV.shape[-1]
@@ -31,22 +39,22 @@ def cudnn_attention(
   with jax.named_scope("cudnn_attention"):
     if tokens.segments is None:
       out = jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKV, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+        q_BTNH, k_BSKH, v_BSKV, scale=scale, is_causal=causal, local_window_size=local, implementation="cudnn"
       )
       return out[..., :width]
-    mask_BTS = attention_mask(tokens, B, T, window=window, bidirectional_images=False)
+    mask_BTS = attention_mask(tokens, B, T, window=window, bidirectional_images=False, causal=causal)
     out = jax.nn.dot_product_attention(
       q_BTNH,
       k_BSKH,
       v_BSKV,
       mask=mask_BTS[:, None],
       scale=scale,
-      is_causal=True,
+      is_causal=causal,
       local_window_size=local,
       implementation="cudnn",
     )
     # cuDNN takes the mask as a finite bias, so a query that sees no key would get the mean of all values.
-    return jnp.where((tokens.segments > 0)[:, :, None, None], out[..., :width], 0)
+    return jnp.where((tokens.segments > 0)[:, :, None, None], out[..., :width], 0)[:, :length]
 
 
 def _refuses(case: Case) -> list[str]:
@@ -59,9 +67,9 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"value heads ({case.value_dim}) are wider than query heads ({case.head_dim})")
   if case.dtype not in ("bfloat16", "float16"):
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
-  if case.length % 128:
+  if case.causal and case.length % _LANES:
     # cuDNN's bfloat16 backward gave NaN gradients with a finite loss at length % 128 == 64 (pytorch issue 196678).
-    reasons.append(f"the row length {case.length} is not a multiple of 128")
+    reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
   if case.probabilities:

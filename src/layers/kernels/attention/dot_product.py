@@ -57,10 +57,12 @@ def _run(
   precision: Precision,
   rules: Rules,
   keys: Keys | None = None,
+  causal: bool = True,
 ) -> jax.Array:
   del rules  # the partitioner sees through all of it
   among = None if keys is None else (k_BSKH.shape[1], keys)
-  mask = attention_mask(tokens, *q_BTNH.shape[:2], window=window, bidirectional_images=bidirectional_images, among=among)
+  seen = {"window": window, "bidirectional_images": bidirectional_images, "among": among, "causal": causal}
+  mask = attention_mask(tokens, *q_BTNH.shape[:2], **seen)
   return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
 
 

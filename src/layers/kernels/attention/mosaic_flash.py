@@ -164,6 +164,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
   if jax.__version_info__ < _JAX:
     reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}")
+  if not case.causal:
+    reasons.append("queries see keys behind them")
   if case.context > 1:
     reasons.append(f"rows are split over {case.context} devices (context)")
   if case.head_dim not in (256, 512) or case.value_dim != case.head_dim:

@@ -40,6 +40,7 @@ class Case:
     query_heads, kv_heads: N and K.
     head_dim, value_dim: H and V.
     window: keys a query sees, itself included; None: all before it.
+    causal: a query sees no key behind it; False: all keys of its row, as patches of an image do.
     length: positions of a row, T = S.
     context: devices that the positions of a row are split over.
     bidirectional_images: tokens of one image see each other both ways.
@@ -56,6 +57,7 @@ class Case:
   length: int
   context: int = 1
   window: int | None = None
+  causal: bool = True
   bidirectional_images: bool = False
   probabilities: bool = False
   capability: str | None = None
@@ -74,8 +76,8 @@ class AttentionKernel:
     name: as the configuration has it.
     refuses: why it cannot do a case; empty where it can.
     run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
-      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. One that is not fused also takes ``keys``
-      (``masks.Keys``), where there are others than the queries' own.
+      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. It gets ``causal=False`` where it does not refuse
+      that. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
       is tried on the device before a run trusts it.
     named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
@@ -160,8 +162,9 @@ def attend(
   scale: float,
   precision: "Precision",
   rules: "Rules | None" = None,
+  causal: bool = True,
 ) -> "jax.Array":
-  """Causal self-attention of rows over themselves, by the kernel that ``choose`` picked.
+  """Self-attention of rows over themselves, by the kernel that ``choose`` picked.
 
   Args:
     name: of the kernel.
@@ -172,6 +175,7 @@ def attend(
     scale: multiplies the scores.
     precision: flags.
     rules: how the batch lies on the mesh in use; None: ``rules.RULES``.
+    causal: a query sees no key behind it; False: all of its document, and ``window`` is None.
 
   Returns:
     [B, T, N, V] in ``dtype``.
@@ -186,13 +190,16 @@ def attend(
   # Keys and values that a layer borrows may come from one of another dtype.
   q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
-  if tokens.one_document and tokens.segments is not None:
+  if not causal:
+    how["causal"] = False
+  elif tokens.one_document and tokens.segments is not None:
     # Padding sees what stands before it, and is seen by padding alone; the zeros keep its gradients from all of that.
     real_BT11, alone = (tokens.segments > 0)[:, :, None, None], Tokens(None, tokens.images)
     return jnp.where(real_BT11, attend(name, q_BTNH, k_BSKH, v_BSKV, alone, rules=rules, **how), 0)
-  if context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
+  if causal and context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
-  own = ("batch", "sequence", "heads")
-  of_kv = own if k_BSKH.shape[2] == q_BTNH.shape[2] else ("batch", "sequence", "kv_heads")
+  positions = "sequence" if causal else None  # of a row that nothing splits
+  own = ("batch", positions, "heads")
+  of_kv = own if k_BSKH.shape[2] == q_BTNH.shape[2] else ("batch", positions, "kv_heads")
   q, k, v = rules.share(q_BTNH, *own), rules.share(k_BSKH, *of_kv), rules.share(v_BSKV, *of_kv)
   return rules.share(kernel(name).run(q, k, v, tokens, rules=rules, **how), *own)

@@ -1,4 +1,5 @@
-"""Splash attention: JAX's fused TPU kernel, for rows of documents under a causal mask or a sliding window.
+"""Splash attention: JAX's fused TPU kernel, for rows of documents under a causal mask or a sliding window, and for patches of
+images, which see each other both ways.
 
 Scores and softmax are float32 inside the kernel and S x S numbers never exist, so a row's memory grows with its length
 and tiles that the mask leaves empty are skipped.
@@ -28,50 +29,55 @@ def splash_attention(
   window: int | None,
   scale: float,
   rules: Rules = RULES,
+  causal: bool = True,
   interpret: bool = False,
 ) -> jax.Array:
-  """Causal self-attention of each row over itself.
+  """Self-attention of each row over itself.
 
   On a mesh every device works on its own rows and heads: the partitioner cannot look into a kernel, and would gather them.
 
   Args:
     q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
-      head n // (N / K). On a TPU H is a multiple of 64, values are as wide as a multiple of 128, which may be another width. A
-      row that is not a multiple of 128 long is padded.
+      head n // (N / K). On a TPU H is a multiple of 64 and 128 at least, and values are as wide as a multiple of 128, which
+      may be another width: heads that are not causal are padded to that. So is a row, to a multiple of 128 positions.
     tokens: segments; images are not supported.
     window: keys a query sees, itself included; None: all before it.
     scale: multiplies the queries, in float32 before they are rounded to their dtype again.
     rules: how the batch lies on the mesh in use.
+    causal: a query sees no key behind it; False: all of its document.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
     [B, T, N, H of the values] in the dtype of q; zeros where the segment is 0.
   """
-  dtype, T = q_BTNH.dtype, q_BTNH.shape[1]
+  dtype, T, width = q_BTNH.dtype, q_BTNH.shape[1], v_BTKH.shape[-1]
   q = (q_BTNH.astype(jnp.float32) * scale).astype(dtype)
   segments = tokens.segments
   missing = -T % _LANES
-  if missing:
-    # Padding stands behind every query that counts, so the causal mask hides it.
-    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k_BTKH, v_BTKH))
-    segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, missing)))
-  else:
-    k, v = k_BTKH, v_BTKH
+  if missing and not causal and segments is None:
+    segments = jnp.ones(q.shape[:2], jnp.int32)
+  # Padding stands behind every query that counts, so a causal mask hides it; else it is another document.
+  segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, missing)))
+  wider = 0 if causal else -width % _LANES  # zeros add nothing to scores, and are cut off values
+  q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, wider))) for x in (q, k_BTKH, v_BTKH))
   rows = () if segments is None else (segments,)
-  out_BTNH = by_head(rules, _kernel(T + missing, window, interpret), q, k, v, *rows)[:, :T]
+  out_BTNH = by_head(rules, _kernel(T + missing, window, causal, interpret), q, k, v, *rows)[:, :T, :, :width]
   if tokens.segments is None:
     return out_BTNH
   # Padding sees padding in the kernel, which has no answer for a query that sees nothing.
   return jnp.where((tokens.segments > 0)[:, :, None, None], out_BTNH, 0)
 
 
-def _kernel(length: int, window: int | None, interpret: bool):
+def _kernel(length: int, window: int | None, causal: bool, interpret: bool):
   """The kernel over a batch: (q [B, T, N, H], k, v [B, T, K, H], segments [B, T] if any) -> [B, T, N, H]."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
   shape = (length, length)
-  mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+  if not causal:
+    mask = masks.FullMask(shape)
+  else:
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
   tile = next(b for b in (_TILE, _TILE // 2, _LANES) if length % b == 0)
   sizes = splash.BlockSizes(
     block_q=tile,
@@ -99,21 +105,26 @@ def _kernel(length: int, window: int | None, interpret: bool):
   return batch
 
 
-def _run(q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules) -> jax.Array:
+def _run(
+  q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, causal=True
+) -> jax.Array:
   del bidirectional_images, precision
   with jax.named_scope("splash_attention"):
-    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules)
+    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules, causal=causal)
 
 
 def _refuses(case: Case) -> list[str]:
   reasons = whole_rows(case)
   if case.platform != "tpu":
     reasons.append(f"it runs on TPUs, not on {case.platform}")
-  # Latent attention: queries of 192 (half a register's lanes are padding), values of 128.
-  if case.head_dim % (_LANES // 2) or case.head_dim < _LANES:
-    reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES // 2}, {_LANES} at least")
-  if case.value_dim % _LANES:
-    reasons.append(f"value heads of {case.value_dim} are not a multiple of {_LANES}")
+  if case.causal:
+    # Latent attention: queries of 192 (half a register's lanes are padding), values of 128.
+    if case.head_dim % (_LANES // 2) or case.head_dim < _LANES:
+      reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES // 2}, {_LANES} at least")
+    if case.value_dim % _LANES:
+      reasons.append(f"value heads of {case.value_dim} are not a multiple of {_LANES}")
+  elif case.head_dim < _LANES // 2 or case.value_dim != case.head_dim:
+    reasons.append(f"heads of {case.head_dim} and values of {case.value_dim} are not alike and {_LANES // 2} wide at least")
   if case.dtype != "bfloat16":
     reasons.append(f"dtype {case.dtype} is not bfloat16")
   if case.bidirectional_images:

@@ -21,15 +21,22 @@ AT = np.arange(T)
 SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), np.where(AT < 140, 3, 0)]), jnp.int32)
 
 
-def both(precision, segments, window, scale=0.7, tile=64):
-  mask = attention_mask(Tokens(segments), B, T, window=window, bidirectional_images=False)
+# Side by side and in two tiles, from one tile to the end of a third; none in two documents.
+IMAGES = jnp.asarray(
+  np.stack([np.where(AT < 20, 0, np.where(AT < 50, 1, np.where(AT < 74, 2, 0))), np.where(AT < 30, 0, 1)]), jnp.int32
+)
+
+
+def both(precision, segments, window, scale=0.7, tile=64, images=None):
+  tokens = Tokens(segments, images)
+  mask = attention_mask(tokens, B, T, window=window, bidirectional_images=True)
 
   def reference(q, k, v):
     out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision)[0]
     return jnp.sum(out.astype(jnp.float32) * G), out
 
   def tiled(q, k, v):
-    out = blockwise_attention(q, k, v, segments, window=window, scale=scale, precision=precision, tile=tile)
+    out = blockwise_attention(q, k, v, tokens, window=window, scale=scale, precision=precision, tile=tile)
     return jnp.sum(out.astype(jnp.float32) * G), out
 
   cast = [x.astype(precision.dtype) for x in (Q, KEYS, VALUES)]
@@ -38,8 +45,9 @@ def both(precision, segments, window, scale=0.7, tile=64):
 
 @pytest.mark.parametrize("window", [None, 1, 50], ids=str)
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
-def test_float32_values_and_gradients(segments, window):
-  ((_, want), want_grads), ((_, got), got_grads) = both(Precision(dtype="float32"), segments, window)
+@pytest.mark.parametrize("images", [None, IMAGES], ids=["text", "images"])
+def test_float32_values_and_gradients(images, segments, window):
+  ((_, want), want_grads), ((_, got), got_grads) = both(Precision(dtype="float32"), segments, window, images=images)
   np.testing.assert_allclose(got, want, atol=2e-6)
   for a, b in zip(got_grads, want_grads, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
@@ -63,7 +71,7 @@ def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tole
 @pytest.mark.parametrize(("product", "softmax"), [(True, True), (True, False), (False, True), (False, False)])
 def test_the_flags_decide_the_dtypes(product, softmax):
   precision = Precision(dtype="bfloat16", float32_qk_product=product, float32_logits=softmax)
-  run = lambda q, k, v: blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, tile=128)
+  run = lambda q, k, v: blockwise_attention(q, k, v, Tokens(), window=None, scale=1.0, precision=precision, tile=128)
   equations = named(run, Q, KEYS, VALUES, name="dot_general")
   first = [str(e.outvars[0].aval.dtype) for e in equations][::2]
   assert set(first) == {"float32" if product else "bfloat16"}
@@ -77,7 +85,7 @@ def test_extreme_scores_are_finite_forward_and_backward():
     assert all(np.isfinite(np.float32(x)).all() for x in (got, *grads))
 
 
-def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
+def test_long_rows_take_this_way_and_short_ones_the_reference():
   def count(length, images=None, window=None):
     x = [jnp.zeros((1, length, 1, 4))] * 3
     case = Case(
@@ -94,7 +102,10 @@ def test_long_rows_take_this_way_and_short_ones_and_images_the_reference():
   assert count(512) == [(512, 512)]
   assert count(1100) == [(512, 512), (512, 1024), (76, 1100)]
   assert count(1100, window=130) == [(512, 512), (512, 768), (76, 332)]
-  assert count(1100, images=jnp.zeros((1, 1100), jnp.int32)) == [(1100, 1100)]
+  images = jnp.zeros((1, 1100), jnp.int32)
+  assert count(512, images[:, :512]) == [(512, 512)]
+  assert count(1100, images) == [(512, 1100), (512, 1100), (76, 1100)]
+  assert count(1100, images, window=130) == [(512, 1100), (512, 844), (76, 332)]
 
 
 def test_cotangents_whose_difference_leaves_float16():
@@ -105,7 +116,7 @@ def test_cotangents_whose_difference_leaves_float16():
   q, k = jnp.zeros((1, t, 1, 2), jnp.float16), jnp.ones((1, t, 1, 2), jnp.float16).at[0, 0].set(2)
 
   def out(q):
-    return blockwise_attention(q, k, v, None, window=None, scale=1.0, precision=precision, tile=4)
+    return blockwise_attention(q, k, v, Tokens(), window=None, scale=1.0, precision=precision, tile=4)
 
   (dq,) = jax.vjp(out, q)[1](jnp.full((1, t, 1, 1), 4e4, jnp.float16))
   n = np.arange(1, t + 1)  # keys that a query sees, all alike: p = 1 / n, and the first key stands out by 8e4 * (1 - p)
