@@ -140,7 +140,11 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   objective, model = program.objective, program.model
   activations, everything = saved or activation_bytes(program)
   if t.remat_policy != "none":
-    activations += everything // len(model.decoder.layers)
+    tower = model.decoder.cfg.vision
+    paths = [{entry.key for entry in path} for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
+    # A tower without gradients keeps nothing.
+    beside = tower.num_layers if tower and any({"vision", "layers"} <= names for names in paths) else 0
+    activations += everything // (len(model.decoder.layers) + beside)
   return MemoryEstimate(
     parameters=_bytes(state["params"], numbers),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),

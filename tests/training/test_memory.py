@@ -40,6 +40,19 @@ def test_a_gpu_holds_the_gradients_of_layers_in_a_loop_twice():
     assert "copies" not in memory.table(other, None)
 
 
+def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():
+  """A tower of more layers keeps more between them, and a layer of it is as large as before."""
+
+  def again(layers: int, tower: str) -> int:
+    words = ["use_multimodal=true", f"num_hidden_layers_for_vit={layers}", f"vision_tower={tower}", "remat_policy=full"]
+    program = make_program(load_config("gemma4-tiny", words).config)
+    kept = memory.activation_bytes(program)
+    return memory.estimate(program, saved=kept).activations - kept[0]
+
+  assert again(40, "trained") == pytest.approx(again(20, "trained"), rel=0.2)
+  assert again(40, "frozen") == again(20, "frozen")
+
+
 def test_the_gradient_of_a_head_in_chunks_is_counted_once(monkeypatch):
   """The loss keeps it for the backward pass, but it is the gradient already."""
   program = make_program(load_config("gemma4-tiny", ["num_vocab_tiling=4", "remat_policy=none"]).config)
