@@ -83,6 +83,11 @@ class _Program:
       f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else ""
     )
 
+  def operands(self, product: Instruction) -> tuple[str, ...]:
+    """The dtypes of a product's two. Beside a float32 one, a narrower one is what a compiler reads where the program widens."""
+    dtypes = product.operands[:2]
+    return ("f32",) * len(dtypes) if self.compiled and "f32" in dtypes else dtypes
+
   def kept(self, judged: tuple[Verdict, str], flag: bool, *sites: str) -> tuple[Verdict, str]:
     """The same verdict, unless a float32 number of these sites is rounded to 16 bits although the flag forbids it."""
     verdict, evidence = judged
@@ -155,9 +160,7 @@ def _by_signs(p: _Program, key: PrecisionKey) -> tuple[Verdict, str]:
   found: list[str] = []
   for sign in key.signs:
     for i in p.forward(sign.scope, kinds=sign.kinds):
-      dtypes = i.operands[:2] if sign.side == "operands" else i.results[:1]
-      # Beside a float32 operand a narrower one is what a compiler reads where the program widened it: nothing is lost.
-      found += ["f32"] * len(dtypes) if p.compiled and "f32" in dtypes else dtypes
+      found += p.operands(i) if sign.side == "operands" else i.results[:1]
   judged = _with_fused(p, flag, found, key.shown) if key.fused else p.judge(found, _wide(p, flag), key.shown)
   return p.kept(judged, flag, *key.scopes)
 
@@ -179,7 +182,7 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
       continue
     if _in_float8(p, i):
       continue
-    found += i.operands[:2]
+    found += p.operands(i)
   return _NO_OTHER if _all_low(p, found) else p.judge(found, asked, "operands of products")
 
 

@@ -42,7 +42,8 @@ def build_decoder(
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
     scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
     remat_policy: what a layer keeps for the backward pass.
-    attention: the kernel, "auto" for the fastest that honours mask and flags, as a tower has it whatever is named.
+    attention: the kernel, "auto" for the fastest that honours mask and flags; a tower has that with any fused one, and plain
+      XLA where the layers shall have it.
     grouped_product: the kernel of experts, likewise.
     platform: "cpu", "gpu" or "tpu", where the program will run.
     rules: how parameters and activations are split over a mesh.

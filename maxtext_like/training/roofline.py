@@ -5,6 +5,7 @@ transfers that the program waits for are added.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation,
         of_values = kernel.products(name) // 2
         wide = (kernel.products(name) - of_values) * size + of_values * v[-1]
         # In a vision tower all patches of an image see each other.
-        pairs = length**2 if "vision" in scopes else visible_pairs(length, window)
+        pairs = length**2 if re.search(r"\bvision\b", op.path) else visible_pairs(length, window)
         return 2.0 * wide * math.prod(heads) * pairs
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
     rows, weights = ([a for a in floats if len(a.shape) == rank] for rank in (2, 3))

@@ -147,6 +147,13 @@ def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
   return (jax.lax.optimization_barrier(total) if barred else total).astype(dtype)
 
 
+def adds_up_whole_weights() -> bool:
+  """Whether devices add up whole gradients of weights, along some axis that does not split them to save memory. Along those
+  that do each device takes a part of the sum, and compilers leave its dtype alone."""
+  mesh = free_mesh()
+  return mesh is not None and not set(free_axes(mesh)) <= {"fsdp", "expert"}
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _widened(dtype: Any, p: jax.Array) -> Any:
   del dtype
@@ -222,9 +229,24 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-  """x marked as varying over the manual mesh axes (inside shard_map), so that it can stand beside values that vary."""
+  """x marked as varying over the manual mesh axes (inside shard_map), so that it can stand beside values that vary. Gradients
+  of it are added up over these axes in float32."""
   missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
-  return jax.lax.pcast(x, missing, to="varying") if missing else x
+  varied: Any = _varied(missing, x) if missing else x
+  return varied
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _varied(axes: tuple[str, ...], x: jax.Array) -> Any:
+  return jax.lax.pcast(x, axes, to="varying")
+
+
+def _varied_backward(axes: tuple[str, ...], _, g: jax.Array):
+  total = jax.lax.psum(g.astype(jnp.float32) if g.dtype.itemsize == 2 else g, axes)
+  return ((total if total.dtype == g.dtype else jax.lax.optimization_barrier(total)).astype(g.dtype),)
+
+
+_varied.defvjp(lambda axes, x: (_varied(axes, x), None), _varied_backward)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -18,7 +18,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.grouped.registry import Name, kernel
-from maxtext_like.layers.partition import in_float32, on_one_cpu, rounded_sum, shared_sums, together, vary_alike
+from maxtext_like.layers.partition import (
+  adds_up_whole_weights,
+  in_float32,
+  on_one_cpu,
+  rounded_sum,
+  shared_sums,
+  together,
+  vary_alike,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -296,7 +304,9 @@ def _product_bwd(how, saved, g):
   dx = how.multiply(f"{result},{y_axes}->{x_axes}", g, y, of_x)
 
   def dy_of(g):
-    return how.multiply(f"{result},{x_axes}->{y_axes}", g, x, of_y).astype(saved[1].dtype)
+    total = how.multiply(f"{result},{x_axes}->{y_axes}", g, x, of_y)
+    late = total.dtype == jnp.float32 and adds_up_whole_weights()
+    return rounded_sum(total, saved[1].dtype) if late else total.astype(saved[1].dtype)
 
   kept = next(a for a in y_axes if a in result)
   in_y, in_g, columns = y_axes.index(kept), result.index(kept), saved[1].shape[y_axes.index(kept)]

@@ -9,6 +9,7 @@ the equation (``Equation.summed``); axes and shapes of scales and adapters follo
 """
 
 import abc
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import by_copy, own_zero, together, vary_alike, weight_copies
+from maxtext_like.layers.partition import by_copy, own_zero, rounded_sum, together, vary_alike, weight_copies
 from maxtext_like.layers.precision import Precision
 
 
@@ -119,9 +120,20 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   if copies == 1 or index.shape[0] % copies:
     return precision.cast(_rows(weight, index))
   # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
-  every = by_copy(jnp.broadcast_to(weight, (copies, *weight.shape)))
+  every = by_copy(_in_copies(copies, weight))
   rows = jax.vmap(_rows)(every, index.reshape(copies, -1, *index.shape[1:]))
   return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_copies(count: int, table: jax.Array) -> Any:
+  return jnp.broadcast_to(table, (count, *table.shape))
+
+
+_in_copies.defvjp(
+  lambda count, table: (_in_copies(count, table), None),
+  lambda count, _, g: (rounded_sum(jnp.sum(g.astype(jnp.float32), axis=0), g.dtype),),
+)
 
 
 def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -138,7 +150,7 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
   def backward(index, gradient):
     zero, gradient = own_zero(gradient.astype(jnp.float32))
     total = jnp.broadcast_to(zero, like.shape).at[index].add(gradient)
-    return total.astype(like.dtype), None
+    return rounded_sum(total, like.dtype), None
 
   rows.defvjp(lambda table, index: (table[index], index), backward)
   return rows(*vary_alike(table, index))

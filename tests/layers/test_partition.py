@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from equations import named
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from maxtext_like.layers.param import shardings
-from maxtext_like.layers.partition import Held, on_devices
+from maxtext_like.layers.partition import Held, on_devices, vary
 from maxtext_like.layers.rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -84,3 +85,18 @@ def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_
   assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], which fills tiles by its 128
   assert orders("tpu", columns=256) == [(0, 1, 2)] * 2
   assert orders("cpu") == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_what_is_marked_as_varying_are_added_up_in_float32(dtype):
+  mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+  def loss(w, x):
+    own = lambda w, x: jnp.sum((x * vary(w, ("data",))).astype(jnp.float32))[None]
+    return jnp.sum(on_devices(own, mesh, (PartitionSpec(), PartitionSpec("data")), PartitionSpec("data"))(w, x))
+
+  w, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((3,), (8, 3)))
+  found = jax.make_jaxpr(jax.grad(loss))(w, x)
+  assert found.jaxpr.outvars[0].aval.dtype == dtype
+  sums = named(jax.grad(loss), w, x, name="psum_invariant")
+  assert [e.outvars[0].aval.dtype.name for e in sums] == ["float32"]

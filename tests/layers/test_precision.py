@@ -225,6 +225,17 @@ def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(found)(p, x)[0], gradient(p, x), err_msg=name)
 
 
+@pytest.mark.parametrize(
+  ("axes", "barred"), [(("fsdp",), 0), (("fsdp", "expert"), 0), (("data",), 1), (("fsdp", "context"), 1)]
+)
+def test_the_gradient_of_a_weight_is_rounded_behind_the_sum_where_it_is_added_up_whole(axes, barred):
+  mesh = jax.sharding.AbstractMesh((2,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+  gradient = jax.grad(lambda w, x: jnp.sum(Precision(dtype="bfloat16").einsum("BTD,DF->BTF", x, w).astype(jnp.float32)))
+  x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 3, 8), (8, 6)))
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert str(jax.make_jaxpr(gradient)(w, x)).count("= optimization_barrier") == barred
+
+
 def test_a_large_table_s_gradient_is_made_in_parts(monkeypatch):
   precision = Precision(dtype="bfloat16")
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

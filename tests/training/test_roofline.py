@@ -55,6 +55,10 @@ def test_kernels_count_what_their_masks_leave():
   for name, products in {"splash_mha_fwd_residuals": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}.items():
     op = call(name, f"jit(step)/jvp()/while/body/stack_0/layer_0/attention/{name}/pallas_call")
     assert of(op, [*tables, q, k, k]) == products * 2 * 32 * 256 * pairs
+  # Patches of an image all see each other.
+  for tower in ("jvp(vision)", "transpose(jvp(vision))", "vision"):
+    op = call("splash_mha_dq", f"jit(step)/{tower}/while/body/checkpoint/attention/splash_mha_dq/pallas_call")
+    assert of(op, [*tables, q, q, q]) == 3 * 2 * 32 * 256 * 2048**2
   wide = Array("bf16", (32, 2048, 512))
   path = "jit(step)/jvp()/stack_1/layer_0/attention/splash_mha_fwd/pallas_call"
   assert of(call("splash_mha_fwd", path), [*tables, wide, wide, wide]) == 2 * 2 * 32 * 512 * visible_pairs(2048)

@@ -191,6 +191,8 @@ def attend(
   q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
   if not causal:
+    assert window is None
+    assert not bidirectional_images
     how["causal"] = False
   elif tokens.one_document and tokens.segments is not None:
     # Padding sees what stands before it, and is seen by padding alone; the zeros keep its gradients from all of that.
