@@ -21,7 +21,7 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, vary
+from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, repeated, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.rules import Rules
@@ -154,7 +154,7 @@ class MLA:
     """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
     kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b, large=True)
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
-    k_rope = jnp.broadcast_to(k_rope_BSP[:, :, None], (*k_nope.shape[:3], self.cfg.rope_dim))
+    k_rope: jax.Array = repeated(k_rope_BSP, k_nope.shape[2], 2)
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
   def case(self, length: int, *, images: bool, context: int = 1) -> Case:

@@ -169,6 +169,19 @@ def in_float32(p: jax.Array) -> jax.Array:
   return widened
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def repeated(x: jax.Array, count: int, axis: int) -> Any:
+  """x so many times side by side along a new axis, which devices may share; its gradient is a ``rounded_sum`` over that."""
+  shape = (*x.shape[:axis], count, *x.shape[axis:])
+  return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
+
+
+repeated.defvjp(
+  lambda x, count, axis: (repeated(x, count, axis), None),
+  lambda count, axis, _, g: (rounded_sum(jnp.sum(g.astype(jnp.float32), axis=axis), g.dtype),),
+)
+
+
 def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A float32 zero, of which arrays to add to are made, and x, before which it is not there.
 

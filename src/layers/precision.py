@@ -245,6 +245,15 @@ class _How:
     first, second = operands.split(",")
     return not set(first).isdisjoint(set(second) & set(out))
 
+  def rounded(self, spec: str, total: jax.Array, dtype: Any) -> jax.Array:
+    """A product in a dtype. Of a sum over heads or a hidden size, which ``tensor`` splits, each device has a part; D, the width
+    of the residual stream, is whole everywhere."""
+    operands, out = spec.split("->")
+    first, second = operands.split(",")
+    summed = set(first) & set(second) - set(out)
+    shared = self.parts == "all" and total.dtype == jnp.float32 and not summed <= {"D"}
+    return rounded_sum(total, dtype) if shared else total.astype(dtype)
+
   def operand(self, x: jax.Array, dtype: str = float8.NUMBERS) -> jax.Array | float8.Scaled:
     """As it is multiplied."""
     return float8.scaled(x, dtype) if self.low else x
@@ -271,7 +280,7 @@ _plus.defvjp(lambda dtype, x, p: (_plus(dtype, x, p), p), _plus_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, y: jax.Array) -> Any:
   wide = jnp.float32 if how.parts == "all" else how.out
-  return how.multiply(how.spec, how.operand(x), how.operand(y), wide).astype(how.out)
+  return how.rounded(how.spec, how.multiply(how.spec, how.operand(x), how.operand(y), wide), how.out)
 
 
 def _product_fwd(how, x, y):
@@ -301,7 +310,8 @@ def _product_bwd(how, saved, g):
   own = saved[0].dtype if how.low else None
   of_x = jnp.float32 if how.parts == "all" else own
   of_y = jnp.float32 if how.parts == "all" or of_weight else own
-  dx = how.multiply(f"{result},{y_axes}->{x_axes}", g, y, of_x)
+  of_dx = f"{result},{y_axes}->{x_axes}"
+  dx = how.multiply(of_dx, g, y, of_x)
 
   def dy_of(g):
     total = how.multiply(f"{result},{x_axes}->{y_axes}", g, x, of_y)
@@ -324,7 +334,7 @@ def _product_bwd(how, saved, g):
     dy = jnp.moveaxis(dy, 0, in_y).reshape(saved[1].shape)
   else:
     dy = dy_of(g)
-  dx = dx.astype(saved[0].dtype)
+  dx = how.rounded(of_dx, dx, saved[0].dtype)
   return together(dx, dy) if of_weight and saved[1].size * 4 >= _LARGE_BYTES else (dx, dy)
 
 

@@ -9,7 +9,6 @@ the equation (``Equation.summed``); axes and shapes of scales and adapters follo
 """
 
 import abc
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import by_copy, own_zero, rounded_sum, together, vary_alike, weight_copies
+from maxtext_like.layers.partition import by_copy, own_zero, repeated, rounded_sum, together, vary_alike, weight_copies
 from maxtext_like.layers.precision import Precision
 
 
@@ -120,20 +119,9 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   if copies == 1 or index.shape[0] % copies:
     return precision.cast(_rows(weight, index))
   # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
-  every = by_copy(_in_copies(copies, weight))
+  every = by_copy(repeated(weight, copies, 0))
   rows = jax.vmap(_rows)(every, index.reshape(copies, -1, *index.shape[1:]))
   return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_copies(count: int, table: jax.Array) -> Any:
-  return jnp.broadcast_to(table, (count, *table.shape))
-
-
-_in_copies.defvjp(
-  lambda count, table: (_in_copies(count, table), None),
-  lambda count, _, g: (rounded_sum(jnp.sum(g.astype(jnp.float32), axis=0), g.dtype),),
-)
 
 
 def _rows(table: jax.Array, index: jax.Array) -> jax.Array:

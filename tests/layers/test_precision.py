@@ -226,9 +226,10 @@ def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind
 
 
 @pytest.mark.parametrize(
-  ("axes", "barred"), [(("fsdp",), 0), (("fsdp", "expert"), 0), (("data",), 1), (("fsdp", "context"), 1)]
+  ("axes", "barred"), [(("fsdp",), 0), (("fsdp", "expert"), 0), (("data",), 1), (("fsdp", "context"), 2)]
 )
 def test_the_gradient_of_a_weight_is_rounded_behind_the_sum_where_it_is_added_up_whole(axes, barred):
+  """With an axis that may split heads or the hidden size also what sums over those: the gradient of x here."""
   mesh = jax.sharding.AbstractMesh((2,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
   gradient = jax.grad(lambda w, x: jnp.sum(Precision(dtype="bfloat16").einsum("BTD,DF->BTF", x, w).astype(jnp.float32)))
   x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 3, 8), (8, 6)))
