@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers import partition
 from maxtext_like.layers.dropout import Dropout, row_keys
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.layers.param import Param, fan_in, init, stack
@@ -74,6 +75,24 @@ def test_a_product_and_its_gradients_are_those_of_the_merged_weight(dtype):
     a, b = getattr(d_got, name), getattr(d_want, name)
     assert a.dtype == jnp.float32
     np.testing.assert_allclose(a, b, atol=tolerance * float(jnp.max(jnp.abs(b))))
+
+
+def test_on_one_gpu_the_gradients_of_an_addition_come_as_soon_as_they_can(monkeypatch):
+  x, w = jax.random.normal(jax.random.key(0), (2, 3, 5)), jax.random.normal(jax.random.key(1), (5, 7))
+  a, b = jax.random.normal(jax.random.key(2), (5, 2)), jax.random.normal(jax.random.key(3), (2, 7))
+  layout = Layout.of(Param(w.shape, ("embed", "mlp"), "float32", fan_in(0)))
+
+  def gradients(x, a, b):
+    out = lambda x, a, b: product(Precision(dtype="float32"), "BSD,DF->BSF", x, LowRank(w, a, b, layout, 2.0))
+    return jax.grad(lambda *given: jnp.sum(out(*given) ** 2), argnums=(0, 1, 2))(x, a, b)
+
+  plain = gradients(x, a, b)
+  barriers = lambda: str(jax.make_jaxpr(lambda *given: gradients(*given))(x, a, b)).count("optimization_barrier")
+  assert barriers() == 0
+  monkeypatch.setattr(partition, "on_gpu", lambda: True)
+  assert barriers() == 2
+  for one, other in zip(plain, gradients(x, a, b), strict=True):
+    np.testing.assert_array_equal(one, other)
 
 
 def test_an_addition_on_an_addition():
