@@ -37,7 +37,8 @@ class MemoryEstimate:
     copies: on a GPU with layers in a loop, without accumulation: as much as the gradients once more, which XLA's programs
       were measured to take (docs/compile.md).
     activations: what the forward pass keeps for the backward pass, and what it works in.
-    logits: of a piece, and their gradient.
+    logits: of a piece, and their gradient; of an adapter's run on a GPU what is more than the backward pass of the layers takes
+      after it.
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
   """
 
@@ -134,26 +135,34 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _together(gradient, numbers) if t.optimizer_in_backward else _bytes(gradient, numbers)
   looped = t.scan_layers and t.gradient_accumulation_steps == 1 and not t.optimizer_in_backward
-  copies = gradients if looped and program.model.decoder.layers[0].cfg.mixer.platform == "gpu" else 0
+  platform = program.model.decoder.layers[0].cfg.mixer.platform
+  copies = gradients if looped and platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
   objective, model = program.objective, program.model
   activations, everything = saved or activation_bytes(program)
+  again = 0
   if t.remat_policy != "none":
     tower = model.decoder.cfg.vision
     paths = [{entry.key for entry in path} for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
     # A tower without gradients keeps nothing.
     beside = tower.num_layers if tower and any({"vision", "layers"} <= names for names in paths) else 0
-    activations += everything // (len(model.decoder.layers) + beside)
+    again = everything // (len(model.decoder.layers) + beside)
+  dequantised = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
+  logits = objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
+  logits //= model.ways("sequence") * model.ways("vocab")
+  if program.adapter is not None and platform == "gpu":
+    whole = program.adapter.replaced(gradient)
+    with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
+    logits = max(0, logits - (_bytes(gradient) - with_logits) - copies - again - dequantised)
   return MemoryEstimate(
     parameters=_bytes(state["params"], numbers),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
     gradients=gradients,
     copies=copies,
-    activations=activations,
-    logits=objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
-    // (model.ways("sequence") * model.ways("vocab")),
-    dequantised=0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize),
+    activations=activations + again,
+    logits=logits,
+    dequantised=dequantised,
   )
 
 
@@ -206,7 +215,8 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
   """The estimate for people, in GB (1e9 bytes) of one device."""
   parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)]
-  rows = [*((name, size) for name, size in parts if size or name not in ("copies", "dequantised")), ("together", need.total)]
+  always = ("parameters", "optimizer", "gradients", "activations")
+  rows = [*((name, size) for name, size in parts if size or name in always), ("together", need.total)]
   lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")

@@ -13,6 +13,7 @@ from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.program import make_program
+from maxtext_like.training.topologies import find_gpus
 
 
 @functools.cache
@@ -79,6 +80,31 @@ def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
   monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
   kept = memory.activation_bytes(program)[0]
   assert kept - once == 4 * math.prod(program.spec["head"]["kernel"].shape) // 2
+
+
+def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other(monkeypatch):
+  """Of a large vocabulary most of the logits count, of a small one none; a table that is trained whole is there with them."""
+  words = ["lora_rank=2", "per_device_batch_size=1", "max_target_length=64"]
+  host = find_gpus("h100")
+  assert host is not None
+
+  def on_a_gpu(*more: str) -> memory.MemoryEstimate:
+    return memory.for_gpus(load_config("gemma4-tiny", [*words, *more]).config, host)[1]
+
+  def later(need: memory.MemoryEstimate, *more: str) -> int:
+    kept = memory.activation_bytes(make_program(load_config("gemma4-tiny", [*words, *more]).config, platform="gpu"))[0]
+    return need.gradients + need.copies + need.activations - kept
+
+  raw = 1 << 30
+  monkeypatch.setattr(LanguageModelling, "logit_bytes", lambda *_: raw)
+  need = on_a_gpu()
+  assert need.logits == raw - later(need)
+  table = ["modules_to_save=[embed_tokens]", "lora_modules=[q_proj]"]
+  need = on_a_gpu(*table)
+  program = make_program(load_config("gemma4-tiny", [*words, *table]).config)
+  assert need.logits == raw - later(need, *table) + 4 * math.prod(program.spec["embedding"]["table"].shape)
+  monkeypatch.setattr(LanguageModelling, "logit_bytes", lambda *_: 1000)
+  assert on_a_gpu().logits == 0
 
 
 def slow(*values):
