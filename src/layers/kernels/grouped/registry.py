@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["pallas_tpu", "rounds", "ragged_dot", "tiles"]
+Name = Literal["pallas_tpu", "pallas_gpu", "rounds", "ragged_dot", "tiles"]
 NAMES: tuple[Name, ...] = get_args(Name)
 """In the order in which "auto" prefers them, where they do no more than the useful work."""
 
-Choice = Literal["auto", "pallas_tpu", "rounds", "ragged_dot", "tiles"]
+Choice = Literal["auto", "pallas_tpu", "pallas_gpu", "rounds", "ragged_dot", "tiles"]
 """What a configuration may ask for."""
 
 

@@ -1,5 +1,6 @@
 """Every grouped kernel against a product written out row by row, in float64: values and both gradients."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -25,6 +26,7 @@ SIZES = {
   "whole tiles": [8, 16, 8, 0, 5],
 }
 D, F = 6, 10
+PLAIN = [name for name in NAMES if name != "pallas_gpu"]  # which has 16-bit operands only, and tests of its own
 
 
 @functools.cache
@@ -60,7 +62,7 @@ def arrays(sizes, dtype="float32", seed=0):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_values_and_gradients(name, sizes, dtype):
   given_ = arrays(sizes, dtype)
   tolerance = {"float32": 2e-6, "bfloat16": 8e-3}[dtype]  # a few roundings, relative to the largest value
@@ -165,6 +167,13 @@ def test_the_choice():
     choose("ragged_dot", Case(platform="tpu", dtype="float16"))
   with pytest.raises(ValueError, match="grouped_product=pallas_tpu cannot be used here: it runs on TPUs, not on gpu"):
     choose("pallas_tpu", Case(platform="gpu", dtype="bfloat16"))
+  old = jax.__version_info__ < (0, 11)
+  with pytest.raises(ValueError, match=r"it needs JAX 0\.11, and this is") if old else contextlib.nullcontext():
+    assert choose("pallas_gpu", Case(platform="gpu", dtype="bfloat16")).name == "pallas_gpu"
+  with pytest.raises(
+    ValueError, match="pallas_gpu cannot be used here: it runs on Hopper GPUs, not on cpu; it has no float32 "
+  ):
+    choose("pallas_gpu", Case(platform="cpu", dtype="float32"))
   assert {name: kernel(name).name for name in NAMES} == {name: name for name in NAMES}
   assert registry.Choice.__args__ == ("auto", *NAMES)
 

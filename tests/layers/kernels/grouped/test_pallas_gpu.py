@@ -1,0 +1,125 @@
+"""The grouped kernel of Hopper GPUs: its list of tiles, and its numbers in Pallas' interpreter against products in float64.
+
+Compiled for a GPU it has a self-test, as every fused kernel.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxtext_like.layers.kernels.grouped import pallas_gpu
+from maxtext_like.layers.kernels.grouped.pallas_gpu import Tiles, product, row_counts, rows_worked_on
+
+# JAX 0.10 can neither compile nor interpret the kernels.
+INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
+interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=6), st.sampled_from([32, 96, 256]))
+def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
+  counts = row_counts(most)
+  rows, ends = sum(sizes), np.cumsum(sizes)
+  visits, number = jax.jit(pallas_gpu._visits, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), rows, counts)
+  assert number[0] <= visits.shape[1]
+  seen, worked = np.zeros(rows, int), 0
+  for group, row, kind, valid in np.asarray(visits).T[: number[0]]:
+    assert ends[group] - sizes[group] <= row
+    assert row + valid <= ends[group]
+    assert valid == min(counts[kind], sizes[group])
+    assert counts[kind] - 32 < valid
+    seen[row : row + valid] += 1
+    worked += counts[kind]
+  assert (seen > 0).all()
+  assert worked <= rows_worked_on(rows, len(sizes))
+
+
+def test_work_in_the_sizes_of_models():
+  """Per mean group; what the last tiles are rounded up by."""
+  for rows, groups, most in ((32768, 128, 1.13), (131072, 128, 1.04), (32768, 256, 1.25)):
+    sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
+    counts = row_counts(256)
+    visits, number = pallas_gpu._visits(sizes, rows, counts)
+    worked = np.asarray(counts)[np.asarray(visits)[2, : number[0]]].sum()
+    assert rows <= worked <= rows_worked_on(rows, groups)
+    assert rows_worked_on(rows, groups) <= most * rows
+
+
+def test_the_gradient_of_the_weights_has_tiles_that_divide_it():
+  """gemma4-26b both ways, DeepSeek V3, sizes that none divides."""
+  assert pallas_gpu._wide((2816, 704), 256) == (True, 256)
+  assert pallas_gpu._wide((704, 2816), 256) == (False, 256)
+  assert pallas_gpu._wide((7168, 2048), 256) == (False, 256)
+  assert pallas_gpu._wide((1152, 704), 256) == (True, 192)
+  assert pallas_gpu._wide((704, 448), 256) == (False, 256)
+  assert pallas_gpu._wide((64, 64), 256) == (False, 64)
+
+
+@functools.cache
+def compiled(tiles):
+  def run(x, w, sizes, g):
+    out, back = jax.vjp(lambda x, w: product(x, w, sizes, tiles=tiles, interpret=INTERPRETER()), x, w)
+    return out, *back(g)
+
+  return run
+
+
+SMALL = Tiles(rows=64, columns=128, stages=2, high=128, wide=128, weight_stages=2)
+CASES = {
+  "borders and no one's rows": ([10, 0, 70, 3, 40], 128, 64, 64, SMALL),
+  "one takes all, a warpgroup has no columns": ([0, 100, 0], 100, 64, 192, SMALL),
+  "few rows": ([2, 1], 5, 20, 10, SMALL),
+  "wide tiles": ([97, 0, 31, 72], 200, 128, 256, Tiles(rows=96, columns=256, stages=3, high=128, wide=128, weight_stages=2)),
+  "the gradient's tiles lie across": ([40, 0, 31, 9], 90, 256, 64, Tiles(rows=96, stages=2, weight_stages=2)),
+}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("sizes", "M", "S", "C", "tiles"), CASES.values(), ids=CASES)
+def test_values_and_gradients(sizes, M, S, C, tiles, dtype, monkeypatch):
+  monkeypatch.setattr(pallas_gpu, "_BLOCKS", 2)
+  keys = jax.random.split(jax.random.key(1), 3)
+  shapes = ((M, S), (len(sizes), S, C), (M, C))
+  x, w, g = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
+  used = sum(sizes)
+  got = compiled(tiles)(x.at[used:].set(jnp.nan), w, jnp.asarray(sizes, jnp.int32), g.at[used:].set(jnp.nan))
+  out, dx, dw = (np.asarray(a, np.float64) for a in got)
+  assert {a.dtype.name for a in got} == {dtype}
+  assert not out[used:].any()
+  assert not dx[used:].any()
+  x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
+  tolerance = {"bfloat16": 4e-3, "float16": 5e-4}[dtype]  # half a unit in the last place
+  for i, end in enumerate(np.cumsum(sizes)):
+    own = slice(end - sizes[i], end)
+    for found, wanted in ((out[own], x[own] @ w[i]), (dx[own], g[own] @ w[i].T), (dw[i], x[own].T @ g[own])):
+      np.testing.assert_allclose(found, wanted, atol=tolerance * np.abs(wanted).max(initial=0.1))
+
+
+@interpreted
+@pytest.mark.slow
+def test_nothing_of_one_group_reaches_another(monkeypatch):
+  """NaN in the rows and the matrix of the second group."""
+  monkeypatch.setattr(pallas_gpu, "_BLOCKS", 2)
+  x, w, g = jnp.ones((80, 64), jnp.bfloat16), jnp.ones((3, 64, 64), jnp.bfloat16), jnp.ones((80, 64), jnp.bfloat16)
+  sizes = jnp.asarray([30, 11, 39], jnp.int32)
+  out, dx, dw = compiled(SMALL)(x.at[30:41].set(jnp.nan), w.at[1].set(jnp.nan), sizes, g)
+  others = np.r_[0:30, 41:80]
+  assert (np.asarray(out)[others] == 64).all()
+  assert (np.asarray(dx)[others] == 64).all()
+  assert (np.asarray(dw)[0] == 30).all()
+  assert (np.asarray(dw)[2] == 39).all()
+  assert np.isnan(np.asarray(out, np.float32)[30:41]).all()
+
+
+def test_other_dtypes_are_refused():
+  with pytest.raises(ValueError, match="pallas_gpu: x is float32 and w float32; both have to be bfloat16 or float16"):
+    product(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.asarray([4, 4]))
