@@ -31,6 +31,7 @@ def build_decoder(
   attention: Choice = "auto",
   grouped_product: grouped.Choice = "auto",
   platform: str = "cpu",
+  capability: str | None = None,
   rules: Rules = RULES,
 ) -> Decoder:
   """The decoder of a configuration.
@@ -46,6 +47,7 @@ def build_decoder(
       XLA where the layers shall have it.
     grouped_product: the kernel of experts, likewise.
     platform: "cpu", "gpu" or "tpu", where the program will run.
+    capability: CUDA's compute capability there, by which experts get their kernel; None: not known, or no NVIDIA GPU.
     rules: how parameters and activations are split over a mesh.
 
   Returns:
@@ -63,7 +65,7 @@ def build_decoder(
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, rules=rules)
   if grouped_product != "auto" or any(layer.cfg.ffn.experts is not None for layer in layers):  # asking imports every kernel
     operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
-    by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands)).name
+    by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands, capability=capability)).name
     cfg = dataclasses.replace(cfg, grouped=by)
   if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower

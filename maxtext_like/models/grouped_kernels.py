@@ -71,6 +71,8 @@ def settle(
       "  fix: grouped_product=auto, which falls back by itself"
     )
   dtype = next(iter(shapes)).dtype
-  other = registry.choose("auto", registry.Case(platform=platform, dtype=dtype), without=name).name
+  other = registry.choose(
+    "auto", registry.Case(platform=platform, dtype=dtype, capability=getattr(device, "compute_capability", None)), without=name
+  ).name
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=other))
   return decoder, f"instead of {name}, which failed its self-test on {device.device_kind}: {problem}"

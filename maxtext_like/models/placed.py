@@ -204,6 +204,7 @@ def make_model(
       attention=t.attention,
       grouped_product=t.grouped_product,
       platform=platform,
+      capability=capability,
       rules=Rules(**config.mesh.sharding_rules),
     )
   except ValueError as error:

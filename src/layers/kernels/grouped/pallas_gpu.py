@@ -30,6 +30,7 @@ from maxtext_like.layers.partition import vary_alike
 _ROWS, _WEIGHTS = "grouped_rows_gpu", "grouped_weights_gpu"
 """What the kernels are called in a program."""
 
+_HOPPER = "9.0"
 _BLOCKS = 132
 """Multiprocessors of an H100 or H200 (SXM): blocks of a persistent kernel."""
 _DEPTH = 64
@@ -175,6 +176,22 @@ def _swizzled(*shape: int, dtype: Any) -> Any:
   return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
+def _rows_of_64(*shape: int, dtype: Any) -> Any:
+  """Such memory for rows that begin anywhere in an array. A copy in tiles of eight rows has to begin at a multiple of eight:
+  TMA ends each tile where the array's own ends. So these are copied as rows, and lie in memory as tiles of 64 columns do."""
+  plgpu = _mosaic()
+  return plgpu.SMEM((*shape, _DEPTH), dtype, transforms=(plgpu.SwizzleTransform(128),))
+
+
+def _in_tiles(rows, interpret: Any):
+  """Rows of :func:`_rows_of_64` [n, 64], as tiles for wgmma and for registers. The interpreter knows no tiles."""
+  if interpret is not None:
+    return rows
+  untiled = _mosaic().TilingTransform((8, _DEPTH)).undo(None)
+  there = rows.reshape(rows.shape[0] // 8, 1, 8, _DEPTH)
+  return dataclasses.replace(there, transforms=(*there.transforms, untiled))
+
+
 def _in_turn(count: jax.Array, work) -> None:
   """Inside a kernel: work(number of a piece, steps before it) -> its steps, for this block's share of the pieces."""
   block = jax.lax.axis_index("block")
@@ -215,6 +232,7 @@ def _pad(x: jax.Array) -> jax.Array:
   return jnp.pad(x, widths) if any(w for _, w in widths) else x
 
 
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret", "transposed"))  # layers share what Mosaic makes of it
 def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
   """[M, C]; with ``transposed`` w is [G, C, S]."""
   plgpu = _mosaic()
@@ -282,7 +300,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
             def step(k, _):
               slot = jax.lax.rem(before + k, stages)
               plgpu.barrier_wait(full.at[slot])
-              left, right = w_tiles.at[slot, group_of], x_tiles.at[slot, pl.ds(0, count)]
+              left, right = w_tiles.at[slot, group_of], _in_tiles(x_tiles.at[slot, pl.ds(0, count)], interpret)
               plgpu.wgmma(total, left if transposed else _turned(left), _turned(right))
               plgpu.wgmma_wait(1)  # the step before this one is done, and its tiles may be overwritten
 
@@ -312,7 +330,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
         def write(part, i, row, column):
           tile = out_tiles.at[group_of, i % 3, pl.ds(0, part.shape[1])]
           plgpu.wait_smem_to_gmem(2 if i else 0, wait_read_only=True)
-          _turned(tile)[...] = part
+          _turned(_in_tiles(tile, interpret))[...] = part
           plgpu.commit_smem()
           plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(row, part.shape[1]), pl.ds(column, _CHUNK)])
 
@@ -346,9 +364,9 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
     _ROWS,
     _like(x, (M, C), dtype),
     interpret,
-    x_tiles=_swizzled(stages, counts[-1], _DEPTH, dtype=dtype),
+    x_tiles=_rows_of_64(stages, counts[-1], dtype=dtype),
     w_tiles=_swizzled(stages, 2, *((own, _DEPTH) if transposed else (_DEPTH, own)), dtype=dtype),
-    out_tiles=_swizzled(2, 3, _HEIGHT, _CHUNK, dtype=dtype),
+    out_tiles=_rows_of_64(2, 3, _HEIGHT, dtype=dtype),
     few=plgpu.SMEM((2, _HEIGHT, _CHUNK), dtype),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -363,6 +381,7 @@ def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
   return (not able[0][1], able[0][0]) if able else (False, min(most, -(-sizes[1] // _CHUNK) * _CHUNK))
 
 
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
   """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32."""
   plgpu, wanted = _mosaic(), (x.shape[1], g.shape[1])
@@ -383,15 +402,17 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       within = piece - group * (down * across)
       d = jax.lax.div(within, across)
       begin, end = spans[0, group], spans[1, group]
+      first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
       c = jnp.minimum((within - d * across) * wide, max(C - wide, 0))
-      return group, d * (2 * own), c, begin, end, jax.lax.div(end - begin + (_DEPTH - 1), _DEPTH)
+      todo = jnp.where(end > begin, jax.lax.div(end - first + (_DEPTH - 1), _DEPTH), 0)
+      return group, d * (2 * own), c, first, begin, end, todo
 
     @pl.when(group_of == 2)
     def copy():
       plgpu.set_max_registers(_FEW_REGISTERS, action="decrease")
 
       def piece(number, before):
-        _, d, c, begin, _, todo = place(number)
+        _, d, c, first, _, _, todo = place(number)
 
         def step(k, _):
           slot = jax.lax.rem(before + k, stages)
@@ -400,7 +421,7 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
           def _():
             plgpu.barrier_wait(free.at[slot])
 
-          deep = pl.ds(begin + k * _DEPTH, _DEPTH)
+          deep = pl.ds(first + k * _DEPTH, _DEPTH)
           plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot], full.at[slot])
           for half in range(2):
             plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half], full.at[slot])
@@ -415,7 +436,7 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       plgpu.set_max_registers(_REGISTERS, action="increase")
 
       def piece(number, before):
-        group, d, c, begin, end, todo = place(number)
+        group, d, c, first, begin, end, todo = place(number)
         d = d + group_of * own
 
         @pl.when(d < S)
@@ -425,9 +446,9 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
               slot = jax.lax.rem(before + k, stages)
               plgpu.barrier_wait(full.at[slot])
               left, right = x_tiles.at[slot, group_of], g_tiles.at[slot]
-              first = begin + k * _DEPTH
+              at_first = first + k * _DEPTH
 
-              @pl.when(first + _DEPTH > end)
+              @pl.when((at_first < begin) | (at_first + _DEPTH > end))
               def _():
                 # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
                 # tile: each of them reads what it has itself written, and the other one can only have written the same.
@@ -436,7 +457,7 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
                   for at in range(0, size, _DEPTH):
                     part = tile.at[:, pl.ds(at, _DEPTH)]
                     found = part[...]
-                    part[...] = jnp.where(row < end - first, found, jnp.zeros_like(found))
+                    part[...] = jnp.where((row >= begin - at_first) & (row < end - at_first), found, jnp.zeros_like(found))
                 plgpu.commit_smem()
 
               plgpu.wgmma(total, _turned(left), right)
@@ -491,6 +512,8 @@ def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 def _refuses(case: Case) -> list[str]:
   reasons = [] if case.platform == "gpu" else [f"it runs on Hopper GPUs, not on {case.platform}"]
+  if case.capability not in (None, _HOPPER):
+    reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
   if case.dtype == "float32":
     reasons.append("it has no float32 operands")
   if jax.__version_info__ < (0, 11):  # its Pallas cannot write a swizzled tile the other way round
@@ -501,7 +524,7 @@ def _refuses(case: Case) -> list[str]:
 KERNEL = GroupedKernel(
   name="pallas_gpu",
   refuses=_refuses,
-  avoided=lambda case: "no GPU has run it yet",
+  avoided=lambda case: "",
   run=product,
   called=lambda path, name: _ROWS in path or _WEIGHTS in path,
   rows=rows_worked_on,

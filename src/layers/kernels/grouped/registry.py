@@ -27,10 +27,12 @@ class Case:
   Attributes:
     platform: "cpu", "gpu" or "tpu", where the program will run.
     dtype: of rows and matrices.
+    capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
   """
 
   platform: str
   dtype: str
+  capability: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

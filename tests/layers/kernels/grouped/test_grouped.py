@@ -154,12 +154,14 @@ def test_nothing_of_one_group_reaches_another(name):
 
 
 def test_the_choice():
+  old = jax.__version_info__ < (0, 11)
+  of_hopper = "rounds" if old else "pallas_gpu"
   auto = {
     (p, d): choose("auto", Case(platform=p, dtype=d)).name for p in ("cpu", "gpu", "tpu") for d in ("bfloat16", "float16")
   }
   assert auto == {
     ("cpu", "bfloat16"): "tiles", ("cpu", "float16"): "tiles",
-    ("gpu", "bfloat16"): "rounds", ("gpu", "float16"): "rounds",
+    ("gpu", "bfloat16"): of_hopper, ("gpu", "float16"): of_hopper,
     ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "tiles",
   }  # fmt: skip
   assert choose("tiles", Case(platform="gpu", dtype="bfloat16")).name == "tiles"
@@ -167,7 +169,9 @@ def test_the_choice():
     choose("ragged_dot", Case(platform="tpu", dtype="float16"))
   with pytest.raises(ValueError, match="grouped_product=pallas_tpu cannot be used here: it runs on TPUs, not on gpu"):
     choose("pallas_tpu", Case(platform="gpu", dtype="bfloat16"))
-  old = jax.__version_info__ < (0, 11)
+  assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="9.0")).name == of_hopper
+  assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="10.0")).name == "rounds"
+  assert choose("auto", Case(platform="gpu", dtype="float32")).name == "rounds"
   with pytest.raises(ValueError, match=r"it needs JAX 0\.11, and this is") if old else contextlib.nullcontext():
     assert choose("pallas_gpu", Case(platform="gpu", dtype="bfloat16")).name == "pallas_gpu"
   with pytest.raises(

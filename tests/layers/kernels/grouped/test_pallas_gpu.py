@@ -22,7 +22,7 @@ INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=6), st.sampled_from([32, 96, 256]))
 def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
   counts = row_counts(most)
@@ -118,6 +118,22 @@ def test_nothing_of_one_group_reaches_another(monkeypatch):
   assert (np.asarray(dw)[0] == 30).all()
   assert (np.asarray(dw)[2] == 39).all()
   assert np.isnan(np.asarray(out, np.float32)[30:41]).all()
+
+
+@interpreted
+def test_layers_share_what_is_compiled_for_a_gpu():
+  """Compiling a kernel takes seconds: a program of many layers has it once."""
+  tiles = Tiles(rows=32, stages=2, weight_stages=2)
+
+  def loss(x, w, sizes):
+    for _ in range(3):
+      x = product(x, w, sizes, tiles=tiles)
+    return jnp.sum(x.astype(jnp.float32))
+
+  of = jax.ShapeDtypeStruct
+  arrays = of((96, 128), jnp.bfloat16), of((4, 128, 128), jnp.bfloat16), of((4,), jnp.int32)
+  text = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("stablehlo.custom_call @mosaic_gpu") == 3  # of rows forward and back, and of weights
 
 
 def test_other_dtypes_are_refused():
