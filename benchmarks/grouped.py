@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, choose, kernel
+from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, Name, choose, kernel
 
 SHAPES = {  # name: (rows, summed, columns, groups), the first of an expert's products for 4096 tokens
   "gemma4-26b": (32768, 2816, 704, 128),
@@ -55,7 +55,7 @@ def seconds(function: Any, *args: Any, budget: float) -> float:
   return float(best)
 
 
-def measure(shape: tuple[int, int, int, int], name: str, dtype: str, budget: float) -> list[str]:
+def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: float) -> list[str]:
   """A row of the table for each load."""
   M, S, C, G = shape
   product = kernel(name).run

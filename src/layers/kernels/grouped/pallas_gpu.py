@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from maxtext_like.layers.kernels.grouped.registry import Case, GroupedKernel
-from maxtext_like.layers.partition import vary_alike
+from maxtext_like.layers.partition import vary, vary_alike, varying_axes
 
 _ROWS, _WEIGHTS = "grouped_rows_gpu", "grouped_weights_gpu"
 """What the kernels are called in a program."""
@@ -362,7 +362,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
   out = _kernel(
     kernel,
     _ROWS,
-    _like(x, (M, C), dtype),
+    jax.ShapeDtypeStruct((M, C), dtype),
     interpret,
     x_tiles=_rows_of_64(stages, counts[-1], dtype=dtype),
     w_tiles=_swizzled(stages, 2, *((own, _DEPTH) if transposed else (_DEPTH, own)), dtype=dtype),
@@ -371,7 +371,12 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
   )(visits, number, x, w)
-  return out[:rows, :columns]
+  return _varying_as(x, out)[:rows, :columns]
+
+
+def _varying_as(x, out):
+  """A kernel's result, which varies over the devices that x varies over: inside shard_map Pallas does not say so."""
+  return vary(out, varying_axes(x))
 
 
 def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
@@ -494,7 +499,7 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
   out = _kernel(
     kernel,
     _WEIGHTS,
-    _like(x, (G, C, S) if turned else (G, S, C), dtype),
+    jax.ShapeDtypeStruct((G, C, S) if turned else (G, S, C), dtype),
     interpret,
     x_tiles=_swizzled(stages, 2, _DEPTH, own, dtype=dtype),
     g_tiles=_swizzled(stages, _DEPTH, wide, dtype=dtype),
@@ -502,12 +507,7 @@ def _groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
   )(spans, x, g)
-  return out[:, : wanted[0], : wanted[1]]
-
-
-def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  """An output that varies over the devices that x varies over."""
-  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+  return _varying_as(x, out)[:, : wanted[0], : wanted[1]]
 
 
 def _refuses(case: Case) -> list[str]:

@@ -136,6 +136,21 @@ def test_layers_share_what_is_compiled_for_a_gpu():
   assert text.count("stablehlo.custom_call @mosaic_gpu") == 3  # of rows forward and back, and of weights
 
 
+@interpreted
+def test_its_results_vary_over_devices_as_its_arguments_do():
+  """Inside shard_map, where derivatives are refused that do not: rows that are a device's own, matrices that all have."""
+  mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+  own, same = jax.P("fsdp"), jax.P()
+
+  def grads(x, w, sizes):
+    return jax.grad(lambda x, w: jnp.sum(product(x, w, sizes).astype(jnp.float32)), (0, 1))(x, w)
+
+  of = jax.ShapeDtypeStruct
+  arrays = of((64, 128), jnp.bfloat16), of((4, 128, 64), jnp.bfloat16), of((8,), jnp.int32)
+  dx, dw = jax.eval_shape(jax.shard_map(grads, mesh=mesh, in_specs=(own, same, own), out_specs=(own, same)), *arrays)
+  assert (dx.shape, dw.shape) == ((64, 128), (4, 128, 64))
+
+
 def test_other_dtypes_are_refused():
   with pytest.raises(ValueError, match="pallas_gpu: x is float32 and w float32; both have to be bfloat16 or float16"):
     product(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.asarray([4, 4]))
