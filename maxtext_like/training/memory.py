@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
+from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers.by_layer import parts_of, take
@@ -34,11 +35,13 @@ class MemoryEstimate:
     parameters: as they are stored.
     optimizer: its state.
     gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
-    copies: on a GPU with layers in a loop, without accumulation: as much as the gradients once more, which XLA's programs
-      were measured to take (docs/compile.md).
-    activations: what the forward pass keeps for the backward pass, and what it works in.
-    logits: of a piece, and their gradient; of an adapter's run on a GPU what is more than the backward pass of the layers takes
-      after it.
+    copies: on a GPU, of a loss in chunks without accumulation: the gradient of the head that a chunk makes beside their sum.
+      XLA has gradients of layers beside it where a loop has several layers at a time (docs/compile.md); else it is, with the
+      head in 16 bits, what is more than these take after it.
+    activations: what the forward pass keeps for the backward pass, and what it works in; on a GPU without a loop what is more
+      than the gradients that take its place.
+    logits: of a piece, and their gradient; on a GPU, as copies, what is more than the backward pass of the layers takes after
+      it, and so of an adapter's run.
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
   """
 
@@ -101,6 +104,12 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
   kept = [x for x in jax.eval_shape(residuals, params, batch) if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
+  # So are slices of weights, which XLA reads where they are: those of the layers that are in no loop.
+  single = {stack.name for stack in model.decoder.stacks if stack.repeats == 1}
+  for weight in jax.tree.leaves({name: own for name, own in params.items() if name in single}):
+    same = (i for i, x in enumerate(kept) if (x.shape, x.dtype) == (weight.shape[1:], weight.dtype))
+    if (at := next(same, None)) is not None:
+      kept.pop(at)
   stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
   split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
   return (_bytes(stream) + split) // model.ways("sequence")
@@ -108,12 +117,31 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
 
 def activation_bytes(program: TrainProgram) -> tuple[int, int]:
   """What the forward pass keeps for the backward pass on one device, and what it would keep without remat."""
-  objective, decoder = program.objective, program.model.decoder
+  # Layers that are unrolled keep slices of the stacked weights, which XLA reads where they are: a loop keeps none.
+  decoder = program.model.decoder
+  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True))
+  objective = program.objective.with_decoder(decoder)
   kept = _saved_bytes(objective, program)
   if decoder.cfg.remat_policy == "none":
     return kept, kept
   everything = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
   return kept, _saved_bytes(objective.with_decoder(everything), program)
+
+
+def casts(program: TrainProgram) -> int:
+  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs, as
+  ``activation_bytes`` shares them out."""
+  precision = program.config.precision
+  if precision.dtype == precision.weight_dtype:
+    return 0
+  quantised = program.model.base.weights if program.model.base else {}
+  stacks = [
+    (path_keys(path), p)
+    for path, p in jax.tree_util.tree_leaves_with_path(program.model.decoder.params())
+    if path_keys(path)[0].startswith("stack_")
+  ]
+  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
+  return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 
 def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[int, int] | None = None) -> MemoryEstimate:
@@ -134,9 +162,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _together(gradient, numbers) if t.optimizer_in_backward else _bytes(gradient, numbers)
-  looped = t.scan_layers and t.gradient_accumulation_steps == 1 and not t.optimizer_in_backward
   platform = program.model.decoder.layers[0].cfg.mixer.platform
-  copies = gradients if looped and platform == "gpu" else 0
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
   objective, model = program.objective, program.model
@@ -154,13 +180,29 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   if program.adapter is not None and platform == "gpu":
     whole = program.adapter.replaced(gradient)
     with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
-    logits = max(0, logits - (_bytes(gradient) - with_logits) - copies - again - dequantised)
+    logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised)
+  activations, copies = activations + again, 0
+  if program.adapter is None and platform == "gpu" and t.gradient_accumulation_steps == 1 and not t.optimizer_in_backward:
+    made = jax.tree.map(lambda x: _as_dtype(x, jnp.float32), objective.made_in_forward(gradient))
+    copies = head = _bytes(made, numbers)
+    loops = [stack for stack in model.decoder.stacks if t.scan_layers and stack.repeats > 1]
+    if all(len(stack.layers) == 1 for stack in loops):
+      copies += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.bfloat16), made), numbers)
+      if not loops and t.remat_policy == "none":
+        activations -= casts(program)
+      # Either the loss needs the most, or the end of the backward pass: by then these have gone, and in a loop the stacks of
+      # what is kept have not.
+      later = gradients + (activations if loops else 0)
+      more = max(0, head + activations + logits + copies - later)
+      if not loops:
+        activations, more = min(activations, more), max(0, more - activations)
+      logits, copies = min(logits, more), max(0, more - logits)
   return MemoryEstimate(
     parameters=_bytes(state["params"], numbers),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
     gradients=gradients,
     copies=copies,
-    activations=activations + again,
+    activations=activations,
     logits=logits,
     dequantised=dequantised,
   )

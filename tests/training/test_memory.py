@@ -30,15 +30,37 @@ def test_state_is_counted_exactly():
   assert need.optimizer == 8 * trained + 4 + 4  # two moments and two counters
 
 
-def test_a_gpu_holds_the_gradients_of_layers_in_a_loop_twice():
-  def need(*words, platform="gpu"):
-    config = load_config("gemma4-tiny", list(words)).config
-    return memory.estimate(make_program(config, mesh=abstract_mesh(config.mesh, 1), platform=platform))
+def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_layers():
+  """gemma4-tiny is a row of three layers twice; unrolled it is no loop. A loss in one piece has one gradient of the head."""
 
-  assert need().copies == need().gradients > 0
-  for other in (need("scan_layers=false"), need("gradient_accumulation_steps=2"), need(platform="cpu")):
+  def need(*words, platform="gpu"):
+    config = load_config("gemma4-tiny", ["per_device_batch_size=1", "max_target_length=64", *words]).config
+    program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform=platform)
+    return memory.estimate(program), math.prod(program.spec["embedding"]["table"].shape)
+
+  chunks, one_row = "num_vocab_tiling=4", "scan_layers=false"
+  looped, table = need(chunks)
+  assert looped.copies == 4 * table
+  for words, platform in (([], "gpu"), ([chunks], "cpu"), ([chunks, "gradient_accumulation_steps=2"], "gpu")):
+    other, _ = need(*words, platform=platform)
     assert other.copies == 0
     assert "copies" not in memory.table(other, None)
+  # Unrolled, what the loss needs makes way for the gradients: together they are what the larger of both is.
+  unrolled, _ = need(chunks, one_row)
+  assert unrolled.gradients == looped.gradients
+  at_loss = looped.activations + looped.logits + (4 + 4 + 2) * table
+  assert unrolled.total == unrolled.parameters + unrolled.optimizer + max(unrolled.gradients, at_loss)
+
+
+def test_slices_of_weights_are_not_counted_as_kept():
+  """Layers in no loop read them where they are: of each but its input is kept, in a loop, unrolled or alone."""
+
+  def kept(layers: int, scan: str) -> int:
+    words = [f"num_decoder_layers={layers}", f"scan_layers={scan}", "remat_policy=full", "per_device_batch_size=2"]
+    return memory.activation_bytes(make_program(load_config("gemma4-tiny", [*words, "max_target_length=64"]).config))[0]
+
+  assert kept(6, "false") == kept(6, "true")
+  assert kept(6, "true") - kept(3, "true") == 3 * (2 * 64 * 128 * 4)  # three layers are a loop of two and one alone
 
 
 def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():

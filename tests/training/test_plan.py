@@ -10,6 +10,7 @@ from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training import plan as plan_module
+from maxtext_like.training.memory import for_gpus
 from maxtext_like.training.plan import Plan, plan, search
 from maxtext_like.training.topologies import GIB, find_cpus, find_gpus, find_topology
 
@@ -99,6 +100,15 @@ def test_every_kind_of_machine():
   host = planned("gemma3-tiny", "cpu-8")
   assert (host.roofline, host.limit, host.fits) == (None, None, True)
   assert host.classes["parameters"] == cards.classes["parameters"]
+
+
+def test_what_is_kept_makes_way_for_gradients_where_a_gpu_unrolls():
+  """The parts are those of the estimate, and none is less than nothing."""
+  words = ("remat_policy=none", "scan_layers=false", "ici_fsdp_parallelism=1", "num_vocab_tiling=4")
+  cards = planned("gemma4-tiny", "h200", *words)
+  need = for_gpus(load_config("gemma4-tiny", list(words)).config, find_gpus("h200"))[1]  # pyright: ignore[reportArgumentType]
+  assert min(cards.classes.values()) >= 0
+  assert sum(cards.classes.values()) == need.total
 
 
 def test_gradients_are_summed_between_slices():
