@@ -225,10 +225,10 @@ def _pass_by(before, todo, full, free) -> None:
 
 
 def _pad(x: jax.Array) -> jax.Array:
-  """Zeros behind rows up to a multiple of 8, and behind the other axes of 64 (of 8 if they are shorter): so Mosaic's tiles want
-  it, and TMA's strides of 16 bytes. Sizes of models are such."""
+  """Zeros behind rows up to a multiple of 8, and behind the other axes of 64: so no array ends inside a tile. Sizes of models
+  are such; the factors of an adapter are not."""
   rows = x.ndim == 2
-  widths = [(0, -x.shape[0] % 8 if rows else 0), *((0, -size % (_DEPTH if size > _DEPTH else 8)) for size in x.shape[1:])]
+  widths = [(0, -x.shape[0] % 8 if rows else 0), *((0, -size % _DEPTH) for size in x.shape[1:])]
   return jnp.pad(x, widths) if any(w for _, w in widths) else x
 
 
