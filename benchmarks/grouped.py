@@ -96,7 +96,7 @@ def main() -> None:
   options = parser.parse_args()
   device = jax.devices()[0]
   case = Case(platform=device.platform, dtype=options.dtype, capability=getattr(device, "compute_capability", None))
-  usual = dict.fromkeys((choose("auto", case).name, "rounds"))
+  names: dict[Name, None] = dict.fromkeys(choose(name, case).name for name in options.kernels or ("auto", "rounds"))
   shapes = {"asked for": tuple(options.sizes)} if options.sizes else {name: SHAPES[name] for name in options.shape}
   print(f"{device.device_kind}, jax {jax.__version__}, {options.dtype}")
   for name, shape in shapes.items():
@@ -104,7 +104,7 @@ def main() -> None:
     print(
       f"{'kernel':12} {'load':7} {'rows a group':>14} {'fwd ms':>9} {'TFLOP/s':>8} {'both ms':>9} {'TFLOP/s':>8}", flush=True
     )
-    for one in options.kernels or usual:
+    for one in names:
       for row in measure(shape, one, options.dtype, options.seconds):
         print(row, flush=True)
     print(plainly(shape, options.dtype, options.seconds), flush=True)

@@ -236,7 +236,7 @@ class OnGpus:
       by = " by estimate"
       tail = [
         ("not compiled", self.why_not),
-        ("not counted", "what XLA, cuDNN and NCCL work in, and weights that are gathered for a layer: the device tells"),
+        ("not counted", "what XLA, cuDNN and NCCL work in, and a head that is gathered: the device tells"),
       ]
     else:
       from maxtext_like.training.gpus_ahead_of_time import installed

@@ -10,6 +10,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder, RematPolicy
 from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.layers.moe import Experts
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.models.registry import FAMILIES
@@ -63,8 +64,9 @@ def build_decoder(
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, rules=rules)
-  if grouped_product != "auto" or any(layer.cfg.ffn.experts is not None for layer in layers):  # asking imports every kernel
-    operands = "float32" if precision.dtype == "float16" else precision.dtype  # see ``layers.moe``
+  wanted = [Experts(layer.cfg.ffn.experts, layer.precision).operands for layer in layers if layer.cfg.ffn.experts is not None]
+  if grouped_product != "auto" or wanted:  # asking imports every kernel
+    operands = "float32" if "float32" in wanted else precision.dtype  # all layers have one kernel
     by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands, capability=capability)).name
     cfg = dataclasses.replace(cfg, grouped=by)
   if vision is not None and model.pad_token_id is not None:

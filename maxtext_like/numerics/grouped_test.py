@@ -29,7 +29,7 @@ class GroupedShape:
     kernel: its name.
     dtype: of rows and matrices.
     precision: ``matmul_precision``.
-    summed, columns: D and F, the same modulo 128.
+    summed, columns: D and F, the same modulo 256.
     groups: G.
     rows: M, of which a group has a mean share.
   """
@@ -48,7 +48,7 @@ class GroupedShape:
 
 def grouped_shape(name: Name, *, dtype: str, precision: str, summed: int, columns: int, groups: int, rows: int) -> GroupedShape:
   """What the test of a product stands for."""
-  small = lambda n: n if n <= _SUMMED else _SUMMED + n % 128
+  small = lambda n: n if n <= _SUMMED else _SUMMED + n % 256
   few = min(groups, _GROUPS)
   mean = max(1, min(rows // groups, _ROWS))
   return GroupedShape(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
-from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers.by_layer import parts_of, take
 from maxtext_like.training.program import TrainProgram, make_program
@@ -35,14 +35,15 @@ class MemoryEstimate:
     parameters: as they are stored.
     optimizer: its state.
     gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
-    copies: on a GPU, of a loss in chunks without accumulation: the gradient of the head that a chunk makes beside their sum.
-      XLA has gradients of layers beside it where a loop has several layers at a time (docs/compile.md); else it is, with the
-      head in 16 bits, what is more than these take after it.
-    activations: what the forward pass keeps for the backward pass, and what it works in; on a GPU without a loop what is more
-      than the gradients that take its place.
-    logits: of a piece, and their gradient; on a GPU, as copies, what is more than the backward pass of the layers takes after
-      it, and so of an adapter's run.
+    copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/compile.md): the
+      gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
+      optimizer's rule looks at them whole.
+    activations: what the forward pass keeps for the backward pass, and what it works in.
+    logits: of a piece, and their gradient.
+      Of these three a GPU's estimate has what is in use together (docs/compile.md).
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
+    fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
+      gradient in float32 before each has its share again.
   """
 
   parameters: int
@@ -52,6 +53,7 @@ class MemoryEstimate:
   activations: int
   logits: int
   dequantised: int
+  fetched: int = 0
 
   @property
   def total(self) -> int:
@@ -77,11 +79,12 @@ def _bytes(tree: Any, numbers: Numbers = math.prod) -> int:
   return total
 
 
-def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
+def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> int:
   """What ``jax.vjp`` of the loss keeps on one device for its part of the rows, beside the parameters and the batch themselves.
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis. Logits, which a loss in one piece keeps, are counted as such.
+  Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))
@@ -104,44 +107,41 @@ def _saved_bytes(objective: Objective, program: TrainProgram) -> int:
   kept = [x for x in jax.eval_shape(residuals, params, batch) if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
-  # So are slices of weights, which XLA reads where they are: those of the layers that are in no loop.
-  single = {stack.name for stack in model.decoder.stacks if stack.repeats == 1}
-  for weight in jax.tree.leaves({name: own for name, own in params.items() if name in single}):
-    same = (i for i, x in enumerate(kept) if (x.shape, x.dtype) == (weight.shape[1:], weight.dtype))
-    if (at := next(same, None)) is not None:
-      kept.pop(at)
+  # No slices of weights of layers that are in no loop, which XLA reads where they are.
+  dtype = jnp.dtype(program.config.precision.dtype)
+  for stack in model.decoder.stacks:
+    for weight in jax.tree.leaves(params.get(stack.name, {})):
+      shape = weight.shape[1:] if stack.repeats == 1 else weight.shape
+      if stack.repeats == 1:
+        _leave_out(kept, shape, weight.dtype)
+      if not casts and len(weight.shape) > 2 and weight.dtype != dtype:
+        _leave_out(kept, shape, dtype)
   stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
   split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
   return (_bytes(stream) + split) // model.ways("sequence")
 
 
+def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
+  """Takes one such array out of the list, if it is there."""
+  same = (i for i, x in enumerate(kept) if (x.shape, x.dtype) == (shape, dtype))
+  if (at := next(same, None)) is not None:
+    kept.pop(at)
+
+
+def _scanned(program: TrainProgram) -> Objective:
+  """The objective with layers in loops: unrolled they keep slices of the stacked weights, which XLA reads where they are."""
+  decoder = program.model.decoder
+  return program.objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
+
+
 def activation_bytes(program: TrainProgram) -> tuple[int, int]:
   """What the forward pass keeps for the backward pass on one device, and what it would keep without remat."""
-  # Layers that are unrolled keep slices of the stacked weights, which XLA reads where they are: a loop keeps none.
-  decoder = program.model.decoder
-  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True))
-  objective = program.objective.with_decoder(decoder)
+  objective, decoder = _scanned(program), program.model.decoder
   kept = _saved_bytes(objective, program)
   if decoder.cfg.remat_policy == "none":
     return kept, kept
-  everything = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
+  everything = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True, remat_policy="none"))
   return kept, _saved_bytes(objective.with_decoder(everything), program)
-
-
-def casts(program: TrainProgram) -> int:
-  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs, as
-  ``activation_bytes`` shares them out."""
-  precision = program.config.precision
-  if precision.dtype == precision.weight_dtype:
-    return 0
-  quantised = program.model.base.weights if program.model.base else {}
-  stacks = [
-    (path_keys(path), p)
-    for path, p in jax.tree_util.tree_leaves_with_path(program.model.decoder.params())
-    if path_keys(path)[0].startswith("stack_")
-  ]
-  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
-  return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 
 def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[int, int] | None = None) -> MemoryEstimate:
@@ -189,7 +189,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     if all(len(stack.layers) == 1 for stack in loops):
       copies += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.bfloat16), made), numbers)
       if not loops and t.remat_policy == "none":
-        activations -= casts(program)
+        activations = _saved_bytes(_scanned(program), program, casts=False)
       # Either the loss needs the most, or the end of the backward pass: by then these have gone, and in a loop the stacks of
       # what is kept have not.
       later = gradients + (activations if loops else 0)
@@ -197,6 +197,9 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
       if not loops:
         activations, more = min(activations, more), max(0, more - activations)
       logits, copies = min(logits, more), max(0, more - logits)
+  if platform == "gpu" and program.step.optimizer.rule.whole and not t.optimizer_in_backward:
+    steps = _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), gradient), numbers)
+    copies = max(copies, steps - activations - logits)
   return MemoryEstimate(
     parameters=_bytes(state["params"], numbers),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
@@ -205,7 +208,17 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     activations=activations,
     logits=logits,
     dequantised=dequantised,
+    fetched=_fetched_bytes(program) if platform == "gpu" else 0,
   )
+
+
+def _fetched_bytes(program: TrainProgram) -> int:
+  """What ``MemoryEstimate.fetched`` says."""
+  parts: dict[str, int] = {}
+  for weight in fetched(program):
+    if weight.part != TABLE:
+      parts[weight.part] = parts.get(weight.part, 0) + weight.bytes + 4 * weight.numbers * weight.trained
+  return max(parts.values(), default=0)
 
 
 def _together(gradient: Any, numbers: Numbers) -> int:

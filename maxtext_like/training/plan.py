@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.schema import Config
@@ -21,6 +22,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import fetched as fetching
 from maxtext_like.training import memory, tpu_memory
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import Transfer
@@ -104,18 +106,19 @@ def plan(config: Config, target: Target) -> Plan:
   with assumed_gpu():
     kept, everything = memory.activation_bytes(program)
     need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod, (kept, everything))
-  fetched = tpu_memory.fetched(program)
-  weights = tpu_memory.by_part(fetched)
-  weights.pop(tpu_memory.TABLE, 0)
+  fetched = fetching.fetched(program)
+  weights = fetching.by_part(fetched)
+  weights.pop(fetching.TABLE, 0)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
-  everything -= memory.casts(program)
+  everything -= _casts(program)
   if platform == "tpu":
     again = 0 if config.training.remat_policy == "none" else everything / len(program.model.decoder.layers)
     most = GAPS * tpu_memory.in_use(program, need, kept, again, fetched)
     classes["temporaries"] = max(0, int(most) - kept - need.gradients)
   else:
     classes["activations"] = min(kept, need.activations)
-    classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits + need.dequantised
+    classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
+    classes["temporaries"] += need.dequantised + need.fetched
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
@@ -156,6 +159,22 @@ def _chip(target: Target) -> Any:
   if isinstance(target, Topology):
     return find_chip(f"tpu {target.generation}")
   return find_chip(target.card) if isinstance(target, GpuHost) else None
+
+
+def _casts(program: TrainProgram) -> int:
+  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs, as
+  ``memory.activation_bytes`` shares them out."""
+  precision = program.config.precision
+  if precision.dtype == precision.weight_dtype:
+    return 0
+  quantised = program.model.base.weights if program.model.base else {}
+  stacks = [
+    (path_keys(path), p)
+    for path, p in jax.tree_util.tree_leaves_with_path(program.model.decoder.params())
+    if path_keys(path)[0].startswith("stack_")
+  ]
+  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
+  return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 
 def _recomputed(program: TrainProgram) -> float:

@@ -18,9 +18,9 @@ from maxtext_like.layers.rules import GATHERED
 from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.fetched import TABLE, Fetched
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.tpu_memory import TABLE, Fetched
 
 Axes = tuple[str, ...]
 

@@ -270,11 +270,16 @@ class Experts:
     down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
+  @property
+  def operands(self) -> str:
+    """The dtype of rows and matrices, by which a kernel is chosen."""
+    wide = self.precision.dtype == "float16" or keep_float32(self.precision)
+    return "float32" if wide else self.precision.dtype
+
   def products(self, by: Name) -> Precision:
     """Of the three products, by a kernel. No grouped float16 product runs on a TPU (Mosaic refuses it), and none hands on its
     float32 sum; float32 operands hold 16-bit numbers exactly."""
-    wide = self.precision.dtype == "float16" or keep_float32(self.precision)
-    if not wide:
+    if self.operands != "float32" or self.precision.dtype == "float32":
       return self.precision
     asked = self.precision.matmul_precision
     if self.precision.dtype == "float16" and asked == "default":

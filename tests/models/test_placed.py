@@ -1,5 +1,6 @@
 """A model on its mesh: what it says of the kernels that its layers run on."""
 
+import jax
 import pytest
 
 from maxtext_like.config.load import load_config
@@ -21,3 +22,12 @@ def test_what_multiplies_tokens_with_experts(name, platform, said):
   assert model.grouped_product == said
   asked = load_config(name, ["attention=dot_product", "grouped_product=ragged_dot"]).config
   assert make_model(asked, mesh=abstract_mesh(config.mesh, 1), platform=platform).decoder.cfg.grouped == "ragged_dot"
+
+
+@pytest.mark.parametrize("words", [["float32_gate_product=true"], ["layer_precision=[1 dtype=float32]"], ["dtype=float16"], []])
+def test_experts_of_which_one_layer_has_float32_products_get_a_kernel_for_them(words):
+  """``pallas_gpu`` has none, and all layers have one kernel."""
+  config = load_config("gemma4-moe-tiny", ["attention=dot_product", "dtype=bfloat16", *words]).config
+  model = make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu", capability="9.0")
+  old = jax.__version_info__ < (0, 11)
+  assert model.decoder.cfg.grouped == ("rounds" if words or old else "pallas_gpu")

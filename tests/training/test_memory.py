@@ -52,6 +52,47 @@ def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_
   assert unrolled.total == unrolled.parameters + unrolled.optimizer + max(unrolled.gradients, at_loss)
 
 
+def on_gpus(model: str, *words: str, topology: str = "h200") -> memory.MemoryEstimate:
+  host = find_gpus(topology)
+  assert host is not None
+  return memory.for_gpus(load_config(model, ["max_target_length=64", "per_device_batch_size=1", *words]).config, host)[1]
+
+
+def test_a_loop_of_single_layers_has_the_loss_or_the_gradients():
+  """deepseek3-tiny's loops: with a large head the loss needs more, with none in chunks what is kept stands beside gradients."""
+  words = ("remat_policy=none", "weight_dtype=float32", "dtype=bfloat16")
+  plain = on_gpus("deepseek3-tiny", *words)
+  assert (plain.copies, plain.logits) == (0, 0)
+  assert plain.activations > 0
+  large = on_gpus("deepseek3-tiny", *words, "num_vocab_tiling=4", "vocab_size=200000")
+  table = 4 * 200000 * load_config("deepseek3-tiny", []).config.model.emb_dim
+  assert large.total - large.parameters - large.optimizer > 2 * table + large.logits
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_weights_that_have_no_gradient_take_nothing_away(scan):
+  """Their 16-bit copies are not kept, and so not left out."""
+  words = ("remat_policy=none", "dtype=bfloat16", "num_vocab_tiling=4", "trainable_parameters_mask=[final_norm]")
+  need = on_gpus("gemma4-tiny", *words, f"scan_layers={scan}")
+  assert min(need.activations, need.logits, need.copies) >= 0
+  assert need.total > need.parameters + need.optimizer + need.gradients + 64 * 512 * 2
+
+
+def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
+  need = on_gpus("gemma4-tiny", "weight_dtype=bfloat16", "grad_dtype=bfloat16", "opt_type=adafactor")
+  assert need.activations + need.logits + need.copies >= 2 * need.gradients
+  layer_by_layer = on_gpus("gemma4-tiny", "weight_dtype=bfloat16", "opt_type=adafactor", "optimizer_in_backward=true")
+  assert layer_by_layer.copies == 0
+
+
+def test_gpus_that_share_out_weights_have_a_part_of_a_layer_whole():
+  assert on_gpus("gemma4-tiny").fetched == 0
+  layer = on_gpus("gemma4-tiny", "ici_fsdp_parallelism=2", "dtype=bfloat16", topology="h200-2").fetched
+  c = load_config("gemma4-tiny").config.model
+  assert layer == 3 * c.emb_dim * c.mlp_dim * (2 + 4)
+  assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").fetched == 0
+
+
 def test_slices_of_weights_are_not_counted_as_kept():
   """Layers in no loop read them where they are: of each but its input is kept, in a loop, unrolled or alone."""
 

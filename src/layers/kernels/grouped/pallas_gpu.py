@@ -27,12 +27,12 @@ from jax.experimental import pallas as pl
 from maxtext_like.layers.kernels.grouped.registry import Case, GroupedKernel
 from maxtext_like.layers.partition import vary, vary_alike, varying_axes
 
-_ROWS, _WEIGHTS = "grouped_rows_gpu", "grouped_weights_gpu"
+_ROWS, _WEIGHTS = "gpu_rows_by_group", "gpu_weights_by_group"
 """What the kernels are called in a program."""
 
 _HOPPER = "9.0"
 _BLOCKS = 132
-"""Multiprocessors of an H100 or H200 (SXM): blocks of a persistent kernel."""
+"""Multiprocessors of an H100 or H200 (SXM): blocks of a persistent kernel. On a card with fewer some wait for others."""
 _DEPTH = 64
 """What is summed in a step: 16-bit numbers of a row of 128 bytes, the widest swizzle of shared memory."""
 _CHUNK, _HEIGHT = 64, 32
