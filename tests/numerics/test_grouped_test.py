@@ -57,7 +57,7 @@ def test_a_shape_stands_for_larger_ones_and_keeps_what_matters():
   large = grouped_shape("pallas_tpu", dtype="bfloat16", precision="default", summed=2816, columns=704, groups=128, rows=32768)
   assert (large.summed, large.columns, large.groups) == (512, 704, 6)
   assert pallas_tpu.tile_and_part(large.rows, large.groups) == pallas_tpu.tile_and_part(32768, 128)
-  assert "[1541, 512] times 6 of [512, 576]" in str(large)
+  assert "[1541, 512] times 6 of [512, 704]" in str(large)
   sizes = cases(large)
   assert all(s.shape == (6,) for s in sizes.values())
   assert {name: bool((s == 0).any()) for name, s in sizes.items()}["groups without rows"]
