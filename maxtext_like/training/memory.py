@@ -182,24 +182,11 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
     logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised)
   activations, copies = activations + again, 0
-  if program.adapter is None and platform == "gpu" and t.gradient_accumulation_steps == 1 and not t.optimizer_in_backward:
-    made = jax.tree.map(lambda x: _as_dtype(x, jnp.float32), objective.made_in_forward(gradient))
-    copies = head = _bytes(made, numbers)
-    loops = [stack for stack in model.decoder.stacks if t.scan_layers and stack.repeats > 1]
-    if all(len(stack.layers) == 1 for stack in loops):
-      copies += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.bfloat16), made), numbers)
-      if not loops and t.remat_policy == "none":
-        activations = _saved_bytes(_scanned(program), program, casts=False)
-      # Either the loss needs the most, or the end of the backward pass: by then these have gone, and in a loop the stacks of
-      # what is kept have not.
-      later = gradients + (activations if loops else 0)
-      more = max(0, head + activations + logits + copies - later)
-      if not loops:
-        activations, more = min(activations, more), max(0, more - activations)
-      logits, copies = min(logits, more), max(0, more - logits)
-  if platform == "gpu" and program.step.optimizer.rule.whole and not t.optimizer_in_backward:
-    steps = _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), gradient), numbers)
-    copies = max(copies, steps - activations - logits)
+  if platform == "gpu" and not t.optimizer_in_backward:
+    if program.adapter is None and t.gradient_accumulation_steps == 1:
+      activations, logits, copies = _in_use_together(program, gradient, activations, logits)
+    if program.step.optimizer.rule.whole:
+      copies = max(copies, _bytes_as(jnp.float32, gradient) - activations - logits)
   return MemoryEstimate(
     parameters=_bytes(state["params"], numbers),
     optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
@@ -210,6 +197,30 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     dequantised=dequantised,
     fetched=_fetched_bytes(program) if platform == "gpu" else 0,
   )
+
+
+def _in_use_together(program: TrainProgram, gradient: Any, activations: int, logits: int) -> tuple[int, int, int]:
+  """Activations, logits and copies beside all gradients, on a GPU: what stands there when most is in use."""
+  t = program.config.training
+  made = program.objective.made_in_forward(gradient)
+  head = _bytes_as(jnp.float32, made)
+  loops = [stack for stack in program.model.decoder.stacks if t.scan_layers and stack.repeats > 1]
+  if any(len(stack.layers) > 1 for stack in loops):
+    return activations, logits, head
+  if not loops and t.remat_policy == "none":
+    activations = _saved_bytes(_scanned(program), program, casts=False)
+  # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
+  # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
+  dtype = jnp.dtype(program.config.precision.dtype)
+  copies = head + (_bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
+  more = head + activations + logits + copies - _bytes(gradient)
+  if loops:
+    more -= activations
+  else:
+    activations = min(activations, max(0, more))
+    more -= activations
+  logits = min(logits, max(0, more))
+  return activations, logits, max(0, more - logits)
 
 
 def _fetched_bytes(program: TrainProgram) -> int:
@@ -229,6 +240,11 @@ def _together(gradient: Any, numbers: Numbers) -> int:
   rows = {part: max((x.shape[0] for x in jax.tree.leaves(tree)), default=1) for part, tree in parts.items()}
   layer = max((_bytes(tree, numbers) // rows[part] for part, tree in parts.items()), default=0)
   return _bytes(outside, numbers) + layer
+
+
+def _bytes_as(dtype: Any, tree: Any) -> int:
+  """Of one device's part of a tree of shapes, in another dtype."""
+  return _bytes(jax.tree.map(lambda x: _as_dtype(x, dtype), tree))
 
 
 def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -48,7 +48,7 @@ def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_
   # Unrolled, what the loss needs makes way for the gradients: together they are what the larger of both is.
   unrolled, _ = need(chunks, one_row)
   assert unrolled.gradients == looped.gradients
-  at_loss = looped.activations + looped.logits + (4 + 4 + 2) * table
+  at_loss = looped.activations + looped.logits + (4 + 4) * table
   assert unrolled.total == unrolled.parameters + unrolled.optimizer + max(unrolled.gradients, at_loss)
 
 
