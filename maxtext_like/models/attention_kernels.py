@@ -46,10 +46,11 @@ class KernelUse:
   Attributes:
     kernel: what they run on.
     layers: how many of them, of ``of`` layers of the model, or of its vision tower where ``tower`` says so.
-    shape: the class of the fused kernel that was looked at; None: no fused kernel can do these layers.
+    shape: the class of the fused kernel that was looked at first; None: no fused kernel can do these layers.
     tested: on which device; "" where it was not tested, since there is no device.
-    seconds: of the test; None: an earlier run's verdict.
-    problem: why the fused kernel is not used; "" where it is.
+    seconds: of the tests; None: an earlier run's verdicts.
+    failed: kernels that would have come first and failed their self-test.
+    problem: how they failed; "" where none did.
     surpassed: precision keys that are false and that it computes in float32 all the same.
   """
 
@@ -59,6 +60,7 @@ class KernelUse:
   shape: ShapeClass | None = None
   tested: str = ""
   seconds: float | None = None
+  failed: tuple[Name, ...] = ()
   problem: str = ""
   surpassed: tuple[str, ...] = ()
   tower: bool = False
@@ -68,7 +70,8 @@ class KernelUse:
     if self.shape is None:
       return f"{self.kernel} in {share}"
     if self.problem:
-      return f"{self.kernel} instead of {self.shape.kernel} in {share}: failed its self-test on {self.tested}: {self.problem}"
+      instead = f"{self.kernel} instead of {' and '.join(self.failed)} in {share}"
+      return f"{instead}: failed its self-test on {self.tested}: {self.problem}"
     asked = " and ".join(f"{key}=false" for key in self.surpassed)
     more = f"; in float32, more exact than {asked} asks" if asked else ""
     if not self.tested:
@@ -114,42 +117,49 @@ def settle(
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to plain XLA.
+    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to the next, plain XLA at last.
   """
   capability = getattr(device, "compute_capability", capability)
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
 
   def look(asked: registry.Choice, case: Case, *, of: int, segments: bool) -> KernelUse:
-    try:
-      kernel = choose(asked, case)
-    except ValueError as error:
-      raise UserError(str(error)) from error
-    use = KernelUse(
-      kernel=kernel.name, layers=0, of=of, shape=shape_of(kernel.name, case, segments) if kernel.fused else None,
-      surpassed=tuple(kernel.surpasses(case)),
-    )  # fmt: skip
-    if use.shape is not None and device is not None:
-      if use.shape not in verdicts:
-        verdicts[use.shape] = verdict(use.shape, device, cache, test)
-      problem, seconds = verdicts[use.shape]
-      if problem and asked != "auto":
+    failed: dict[Name, str] = {}
+    shapes, times = [], []
+    while True:
+      try:
+        kernel = choose(asked, case, tuple(failed))
+      except ValueError as error:
+        raise UserError(str(error)) from error
+      if kernel.fused:
+        shapes.append(shape_of(kernel.name, case, segments))
+      if not kernel.fused or device is None:
+        break
+      if shapes[-1] not in verdicts:
+        verdicts[shapes[-1]] = verdict(shapes[-1], device, cache, test)
+      problem, seconds = verdicts[shapes[-1]]
+      times += [] if seconds is None else [seconds]
+      if not problem:
+        break
+      if asked != "auto":
         raise UserError(
           f"attention={asked} failed its self-test on {device.device_kind}: {problem}\n"
           "  fix: attention=auto, which falls back by itself, or attention=dot_product"
         )
-      use = dataclasses.replace(use, tested=device.device_kind, seconds=seconds, problem=problem)
-      if problem:
-        use = dataclasses.replace(use, kernel=choose("dot_product", case).name, surpassed=())
-    return use
+      failed[kernel.name] = problem
+    return KernelUse(
+      kernel=kernel.name, layers=0, of=of, shape=shapes[0] if shapes else None,
+      tested=device.device_kind if shapes and device is not None else "", seconds=sum(times) if times else None,
+      failed=tuple(failed), problem="; ".join(failed.values()), surpassed=tuple(kernel.surpasses(case)),
+    )  # fmt: skip
 
   # A layer chooses again when it is traced, and for rows of any length: it has to know what this choice knows.
   layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
   chosen: dict[Block, KernelUse] = {}
   for layer in dict.fromkeys(layers):
-    case = layer.mixer.case(length, images=images, context=context)
+    case = layer.mixer.case(length, images=images, documents=segments, context=context)
     chosen[layer] = look(layer.cfg.mixer.kernel, case, of=len(layers), segments=segments)
   uses = _grouped([chosen[layer] for layer in layers])
-  layers = tuple(_with_mixer(layer, kernel="dot_product") if chosen[layer].problem else layer for layer in layers)
+  layers = tuple(_with_mixer(layer, failed=chosen[layer].failed) for layer in layers)
   decoder = dataclasses.replace(decoder, layers=layers)
   if (tower := decoder.cfg.vision) is None:
     return decoder, uses
@@ -157,7 +167,7 @@ def settle(
   if patches is not None:
     use = look(tower.kernel, case_of(tower, decoder.precision, patches), of=tower.num_layers, segments=tower.padded)
     uses = (*uses, dataclasses.replace(use, layers=tower.num_layers, tower=True))
-    tower = dataclasses.replace(tower, kernel="dot_product" if use.problem else tower.kernel)
+    tower = dataclasses.replace(tower, failed=use.failed)
   return _with_tower(decoder, tower), uses
 
 

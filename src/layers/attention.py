@@ -12,7 +12,7 @@ from maxtext_like.layers import context_parallel
 from maxtext_like.layers.cache import cached_mask, capacity
 from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
@@ -40,6 +40,7 @@ class AttentionConfig:
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
     capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
+    failed: kernels that failed their self-test there.
   """
 
   emb_dim: int
@@ -60,6 +61,7 @@ class AttentionConfig:
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
+  failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
     if self.num_query_heads % self.num_kv_heads:
@@ -117,8 +119,9 @@ class Attention:
     """Shapes of the keys and values that later layers share, by name, without batch and positions."""
     return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
 
-  def case(self, length: int, *, images: bool, context: int = 1) -> Case:
-    """What a kernel has to do for rows of ``length`` positions, with images among them or not, on so many devices each."""
+  def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, with images among them or not, of several documents or of one,
+    on so many devices each."""
     c = self.cfg
     return Case(
       platform=c.platform,
@@ -132,6 +135,7 @@ class Attention:
       context=context,
       window=c.window,
       bidirectional_images=c.bidirectional_images and images,
+      documents=documents,
     )
 
   def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:
@@ -203,14 +207,15 @@ class Attention:
       mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
     else:
-      T = x_BTD.shape[1]
-      case = self.case(T, images=ctx.tokens.images is not None, context=context_parallel.parts(ctx.rules, T))
-      kernel = choose(c.kernel, case)
+      T, tokens = x_BTD.shape[1], ctx.tokens
+      parts = context_parallel.parts(ctx.rules, T)
+      case = self.case(T, images=tokens.images is not None, documents=tokens.several_documents, context=parts)
+      kernel = choose(c.kernel, case, c.failed)
       out_BTNH = attend(
         kernel.name,
         q_BTNH,
         *kv,
-        ctx.tokens,
+        tokens,
         window=c.window,
         bidirectional_images=c.bidirectional_images,
         scale=c.scale,

@@ -26,6 +26,11 @@ class Tokens:
   images: jax.Array | None = None
   one_document: bool = field(default=False, metadata={"static": True})
 
+  @property
+  def several_documents(self) -> bool:
+    """Whether a row may hold several, for all that is known without its numbers."""
+    return self.segments is not None and not self.one_document
+
 
 @dataclass(frozen=True)
 class Keys:

@@ -17,7 +17,7 @@ from maxtext_like.layers.cache import cached_mask
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, attend, choose
+from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
@@ -51,6 +51,7 @@ class MLAConfig:
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
     capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
+    failed: kernels that failed their self-test there.
   """
 
   emb_dim: int
@@ -68,6 +69,7 @@ class MLAConfig:
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
+  failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
     if self.rope.dim != self.rope_dim:
@@ -157,8 +159,9 @@ class MLA:
     k_rope: jax.Array = repeated(k_rope_BSP, k_nope.shape[2], 2)
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
-  def case(self, length: int, *, images: bool, context: int = 1) -> Case:
-    """What a kernel has to do for rows of ``length`` positions, on so many devices each; DeepSeek has no images."""
+  def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, of several documents or of one, on so many devices each;
+    DeepSeek has no images."""
     del images
     c = self.cfg
     return Case(
@@ -171,6 +174,7 @@ class MLA:
       value_dim=c.value_dim,
       length=length,
       context=context,
+      documents=documents,
       probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
     )
 
@@ -210,7 +214,7 @@ class MLA:
       out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible)
     else:
       parts = context_parallel.parts(ctx.rules, T)
-      kernel = choose(c.kernel, self.case(T, images=False, context=parts))
+      kernel = choose(c.kernel, self.case(T, images=False, documents=tokens.several_documents, context=parts), c.failed)
       named = kernel.named
       if parts > 1:
         out_BTNV, indices, loss = self._attend_in_parts(kernel, p["kv_b"], queries, keys, tokens, ctx.rules)

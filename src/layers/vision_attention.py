@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.kernels.attention.registry import Case, Choice, attend, choose
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import Rules
@@ -23,6 +23,7 @@ class TowerConfig(Protocol):
     kernel: what the configuration asks for.
     platform: "cpu", "gpu" or "tpu", where the program will run.
     capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
+    failed: kernels that failed their self-test there.
   """
 
   padded: ClassVar[bool]
@@ -37,6 +38,8 @@ class TowerConfig(Protocol):
   def platform(self) -> str: ...
   @property
   def capability(self) -> str | None: ...
+  @property
+  def failed(self) -> tuple[Name, ...]: ...
 
 
 def case_of(cfg: TowerConfig, precision: Precision, patches: int) -> Case:
@@ -78,7 +81,7 @@ def attend_patches(
   Returns:
     [I, P, N, H] in ``dtype``; zeros for padding.
   """
-  kernel = choose(cfg.kernel, case_of(cfg, precision, q_IPNH.shape[1]))
+  kernel = choose(cfg.kernel, case_of(cfg, precision, q_IPNH.shape[1]), cfg.failed)
   out_IPNH = attend(
     kernel.name,
     q_IPNH,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.kernels.attention.registry import Choice, Name
 from maxtext_like.layers.mlp import activate
 from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
@@ -33,7 +33,7 @@ class SiglipConfig:
     tokens_per_image: S, a square number that divides the grid of patches.
     output_dim: O.
     epsilon: of every norm, the projector's included.
-    kernel, platform, capability: of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = False
@@ -51,6 +51,7 @@ class SiglipConfig:
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
+  failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
     if self.image_size % self.patch_size or self.emb_dim % self.num_heads:

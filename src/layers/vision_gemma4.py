@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.kernels.attention.registry import Choice
+from maxtext_like.layers.kernels.attention.registry import Choice, Name
 from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
@@ -40,7 +40,7 @@ class Gemma4VisionConfig:
     clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
     output_dim: O.
     epsilon: of every norm.
-    kernel, platform, capability: of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = True
@@ -61,6 +61,7 @@ class Gemma4VisionConfig:
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
+  failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
     if self.head_dim % 4:

@@ -52,7 +52,13 @@ def decide(
   settled, uses = settle(
     decoder(attention, model, layer_precision), length=length, images=images, device=device, cache=cache, test=test
   )
-  return [layer.cfg.mixer.kernel for layer in settled.layers], uses, ran
+  return [traced(layer, length, images=images) for layer in settled.layers], uses, ran
+
+
+def traced(layer: Any, length: int, *, images: bool = False) -> str:
+  """The kernel that a layer takes when it is traced, for packed rows."""
+  mixer = layer.mixer
+  return choose(mixer.cfg.kernel, mixer.case(length, images=images, documents=True), mixer.cfg.failed).name
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +69,7 @@ def any_device(monkeypatch):
 
 def test_a_kernel_that_passes_is_used():
   layers, uses, ran = decide(GOOD)
-  assert set(layers) == {"auto"}
+  assert set(layers) == {"cudnn_flash"}
   assert {use.kernel for use in uses if use.shape} == {"cudnn_flash"}
   assert all(shape.segments and shape.length == 256 for shape in ran)
   assert len(ran) == len(set(ran))
@@ -79,16 +85,30 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
     def test(shape) -> Any:
       return BAD if shape.kernel == bad else GOOD
 
-    decoder, found = settle(model, length=4096, images=False, capability=capability, device=GPU, test=test)
+    decoder, found = settle(model, length=4096, images=False, segments=False, capability=capability, device=GPU, test=test)
     mixers: list[Any] = [layer.mixer for layer in decoder.layers]
-    traced = collections.Counter(choose(m.cfg.kernel, m.case(4096, images=False)).name for m in mixers)
-    assert traced == {use.kernel: use.layers for use in found}
+    names = collections.Counter(choose(m.cfg.kernel, m.case(4096, images=False), m.cfg.failed).name for m in mixers)
+    assert names == {use.kernel: use.layers for use in found}
     return list(found)
 
   for capability, bad, of_512 in (("9.0", "", "mosaic_flash"), ("9.0", "mosaic_flash", "blockwise"), ("8.0", "", "blockwise")):
     found = uses(capability, bad)
     assert [(use.kernel, use.layers) for use in found] == [("cudnn_flash", 5), (of_512, 1)]
     assert bool(found[1].problem) == bool(bad)
+
+
+def test_packed_rows_fall_back_to_the_kernel_that_masks_their_documents_and_then_to_plain_xla(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16"]).config
+  model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
+  for bad, kernel in ((), "mosaic_flash"), (("mosaic_flash",), "cudnn_flash"), (("mosaic_flash", "cudnn_flash"), "blockwise"):
+    test: Any = lambda shape, bad=bad: BAD if shape.kernel in bad else GOOD
+    settled, uses = settle(model, length=4096, images=False, capability="9.0", device=GPU, test=test)
+    local = [layer for layer in settled.layers if layer.mixer.case(4096, images=False).window]
+    assert {traced(layer, 4096) for layer in local} == {kernel}
+    use = uses[0]
+    assert (use.kernel, use.layers, use.failed, use.problem.count("not finite")) == (kernel, 5, bad, len(bad))
+    assert f" instead of {' and '.join(bad)} in 5 of 6 layers" in str(use) or not bad
 
 
 def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
@@ -102,7 +122,8 @@ def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
     return BAD if shape.images else GOOD
 
   for images in (True, False):
-    settle(model, length=4096, images=images, capability="9.0", device=GPU, test=test)
+    settle(model, length=4096, images=images, segments=False, capability="9.0", device=GPU, test=test)
+  # What one kernel fails, the next one tries, and none that is fused can do these.
   assert [(shape.kernel, shape.window, shape.images) for shape in ran] == [
     ("mosaic_flash", True, True), ("mosaic_flash", False, False), ("cudnn_flash", True, False), ("mosaic_flash", False, False),
   ]  # fmt: skip
@@ -124,8 +145,8 @@ def test_a_vision_tower_has_a_verdict_of_its_own(bad):
     ("cudnn_flash", 256, True, True), ("cudnn_flash", 72, False, True),
   ]  # fmt: skip
   tower = settled.cfg.vision
-  assert (tower.kernel, tower.capability) == ("dot_product" if bad else "auto", "8.0")
-  name = choose(tower.kernel, case_of(tower, settled.precision, patches)).name
+  assert (tower.failed, tower.capability) == (("cudnn_flash",) if bad else (), "8.0")
+  name = choose(tower.kernel, case_of(tower, settled.precision, patches), tower.failed).name
   assert (uses[-1].kernel, uses[-1].layers, uses[-1].tower) == (name, 27, True)
   assert name == ("blockwise" if bad else "cudnn_flash")
   words = "blockwise instead of cudnn_flash" if bad else "cudnn_flash"
@@ -151,7 +172,7 @@ def test_layers_whose_kernel_passes_keep_it():
   """Windows fail, global layers do not."""
   layers, uses, _ = decide(lambda shape: BAD if shape.window else GOOD)
   windows = [layer.mixer.case(256, images=False).window for layer in decoder().layers]
-  assert layers == ["dot_product" if window else "auto" for window in windows]
+  assert layers == ["dot_product" if window else "cudnn_flash" for window in windows]
   assert {"dot_product", "cudnn_flash"} == {use.kernel for use in uses if use.shape}
 
 
@@ -170,7 +191,7 @@ def test_an_explicit_kernel_that_cannot_is_refused_before_any_test():
 def test_without_a_device_nothing_is_tested_and_that_is_said():
   layers, uses, ran = decide(BAD, device=None)
   assert not ran
-  assert set(layers) == {"auto"}
+  assert set(layers) == {"cudnn_flash"}
   assert "cudnn_flash in" in str(uses[0])
   assert str(uses[0]).endswith("not self-tested: there is no device")
 
@@ -180,13 +201,13 @@ def test_layers_that_no_fused_kernel_can_do_are_not_tested():
   for case in cases:
     layers, uses, ran = decide(BAD, **case)
     assert not ran
-    assert set(layers) <= {"auto"}
+    assert set(layers) == {"dot_product"}
     assert all(use.kernel == "dot_product" and use.shape is None for use in uses)
 
 
 def test_a_layer_with_a_dtype_of_its_own_gets_a_kernel_of_its_own():
   layers, uses, _ = decide(GOOD, layer_precision=("1 dtype=float32",))
-  assert set(layers) == {"auto"}
+  assert [layer for layer, name in enumerate(layers) if name != "cudnn_flash"] == [1]
   assert {(use.kernel, use.layers) for use in uses if use.shape is None} == {("dot_product", 1)}
   assert sum(use.layers for use in uses) == len(layers)
   with pytest.raises(UserError, match="attention=cudnn_flash cannot be used here: dtype float32 is neither"):
@@ -238,7 +259,7 @@ def test_another_device_version_or_flag_is_tested_again(tmp_path, monkeypatch):
 
 def test_a_kernel_that_raised_is_tried_again_by_the_next_run(tmp_path):
   assert decide(RAISED, cache=str(tmp_path))[2]
-  assert set(decide(GOOD, cache=str(tmp_path))[0]) == {"auto"}
+  assert set(decide(GOOD, cache=str(tmp_path))[0]) == {"cudnn_flash"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"problem": 3}', '{"problem": ""}', "\udcff"])
@@ -267,7 +288,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog)
   (tmp_path / attention_kernels.FOLDER).write_text("a file where the folder should be")
   layers, _, ran = decide(GOOD, cache=str(tmp_path))
   assert ran
-  assert set(layers) == {"auto"}
+  assert set(layers) == {"cudnn_flash"}
   assert "cannot be written" in caplog.text
 
 
@@ -303,7 +324,7 @@ RUN += ["enable_checkpointing=false", "resume=false", "enable_tensorboard=false"
 @pytest.fixture
 def splash_everywhere(monkeypatch):
   monkeypatch.setattr(
-    attention_kernels, "choose", lambda kernel, case: registry.kernel("dot_product" if kernel == "dot_product" else "splash")
+    attention_kernels, "choose", lambda kernel, case, without: registry.kernel("dot_product" if without else "splash")
   )
   before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   yield

@@ -82,6 +82,7 @@ KERNEL = AttentionKernel(
   refuses=_refuses,
   run=cudnn_attention,
   fused=True,
+  masks_documents=True,
   title="cuDNN attention",
   scope="cudnn_attention",
   operation=lambda target, scopes: target if target.startswith("__cudnn$fmha") else None,

@@ -8,7 +8,7 @@ B batch, T query, S key, N query heads, K key-value heads, H head, V value head.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
-"""In the order in which "auto" prefers them. The last one can do everything."""
+"""In the order in which "auto" prefers them, where documents do not make it prefer another. The last one can do everything."""
 
 Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "mosaic_flash", "splash"]
 """What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
@@ -44,6 +44,7 @@ class Case:
     length: positions of a row, T = S.
     context: devices that the positions of a row are split over.
     bidirectional_images: tokens of one image see each other both ways.
+    documents: a row may hold several, which do not see each other.
     probabilities: the layer needs every probability written out.
     capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
   """
@@ -59,6 +60,7 @@ class Case:
   window: int | None = None
   causal: bool = True
   bidirectional_images: bool = False
+  documents: bool = False
   probabilities: bool = False
   capability: str | None = None
 
@@ -80,6 +82,7 @@ class AttentionKernel:
       that. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
       is tried on the device before a run trusts it.
+    masks_documents: rows of several documents cost it a mask of positions x positions: "auto" takes another fused kernel there.
     named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
       another kernel the result alone gets it.
     in_parts: ``run`` of a kernel that works through large arguments part by part, with parts so small that a few hundred
@@ -97,6 +100,7 @@ class AttentionKernel:
   refuses: Callable[[Case], list[str]]
   run: Callable[..., Any]
   fused: bool = False
+  masks_documents: bool = False
   named: bool = False
   in_parts: Callable[..., Any] | None = None
   guarantee: str = "float32 scores, softmax and accumulators inside the kernel"
@@ -131,19 +135,21 @@ def fused_kernels() -> list[AttentionKernel]:
   return [found for found in map(kernel, NAMES) if found.fused]
 
 
-def choose(choice: Choice, case: Case) -> AttentionKernel:
+def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> AttentionKernel:
   """The kernel that will run.
 
   Args:
     choice: what the configuration asks for.
     case: the layer.
+    without: kernels that "auto" shall not take.
 
   Raises:
     ValueError: a kernel that is asked for by name cannot do it.
   """
   if choice in ("auto", "dot_product"):
-    candidates = NAMES if choice == "auto" else PLAIN
-    return next(found for found in map(kernel, candidates) if not found.refuses(case))
+    names = NAMES if choice == "auto" else PLAIN
+    able = [found for found in (kernel(name) for name in names if name not in without) if not found.refuses(case)]
+    return min(able, key=lambda found: (not found.fused, case.documents and found.masks_documents))
   asked = kernel(choice)
   if reasons := asked.refuses(case):
     raise ValueError(f"attention={choice} cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")

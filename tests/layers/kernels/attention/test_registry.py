@@ -94,6 +94,19 @@ def test_heads_of_512_have_a_kernel_on_hopper_gpus_where_jax_can_write_it(monkey
     choose("mosaic_flash", HOPPER)
 
 
+def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is_one(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  case = dataclasses.replace(HOPPER, head_dim=256, value_dim=256, documents=True)
+  without: Any = ("mosaic_flash",)
+  assert [choose("auto", dataclasses.replace(case, documents=d)).name for d in (False, True)] == ["cudnn_flash", "mosaic_flash"]
+  assert choose("auto", case, without).name == "cudnn_flash"
+  assert choose("auto", case, ("cudnn_flash", *without)).name == "dot_product"
+  assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "cudnn_flash"
+  assert choose("auto", dataclasses.replace(case, head_dim=128, value_dim=128)).name == "cudnn_flash"
+  assert choose("auto", dataclasses.replace(TPU, documents=True)).name == "splash"
+  assert choose("mosaic_flash", case, without).name == "mosaic_flash"  # what is named is not passed by
+
+
 def test_plain_xla_goes_in_blocks_where_a_row_has_several():
   for choice in ("auto", "dot_product"):
     for length, name in ((512, "dot_product"), (513, "blockwise")):

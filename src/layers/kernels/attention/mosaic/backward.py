@@ -10,6 +10,7 @@ in long rows through some queries.
 B batch, T position, N query heads, K key-value heads, G = N / K, H head, R key-value heads (of all rows) at a time.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ def _divisors(n: int) -> list[int]:
   return [d for d in range(n, 0, -1) if n % d == 0]
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "how", "interpret"))  # layers share what Mosaic makes of it
 def attention_backward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,

@@ -8,6 +8,7 @@ multiplies all of them with its own half of the value heads.
 B batch, T position, N query heads, K key-value heads, G = N / K, H head.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ SLOTS = 4  # chunks that a warpgroup has in shared memory
 _LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # layers share what Mosaic makes of it
 def attention_forward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
