@@ -117,7 +117,7 @@ def settle(
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to the next, plain XLA at last.
+    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to the next.
   """
   capability = getattr(device, "compute_capability", capability)
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}

@@ -52,7 +52,7 @@ def plain(q, k, v, real):
 @pytest.mark.parametrize("P", [100, 520])  # of 520 there are two tiles in blockwise, five in splash, the last not full
 def test_every_kernel_gives_values_and_gradients_of_attention_written_out(P, padded, monkeypatch):
   def of(name):
-    monkeypatch.setattr(vision_attention, "choose", lambda choice, case: registry.kernel(name))
+    monkeypatch.setattr(vision_attention, "choose", lambda choice, case, without: registry.kernel(name))
     return both_ways(plain, P, padded)
 
   def in_interpreter(q, k, v, real):
