@@ -1,4 +1,5 @@
-"""Attention kernels on this machine's GPU against the reference: values, gradients and time, at the shapes of the models.
+"""Every fused attention kernel that this machine's GPU can run against the reference: values, gradients and time, at the shapes
+of the models.
 
 python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...]
 
@@ -11,7 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
+from maxtext_like.layers.kernels.attention.registry import Case, Name, attend, choose, fused_kernels
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
@@ -64,7 +65,6 @@ def main() -> None:
       for rows, segments in (("full", None), ("packed", packed(B, length))):
         tokens = Tokens(segments)
         results = {}
-        kernels: tuple[Choice, ...] = ("dot_product", "auto")
         case = Case(
           platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
           kv_heads=K, head_dim=H, value_dim=H, window=window, length=length,
@@ -73,23 +73,23 @@ def main() -> None:
           B if segments is None else 1
         )
         tflop = 7 * 2 * pairs * N * H / 1e12
+        plain = choose("dot_product", case).name
+        kernels: list[Name] = [plain, *(kernel.name for kernel in fused_kernels() if not kernel.refuses(case))]
         for kernel in kernels:
-          chosen: Name = choose(kernel, case).name
 
-          def loss(q, k, v, chosen: Name = chosen, tokens=tokens, window=window, precision=precision, H=H, g=g):
-            out = attend(chosen, q, k, v, tokens, window=window, bidirectional_images=False, scale=H**-0.5, precision=precision)
+          def loss(q, k, v, kernel: Name = kernel, tokens=tokens, window=window, precision=precision, H=H, g=g):
+            out = attend(kernel, q, k, v, tokens, window=window, bidirectional_images=False, scale=H**-0.5, precision=precision)
             return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32)), out
 
           step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
           (_, out), grads = step(q, k, v)
-          results[kernel] = (chosen, seconds(jax.jit(loss), q, k, v), seconds(step, q, k, v), out, grads)
-        _, _, base, ref, ref_grads = results["dot_product"]
-        for kernel in results:
-          chosen, forward, t, out, grads = results[kernel]
+          results[kernel] = (seconds(jax.jit(loss), q, k, v), seconds(step, q, k, v), out, grads)
+        _, base, ref, ref_grads = results[plain]
+        for kernel, (forward, t, out, grads) in results.items():
           error = relative(out, ref)
           grad_error = max(relative(a, b) for a, b in zip(grads, ref_grads, strict=True))
           print(
-            f"{name:18} {dtype:9} {rows:7} {chosen:12} {forward * 1e3:8.2f} {t * 1e3:8.2f} {tflop / t:7.0f} {base / t:8.2f} "
+            f"{name:18} {dtype:9} {rows:7} {kernel:12} {forward * 1e3:8.2f} {t * 1e3:8.2f} {tflop / t:7.0f} {base / t:8.2f} "
             f"{error:9.1e} {grad_error:10.1e}",
             flush=True,
           )

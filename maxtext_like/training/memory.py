@@ -347,7 +347,7 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
   if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
-    lines.append("optimizer_in_backward=true remat_policy=full: the gradients of one layer at a time (docs/gpu.md)")
+    lines.append("optimizer_in_backward=true remat_policy=full: the gradients of one layer at a time (docs/performance.md)")
   if not t.trainable_parameters_mask:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])
