@@ -177,11 +177,13 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   dequantised = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
   logits = objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
   logits //= model.ways("sequence") * model.ways("vocab")
+  copies = 0
   if program.adapter is not None and platform == "gpu":
+    copies = _sliced(program, state["params"]) if model.base is None else 0
     whole = program.adapter.replaced(gradient)
     with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
-    logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised)
-  activations, copies = activations + again, 0
+    logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised - copies)
+  activations += again
   if platform == "gpu" and not t.optimizer_in_backward:
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
@@ -197,6 +199,17 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     dequantised=dequantised,
     fetched=_fetched_bytes(program) if platform == "gpu" else 0,
   )
+
+
+def _sliced(program: TrainProgram, params: Any) -> int:
+  """Weights that a loop over rows of several layers has taken out of their stacks, in the dtype of the products: those of all
+  its layers but one. Where weights have gradients these take the place."""
+  if not program.config.training.scan_layers:
+    return 0
+  dtype = jnp.dtype(program.config.precision.dtype)
+  loops = [stack for stack in program.model.decoder.stacks if stack.repeats > 1]
+  row = lambda stack: _bytes_as(dtype, params[stack.name]) // stack.repeats
+  return max((row(stack) * (len(stack.layers) - 1) // len(stack.layers) for stack in loops), default=0)
 
 
 def _in_use_together(program: TrainProgram, gradient: Any, activations: int, logits: int) -> tuple[int, int, int]:

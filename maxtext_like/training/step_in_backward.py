@@ -111,8 +111,7 @@ class StepInBackward(TrainStep):
   """One update, layer by layer. ``optimizer`` is a ``ByLayer``.
 
   Attributes:
-    clip_by: "exact": ``clip`` is the largest norm of all gradients together; "layer": of those of each layer, and of all that
-      lies in no stack.
+    clip_by: "exact": by the norm of all gradients; "layer": by that of each layer's, and of those of all that lies in no stack.
   """
 
   clip_by: str = "exact"
@@ -121,6 +120,12 @@ class StepInBackward(TrainStep):
   def exact(self) -> bool:
     """Gradients are clipped by the norm of all."""
     return self.clip > 0 and self.clip_by == "exact"
+
+  @property
+  def limit(self) -> float:
+    """The largest norm of what is clipped together. Layers that are all at theirs have ``clip`` together: Adam divides by what
+    it remembers, and would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
+    return self.clip if self.exact else self.clip / (len(self.objective.decoder.layers) + 1) ** 0.5
 
   @property
   def all_or_nothing(self) -> bool:
@@ -390,9 +395,9 @@ class _Pass:
     clipped = jnp.zeros((), bool)
     if step.clip and step.clip_by == "layer":
       norm = together.norm()
-      clipped = norm.above(step.clip)
+      clipped = norm.above(step.limit)
     if norm is not None:
-      grads = clip(grads, norm, step.clip)
+      grads = clip(grads, norm, step.limit)
     direction, new_state = self.optimizers[part].update(grads, state, params)
     direction = _masked(direction, masks, row)
     moved, survival = step.moved(params, direction, self.rate), None

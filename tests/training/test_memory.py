@@ -93,6 +93,19 @@ def test_gpus_that_share_out_weights_have_a_part_of_a_layer_whole():
   assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").fetched == 0
 
 
+def test_beside_an_adapter_a_row_of_layers_has_its_weights_apart_from_their_stacks():
+  words = ("lora_rank=4", "lora_modules=[all-linear]", "dtype=bfloat16", "weight_dtype=bfloat16", "num_decoder_layers=12")
+  need = on_gpus("gemma3-tiny", *words)
+  program = make_program(load_config("gemma3-tiny", list(words)).config)
+  (stack,) = program.model.decoder.stacks
+  weights = count(program.spec["stack_0"]) // 4
+  assert (len(stack.layers), stack.repeats) == (3, 4)
+  assert need.copies == 2 * weights * 2 // 3
+  assert on_gpus("gemma3-tiny", *words, "scan_layers=false").copies == 0
+  assert on_gpus("gemma3-tiny", *words, "base_weights=nf4").copies == 0
+  assert on_gpus("gemma3-tiny", *words, "num_decoder_layers=3").copies == 0  # one row is no loop
+
+
 def test_slices_of_weights_are_not_counted_as_kept():
   """Layers in no loop read them where they are: of each but its input is kept, in a loop, unrolled or alone."""
 
