@@ -1,15 +1,17 @@
 """Every recipe on this device: a few steps over real models at reduced depth, from random weights.
 
-  python benchmarks/recipes.py [--seconds 270] [--steps 5] [--length 1024] [--models NAME ...]
+  python benchmarks/recipes.py [--seconds 270] [--steps 12] [--length 1024] [--models NAME ...]
 
-Prints a row for each: the first loss and the last, what ended it, tokens a second of the last step and the peak of the device's
-memory. Begins no other run after --seconds. Exits with 1 if a run failed. On a CPU: --models gemma3-tiny --length 128.
+Prints a row for each: the first loss and the last, what ended it, tokens a second (the median of all steps but the first two:
+one alone, of some ms, may have waited for the host) and the peak of the device's memory. Begins no other run after --seconds.
+Exits with 1 if a run failed. On a CPU: --models gemma3-tiny --length 128.
 """
 
 import argparse
 import itertools
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -60,7 +62,8 @@ def run(model: str, recipe: str, steps: int, length: int, out: str) -> tuple[str
   first, last = rows[0], rows[-1]
   peak = last.get("memory_peak_gb")
   memory = "-" if peak is None else f"{peak:.1f} GB"
-  row = f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {last['tokens_per_second']:,.0f} | {memory} |"
+  speed = statistics.median(row["tokens_per_second"] for row in rows[2:] or rows)
+  row = f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {speed:,.0f} | {memory} |"
   return row, True
 
 
@@ -68,7 +71,7 @@ def main() -> int:
   """Prints the table."""
   parser = argparse.ArgumentParser(description="A few steps of every recipe over real models at reduced depth.")
   parser.add_argument("--seconds", type=float, default=270)
-  parser.add_argument("--steps", type=int, default=5)
+  parser.add_argument("--steps", type=int, default=12)
   parser.add_argument("--length", type=int, default=1024)
   parser.add_argument("--models", nargs="*", default=list(MODELS))
   options = parser.parse_args()

@@ -37,6 +37,18 @@ class Moment:
   dtype: str
   signed: bool
 
+  def begun(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
+    """A moment of zeros, as ``stored`` would keep it.
+
+    Args:
+      p: the parameter.
+      x: its moment, whole, of which the shape counts.
+    """
+    where = dynamic8.layout(p)
+    if where and self.dtype == "dynamic8":
+      return dynamic8.zeros(x.shape, where, signed=self.signed)
+    return jnp.zeros(x.shape, "float32" if self.dtype == "dynamic8" else self.dtype)
+
   def stored(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
     """A float32 array, in blocks, as it is kept."""
     where = dynamic8.layout(p)
@@ -64,7 +76,7 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
   """A transformation, of each number by itself, whose moments are stored as said.
 
   Args:
-    inner: takes no parameters and has moments in float32; its state is a named tuple.
+    inner: takes no parameters and has moments in float32, zeros at first; its state is a named tuple.
     moments: all fields of its state that have the parameters' structure.
     spec: Params of the leaves (None elsewhere).
   """
@@ -73,8 +85,8 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
   def init(params: Tree) -> Any:
     state: Any = inner.init(params)
-    stored = lambda m: jax.tree.map(lambda p, x: m.stored(p, _in_blocks(p, x)), spec, getattr(state, m.field))
-    return state._replace(**{m.field: stored(m) for m in moments})
+    begun = lambda m: jax.tree.map(m.begun, spec, getattr(state, m.field))
+    return state._replace(**{m.field: begun(m) for m in moments})
 
   def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
     del params

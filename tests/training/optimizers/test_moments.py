@@ -14,7 +14,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.optimizers import moments
-from maxtext_like.training.optimizers.dynamic8 import Blocks, layout
+from maxtext_like.training.optimizers.dynamic8 import Blocks, decode, encode, in_blocks, layout
 from maxtext_like.training.optimizers.optimizer import make_optimizer
 from tests.training.optimizers.test_dynamic8 import table, written
 from tests.training.toy import toy_config
@@ -87,6 +87,30 @@ def test_other_rules_have_a_first_moment_of_8_bits(words):
   assert len(kept) == 2
   a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (found, plain))
   assert np.linalg.norm(a - b) < (0.25 if words[0] == "opt_type=lion" else 0.02) * np.linalg.norm(b)  # a sign may turn
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+def test_moments_begin_as_zeros_are_stored(rule):
+  words = (f"opt_type={rule}", "sgd_momentum=0.9", "mu_dtype=dynamic8", *(["nu_dtype=dynamic8"] if rule == "adamw" else []))
+  config = toy_config(*words)
+  optimizer = make_optimizer(config.training, SPEC, "float32")
+  in_float32 = make_optimizer(toy_config(*words[:2], "mu_dtype=float32").training, SPEC, "float32")
+  params = draw(0)
+  begun, plain = optimizer.init(params), in_float32.init(params)
+  kept, zeros = (jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Blocks)) for tree in (begun, plain))
+  of = {x.shape: p for x, p in zip(jax.tree.leaves(params), jax.tree.leaves(SPEC), strict=True)}
+  encoded = 0
+  for now, zero in zip(kept, zeros, strict=True):
+    assert not np.any(zero)
+    if isinstance(now, Blocks):
+      where = layout(of[zero.shape])
+      assert where is not None
+      signed = bool(now.codes.ravel()[0] == 127)
+      expected = encode(in_blocks(zero, where), where, signed=signed)
+      jax.tree.map(np.testing.assert_array_equal, now, expected)
+      assert not np.any(decode(now, where, signed=signed))
+      encoded += 1
+  assert encoded == (4 if rule == "adamw" else 2)
 
 
 def test_a_second_moment_in_bfloat16():
