@@ -121,6 +121,7 @@ def test_neither_is_loaded_unless_a_row_is_for_it():
 def test_wandb_itself(tmp_path):
   pytest.importorskip("wandb", reason="wandb is not installed: pip install 'maxtext-like[wandb]'")
   assert write(tmp_path, ["wandb"]) == []
+  time.sleep(1)  # it names what a life wrote by the second that it began in
   assert write(tmp_path, ["wandb"], [{"step": 4, "loss": 0.5}]) == []
   number = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
   assert len(list(tmp_path.glob(f"wandb/offline-run-*-{number}/run-{number}.wandb"))) == 2  # one of each life, synced as one
