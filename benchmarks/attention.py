@@ -1,7 +1,7 @@
 """Every fused attention kernel that this machine's GPU can run against the reference: values, gradients and time, at the shapes
 of the models.
 
-python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...]
+python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16]
 
 TFLOP/s are those of the pairs that the mask leaves: two products forward, five backward, whatever a kernel makes again.
 """
@@ -16,12 +16,14 @@ from maxtext_like.layers.kernels.attention.registry import Case, Name, attend, c
 from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
-SHAPES = {  # name: (batch, query heads, key-value heads, head dimension, window)
-  "gemma3-4b local": (2, 8, 4, 256, 1024),
-  "gemma3-4b global": (2, 8, 4, 256, None),
-  "gemma4-31b local": (2, 32, 16, 256, 1024),
-  "gemma4-31b global": (2, 32, 4, 512, None),
-  "gemma3-27b local": (2, 32, 16, 128, 1024),
+SHAPES = {  # name: (batch, query heads, key-value heads, head dimension, that of values, window)
+  "gemma3-4b local": (2, 8, 4, 256, 256, 1024),
+  "gemma3-4b global": (2, 8, 4, 256, 256, None),
+  "gemma4-31b local": (2, 32, 16, 256, 256, 1024),
+  "gemma4-31b global": (2, 32, 4, 512, 512, None),
+  "gemma3-27b local": (2, 32, 16, 128, 128, 1024),
+  "gemma3-27b global": (2, 32, 16, 128, 128, None),
+  "deepseek3": (1, 128, 128, 192, 128, None),
 }
 
 
@@ -47,6 +49,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
   parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes that are tried")
+  parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16", "float16"])
   options = parser.parse_args()
   length = options.length
   device = jax.devices()[0]
@@ -54,25 +57,25 @@ def main() -> None:
   times = f"{'forward':>8} {'ms':>8} {'TFLOP/s':>7} {'speed-up':>8}"
   print(f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {times} {'error':>9} {'grad error':>10}")
   for name in options.shape:
-    B, N, K, H, window = SHAPES[name]
-    for dtype in ("bfloat16", "float16"):
+    B, N, K, H, V, window = SHAPES[name]
+    for dtype in options.dtype:
       precision = Precision(dtype=dtype)
       keys = jax.random.split(jax.random.key(0), 4)
       q, k, v, g = (
-        jax.random.normal(key, (B, length, heads, H), jnp.float32).astype(dtype)
-        for key, heads in zip(keys, (N, K, K, N), strict=True)
+        jax.random.normal(key, (B, length, *of), jnp.float32).astype(dtype)
+        for key, of in zip(keys, ((N, H), (K, H), (K, V), (N, V)), strict=True)
       )
       for rows, segments in (("full", None), ("packed", packed(B, length))):
         tokens = Tokens(segments)
         results = {}
         case = Case(
           platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
-          kv_heads=K, head_dim=H, value_dim=H, window=window, length=length,
+          kv_heads=K, head_dim=H, value_dim=V, window=window, length=length,
         )  # fmt: skip
         pairs = int(attention_mask(tokens, B, length, window=window, bidirectional_images=False).sum()) * (
           B if segments is None else 1
         )
-        tflop = 7 * 2 * pairs * N * H / 1e12
+        tflop = 2 * pairs * N * (4 * H + 3 * V) / 1e12
         plain = choose("dot_product", case).name
         kernels: list[Name] = [plain, *(kernel.name for kernel in fused_kernels() if not kernel.refuses(case))]
         for kernel in kernels:

@@ -1,21 +1,25 @@
 """Every recipe on this device: a few steps over real models at reduced depth, from random weights.
 
-  python benchmarks/recipes.py [--seconds 270] [--steps 12] [--length 1024] [--models NAME ...]
+  python benchmarks/recipes.py [--seconds 270] [--steps 12] [--length 1024] [--models NAME ...] [--recipes NAME ...]
+  python benchmarks/recipes.py --workers 6        so many at a time; their speeds are not printed, since they share the device
 
 Prints a row for each: the first loss and the last, what ended it, tokens a second (the median of all steps but the first two:
 one alone, of some ms, may have waited for the host) and the peak of the device's memory. Begins no other run after --seconds.
+Runs beside others take memory as they need it; one that fails there is tried again alone, at the end.
 Exits with 1 if a run failed. On a CPU: --models gemma3-tiny --length 128.
 """
 
 import argparse
-import itertools
+import concurrent.futures
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,34 +41,57 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Runs:
+  """How all runs are made.
+
+  Attributes:
+    steps, length: updates of a run, and tokens of a row.
+    out: where runs are written.
+    until: no run begins later, in seconds of ``time.monotonic``.
+  """
+
+  steps: int
+  length: int
+  out: str
+  until: float
+
+  def row(self, model: str, recipe: str, *, alone: bool) -> tuple[str, bool]:
+    """A row of the table, and whether the run ended well.
+
+    Args:
+      model, recipe: what is run.
+      alone: nothing else runs on the device: the run may take all of its memory at once, and its speed is its own.
+    """
+    if time.monotonic() > self.until:
+      return f"| {model} | {recipe} | not begun: the time is over | | | |", False
+    name = f"{model}-{recipe}"
+    keys = [
+      f"steps={self.steps}",
+      f"max_target_length={self.length}",
+      "gradient_accumulation_steps=1",
+      "eval_interval=0",
+      "keep_best=false",
+    ]
+    keys += [f"output_dir={self.out}", f"run_name={name}", "resume=false", "enable_checkpointing=false"]
+    keys += ["dataset_documents_max=200"]
+    words = [sys.executable, "train.py", model, f"recipes/{recipe}.yml", *MODELS.get(model, ()), *keys]
+    shared = {} if alone else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | shared)
+    if done.returncode:
+      return f"| {model} | {recipe} | exit code {done.returncode}: {reason(done.stderr)} | | | |", False
+    rows = [json.loads(line) for line in (Path(self.out) / name / "metrics.jsonl").read_text().splitlines()]
+    first, last = rows[0], rows[-1]
+    peak = last.get("memory_peak_gb")
+    memory = "-" if peak is None else f"{peak:.1f} GB"
+    speed = f"{statistics.median(row['tokens_per_second'] for row in rows[2:] or rows):,.0f}" if alone else "-"
+    return f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {speed} | {memory} |", True
+
+
 def reason(stderr: str) -> str:
   """The line of what a run said that tells why it failed: its error, else the last of all, a warning being the first often."""
   lines = [line.strip() for line in stderr.splitlines() if line.strip()]
   return next((line for line in lines if re.match(r"[\w.]*error\b", line, re.IGNORECASE)), lines[-1] if lines else "-")[:160]
-
-
-def run(model: str, recipe: str, steps: int, length: int, out: str) -> tuple[str, bool]:
-  """A row of the table, and whether the run ended well."""
-  name = f"{model}-{recipe}"
-  keys = [
-    f"steps={steps}",
-    f"max_target_length={length}",
-    "gradient_accumulation_steps=1",
-    "eval_interval=0",
-    "keep_best=false",
-  ]
-  keys += [f"output_dir={out}", f"run_name={name}", "enable_checkpointing=false", "dataset_documents_max=200"]
-  words = [sys.executable, "train.py", model, f"recipes/{recipe}.yml", *MODELS.get(model, ()), *keys]
-  done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-  if done.returncode:
-    return f"| {model} | {recipe} | exit code {done.returncode}: {reason(done.stderr)} | | | |", False
-  rows = [json.loads(line) for line in (Path(out) / name / "metrics.jsonl").read_text().splitlines()]
-  first, last = rows[0], rows[-1]
-  peak = last.get("memory_peak_gb")
-  memory = "-" if peak is None else f"{peak:.1f} GB"
-  speed = statistics.median(row["tokens_per_second"] for row in rows[2:] or rows)
-  row = f"| {model} | {recipe} | {first['loss']:.3f} | {last['loss']:.3f} | {speed:,.0f} | {memory} |"
-  return row, True
 
 
 def main() -> int:
@@ -74,17 +101,27 @@ def main() -> int:
   parser.add_argument("--steps", type=int, default=12)
   parser.add_argument("--length", type=int, default=1024)
   parser.add_argument("--models", nargs="*", default=list(MODELS))
+  parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
+  parser.add_argument("--workers", type=int, default=1, help="runs at a time")
   options = parser.parse_args()
-  begin, well = time.monotonic(), True
+  # Every model with one recipe before any has a second, so that all recipes and models come early.
+  turns = [[(m, RECIPES[(i + turn) % len(RECIPES)]) for i, m in enumerate(options.models)] for turn in range(len(RECIPES))]
+  cells = [(model, recipe) for turn in turns for model, recipe in turn if recipe in options.recipes]
+  alone, again, well = options.workers == 1, [], True
   print("| model | recipe | first loss | last loss | tokens/s | memory |\n|---|---|---|---|---|---|", flush=True)
   with tempfile.TemporaryDirectory() as out:
-    # Every model with one recipe before any has a second, so that all recipes and models come early.
-    turns = [[(m, RECIPES[(i + turn) % 4]) for i, m in enumerate(options.models)] for turn in range(4)]
-    for model, recipe in itertools.chain.from_iterable(turns):
-      if time.monotonic() - begin > options.seconds:
-        print(f"| {model} | {recipe} | not begun: {options.seconds:.0f} s are over | | | |", flush=True)
-        continue
-      row, ended_well = run(model, recipe, options.steps, options.length, out)
+    runs = Runs(options.steps, options.length, out, time.monotonic() + options.seconds)
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+      begun = {pool.submit(runs.row, *cell, alone=alone): cell for cell in cells}
+      for done in concurrent.futures.as_completed(begun):
+        row, ended_well = done.result()
+        if ended_well or alone:
+          print(row, flush=True)
+          well = well and ended_well
+        else:
+          again.append(begun[done])
+    for cell in again:
+      row, ended_well = runs.row(*cell, alone=True)
       print(row, flush=True)
       well = well and ended_well
   return 0 if well else 1

@@ -18,6 +18,7 @@ from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Look
 from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
+from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, PRODUCT, Precision
 from maxtext_like.layers.rules import RULES, Rules
@@ -453,7 +454,7 @@ class Decoder:
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
     leaves, tree = jax.tree.flatten(rows)
     every = [layers for count, layers in parts for _ in range(count)]
-    for i, (layers, row) in enumerate(zip(every, zip(*map(jnp.unstack, leaves), strict=True), strict=True)):
+    for i, (layers, row) in enumerate(zip(every, zip(*map(rows_of, leaves), strict=True), strict=True)):
       with jax.named_scope(f"row_{i}"):
         carry, aux = self.run_row(s, layers, carry, jax.tree.unflatten(tree, row), ctx)
       outs.append(aux)

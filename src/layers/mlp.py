@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.param import Param
+from maxtext_like.layers.partition import on_gpu
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import product
 
@@ -147,12 +148,36 @@ def gated(
   """
   if precision.dtype != "float16" or bounded:
     with jax.named_scope("gate_product"):
-      hidden = activate(gate, activation) * up
+      multiply = gated_product_at_once if on_gpu() else gated_product
+      hidden = multiply(activation, gate, up)
     with jax.named_scope("down_product"):
       return down(hidden), jnp.zeros((), jnp.int32)
   hidden, unit, rescued = float16_gated_product(gate, up, activation, precision)
   with jax.named_scope("down_product"):
     return rescue_output(down(hidden) * unit, rescued, precision)
+
+
+def gated_product(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """act(gate) * up."""
+  return activate(gate, activation) * up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_product_at_once(activation: Activation, gate: jax.Array, up: jax.Array) -> Any:
+  """The same numbers, whose gradients one GPU kernel makes: it reads gate, up and the cotangent once.
+
+  XLA has a kernel for each gradient, as long as it sees that the forward pass reads gate and up too (gemma3-4b on an H200: 0.34
+  ms a layer of 8192 tokens instead of 0.22).
+  """
+  return gated_product(activation, gate, up)
+
+
+def _at_once_bwd(activation, saved, g):
+  gate, up, g = jax.lax.optimization_barrier((*saved, g))
+  return jax.vjp(functools.partial(gated_product, activation), gate, up)[1](g)
+
+
+gated_product_at_once.defvjp(lambda activation, *given: (gated_product(activation, *given), given), _at_once_bwd)
 
 
 def keep_float32(precision: Precision) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,9 +143,7 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def one_by_one(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
   """What a small weight multiplies, and the weight; on one GPU their gradients are there together. Its compiler puts off what
   nothing waits for: the gradients of six layers' adapters, and held the cotangents of their hidden units until then."""
-  mesh = free_mesh()
-  alone = on_gpu() and (mesh is None or mesh.size == 1)
-  return _one_by_one(x, weight) if alone else (x, weight)
+  return _one_by_one(x, weight) if on_one_gpu() else (x, weight)
 
 
 @jax.custom_vjp
@@ -224,15 +222,37 @@ def as_stored(weight: Any) -> Any:
 def as_declared(row: jax.Array) -> jax.Array:
   """One layer of a stacked array, on one GPU with its axes in the declared order. Where a product reads another, the compiler
   would else turn the whole stack before a loop over it, and keep the copy as long as the loop lasts; so it turns a layer."""
-  mesh = free_mesh()
-  if not on_gpu() or (mesh is not None and mesh.size > 1):
+  if not on_one_gpu():
     return row
   return with_layout_constraint(row, Layout(tuple(range(row.ndim))))
+
+
+def rows_of(x: jax.Array) -> Sequence[jax.Array]:
+  """Each layer of a stacked array; on GPUs their gradients are put together before anything reads them.
+
+  An update that read them where they are would take twice as long: a kernel that picks one of several arrays for each number
+  copies no more than one number at a time (gemma3-4b on an H200: 1.85 ms instead of 1.0 for a weight of five layers).
+  """
+  return _rows_of(x) if on_gpu() and jnp.issubdtype(x.dtype, jnp.floating) and len(x) > 1 else jnp.unstack(x)
+
+
+@jax.custom_vjp
+def _rows_of(x: jax.Array) -> Any:
+  return jnp.unstack(x)
+
+
+_rows_of.defvjp(lambda x: (jnp.unstack(x), None), lambda _, g: (jax.lax.optimization_barrier(jnp.stack(g)),))
 
 
 def on_gpu() -> bool:
   """Whether the devices of the mesh in use are GPUs; False where none is set."""
   return _platform() == "gpu"
+
+
+def on_one_gpu() -> bool:
+  """Whether the mesh in use is a single GPU, or what runs inside shard_map a GPU's own part."""
+  mesh = free_mesh()
+  return on_gpu() and (mesh is None or mesh.size == 1)
 
 
 def on_one_cpu() -> bool:

@@ -32,7 +32,23 @@ def test_why_a_run_failed(stderr, said):
 
 @pytest.mark.parametrize(("failing", "code"), [("lora", 1), (None, 0)])
 def test_the_exit_code_is_of_all_rows(failing, code, monkeypatch, capsys):
-  monkeypatch.setattr(recipes, "run", lambda model, recipe, *_: (f"| {model} | {recipe} |", recipe != failing))
+  monkeypatch.setattr(recipes.Runs, "row", lambda self, model, recipe, *, alone: (f"| {model} | {recipe} |", recipe != failing))
   monkeypatch.setattr(sys, "argv", ["recipes.py", "--models", "gemma3-tiny"])
   assert recipes.main() == code
   assert capsys.readouterr().out.count("| gemma3-tiny |") == 4
+
+
+def test_what_fails_beside_others_is_tried_again_alone(monkeypatch, capsys):
+  tried = []
+
+  def row(self, model, recipe, *, alone):
+    tried.append((recipe, alone))
+    return f"| {model} | {recipe} | {alone} |", alone or recipe != "full"
+
+  monkeypatch.setattr(recipes.Runs, "row", row)
+  monkeypatch.setattr(sys, "argv", ["recipes.py", "--models", "gemma3-tiny", "--workers", "2", "--recipes", "full", "lora"])
+  assert recipes.main() == 0
+  assert sorted(tried) == [("full", False), ("full", True), ("lora", False)]
+  said = capsys.readouterr().out
+  assert "| gemma3-tiny | full | True |" in said
+  assert "| gemma3-tiny | full | False |" not in said

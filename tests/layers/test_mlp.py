@@ -1,16 +1,26 @@
 """The gated MLP against float64; what float16 survives, exactly and counted; and that nothing of it costs bfloat16 anything."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from equations import equations
+from equations import equations, named
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from written_out import gelu, silu, tree64
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, MLP, MLPConfig, activate, float16_gated_product
+from maxtext_like.layers.mlp import (
+  FLOAT16_SAFE_MAX,
+  MLP,
+  MLPConfig,
+  activate,
+  float16_gated_product,
+  gated_product,
+  gated_product_at_once,
+)
 from maxtext_like.layers.precision import Precision
 
 D, F = 5, 7
@@ -243,3 +253,24 @@ def test_the_activation_s_gradient(activation: Any):
   np.testing.assert_allclose(got, slope, atol=2e-6)
   far = jax.vmap(jax.grad(lambda t: activate(t, activation)))(jnp.asarray([-3e38, -1e15, 1e15, 3e38], jnp.float32))
   np.testing.assert_array_equal(far, [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype):
+  rng = np.random.default_rng(0)
+  gate, up, g = (jnp.asarray(rng.normal(size=(3, F)) * 4, dtype) for _ in range(3))
+  both = [jax.vjp(functools.partial(of, activation), gate, up) for of in (gated_product, gated_product_at_once)]
+  (plain, pull), (at_once, pull_at_once) = both
+  for a, b in zip((plain, *pull(g)), (at_once, *pull_at_once(g)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("platform", "reads_together"), [("gpu", 1), ("tpu", 0), ("cpu", 0)])
+def test_on_gpus_alone_gate_up_and_the_cotangent_are_read_together(platform, reads_together, random_params):
+  layer = MLP(CFG, Precision(dtype="bfloat16"))
+  mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("any", 1, platform))
+  loss = lambda p: jnp.sum(layer.alone(p, jnp.asarray(X, jnp.bfloat16)).astype(jnp.float32))
+  with jax.sharding.use_abstract_mesh(mesh):
+    found = named(jax.grad(loss), random_params(layer.params()), name="optimization_barrier")
+  assert len(found) == reads_together

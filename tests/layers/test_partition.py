@@ -4,12 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from equations import named
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from maxtext_like.layers.param import shardings
-from maxtext_like.layers.partition import Held, on_devices, vary
+from maxtext_like.layers.partition import Held, on_devices, rows_of, vary
 from maxtext_like.layers.rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -85,6 +86,19 @@ def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_
   assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], which fills tiles by its 128
   assert orders("tpu", columns=256) == [(0, 1, 2)] * 2
   assert orders("cpu") == []
+
+
+@pytest.mark.parametrize(("platform", "together"), [("gpu", 1), ("cpu", 0)])
+def test_on_gpus_gradients_of_a_stack_s_layers_are_put_together_before_anything_reads_them(platform, together):
+  mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("any", 1, platform))
+  loss = lambda x: sum((i + 1) * jnp.sum(jnp.square(row)) for i, row in enumerate(rows_of(x)))
+  x = jnp.arange(12.0).reshape(3, 4)
+  with jax.sharding.use_abstract_mesh(mesh):
+    found = named(jax.grad(loss), x, name="optimization_barrier")
+    codes = named(lambda codes: rows_of(codes), jnp.zeros((3, 4), jnp.int8), name="custom_vjp_call")
+  assert [e.outvars[0].aval.shape for e in found] == [(3, 4)] * together
+  assert not codes  # what has no gradient is left alone
+  np.testing.assert_array_equal(jax.grad(lambda x: loss(x))(x), 2 * x * jnp.arange(1, 4)[:, None])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

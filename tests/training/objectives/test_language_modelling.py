@@ -12,7 +12,7 @@ from maxtext_like.layers.param import init
 from maxtext_like.models.placed import make_model
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.objectives import language_modelling
-from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_chunks, token_losses
+from maxtext_like.training.objectives.language_modelling import LanguageModelling, automatic_chunks, looked_up, token_losses
 from tests.layers.equations import named
 from tests.training.toy import B, D, T, V, toy_batch, toy_decoder
 
@@ -36,6 +36,20 @@ def test_an_ignored_token_gives_nothing_even_where_its_logits_are_not_finite():
   logits = jnp.asarray([[[0.0, 0.0], [jnp.nan, jnp.inf]]])
   losses, _ = token_losses(logits, jnp.asarray([[0, -100]]), z_loss=1.0)
   np.testing.assert_allclose(losses, [[np.log(2), 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_gpu_looks_up_what_others_add_up(dtype, monkeypatch):
+  rng = np.random.default_rng(0)
+  logits = jnp.asarray(rng.normal(size=(2, 3, 7)), dtype)
+  targets = jnp.asarray([[0, 6, -100], [3, -100, 5]])
+  both = []
+  for alone in (False, True):
+    monkeypatch.setattr(language_modelling, "on_one_gpu", lambda alone=alone: alone)
+    both.append(jax.value_and_grad(lambda x: jnp.sum(token_losses(x, targets, 0.1)[0]))(logits))
+  for summed, found in zip(*both, strict=True):
+    np.testing.assert_array_equal(summed, found)
+  assert len(named(looked_up, logits, targets, name="gather")) == 1
 
 
 @pytest.mark.parametrize("chunks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7))])

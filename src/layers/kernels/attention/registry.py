@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
-"""In the order in which "auto" prefers them, where documents do not make it prefer another. The last one can do everything."""
+"""In the order in which "auto" prefers them, the slow ones of a case last. The last one can do everything."""
 
 Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "mosaic_flash", "splash"]
 """What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
@@ -82,7 +82,7 @@ class AttentionKernel:
       that. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
       is tried on the device before a run trusts it.
-    masks_documents: rows of several documents cost it a mask of positions x positions: "auto" takes another fused kernel there.
+    slow: what it can do, though slower than it should be: "auto" takes another fused kernel there, if that is not slow too.
     named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
       another kernel the result alone gets it.
     in_parts: ``run`` of a kernel that works through large arguments part by part, with parts so small that a few hundred
@@ -100,7 +100,7 @@ class AttentionKernel:
   refuses: Callable[[Case], list[str]]
   run: Callable[..., Any]
   fused: bool = False
-  masks_documents: bool = False
+  slow: Callable[[Case], bool] = lambda case: False
   named: bool = False
   in_parts: Callable[..., Any] | None = None
   guarantee: str = "float32 scores, softmax and accumulators inside the kernel"
@@ -149,7 +149,7 @@ def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> Attentio
   if choice in ("auto", "dot_product"):
     names = NAMES if choice == "auto" else PLAIN
     able = [found for found in (kernel(name) for name in names if name not in without) if not found.refuses(case)]
-    return min(able, key=lambda found: (not found.fused, case.documents and found.masks_documents))
+    return min(able, key=lambda found: (not found.fused, found.slow(case)))
   asked = kernel(choice)
   if reasons := asked.refuses(case):
     raise ValueError(f"attention={choice} cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")

@@ -142,7 +142,7 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images):
 def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
   """Values, dq, dk and dv in float64; zeros for a query that sees nothing."""
   (B, T, N, H), K = q.shape, k.shape[2]
-  q, g = (x.reshape(B, T, K, N // K, H) for x in (q, g))
+  q, g = (x.reshape(B, T, K, N // K, -1) for x in (q, g))
   seen = np.broadcast_to(mask, (B, T, T))[:, None, None]
   scores = np.where(seen, np.einsum("btkgh,bskh->bkgts", q, k) * scale, -np.inf)
   e = np.exp(scores - np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0))
@@ -151,7 +151,7 @@ def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
   dp = np.einsum("btkgh,bskh->bkgts", g, v)
   ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
   dq, dk = np.einsum("bkgts,bskh->btkgh", ds, k), np.einsum("bkgts,btkgh->bskh", ds, q)
-  return [out.reshape(B, T, N, H), dq.reshape(B, T, N, H), dk, np.einsum("bkgts,btkgh->bskh", p, g)]
+  return [out.reshape(B, T, N, -1), dq.reshape(B, T, N, H), dk, np.einsum("bkgts,btkgh->bskh", p, g)]
 
 
 @pytest.mark.slow
@@ -159,19 +159,20 @@ def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
 @pytest.mark.parametrize(
   ("sizes", "dtype", "window", "documents", "images", "budget"),
   [
-    ((1, 256, 2, 1, 512), "bfloat16", None, False, False, 1 << 30),
-    ((2, 384, 2, 1, 256), "bfloat16", None, True, False, 1 << 30),  # of the last 256 keys of a row half are there
-    ((1, 384, 6, 2, 256), "float16", 70, True, False, 1 << 20),  # several turns, and parts of one query head
-    ((1, 256, 3, 1, 256), "bfloat16", None, True, True, 1 << 30),
+    ((1, 256, 2, 1, 512, 512), "bfloat16", None, False, False, 1 << 30),
+    ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30),  # of the last 256 keys of a row half are there
+    ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20),  # several turns, and parts of one query head
+    ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30),
+    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30),  # filled up to 256, as latent attention has it
   ],
 )
 def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, window, documents, images, budget, monkeypatch):
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   monkeypatch.setattr(mosaic_flash, "_BUDGET", budget)
-  B, T, N, K, H = sizes
+  B, T, N, K, H, V = sizes
   rng = np.random.default_rng(0)
-  q, k, v, g = (jnp.asarray(rng.normal(size=(B, T, heads, H)), dtype) for heads in (N, K, K, N))
+  q, k, v, g = (jnp.asarray(rng.normal(size=(B, T, *of)), dtype) for of in ((N, H), (K, H), (K, V), (N, V)))
   of_rows = [jnp.asarray(x) for x in rows(rng, B, T, 200)]
   tokens = Tokens(of_rows[0] if documents else None, of_rows[1] if images else None)
 
