@@ -13,7 +13,7 @@ if TYPE_CHECKING:
   from maxtext_like.analysis.audit_keys import KeyVerdict
   from maxtext_like.api.configuration import Configuration
   from maxtext_like.config.schema import Config
-  from maxtext_like.training.ahead_of_time import CompiledStep, Work
+  from maxtext_like.training.ahead_of_time import CompiledStep, MachineCode, Work
   from maxtext_like.training.gpus_ahead_of_time import CompiledForGpus
   from maxtext_like.training.memory import Limit, MemoryEstimate
   from maxtext_like.training.memory_layout import MemoryLayout
@@ -77,14 +77,17 @@ class Compiled:
       rows += _memory_rows(step.layout)
     if step.peak_bytes is not None:
       share = f"{step.peak_bytes / hbm:.0%}"
-      name = "needed" if step.out_of_memory else "peak" if step.machine_code else "laid out"
+      name = "needed" if step.out_of_memory else "peak" if step.machine_code is True else "laid out"
       rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM a chip ({share})"))
+    if step.quick_peak is not None:
+      rows.append(("peak", f"{size_words(step.quick_peak)}, as libtpu counts it where it optimises little"))
     if step.work is not None:
       rows += work_rows(step.work)
     if self.keys:
       rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
-    until = "" if step.machine_code else ", stopped before machine code"
+    until = "" if step.machine_code is True else ", stopped before machine code"
+    until += "; machine code made with little optimisation" if step.quick_peak is not None else ""
     rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}{until}"))
     if step.out_of_memory:
       rows.append(("compiler", step.out_of_memory))
@@ -118,6 +121,7 @@ class Compiled:
       "audit": [asdict(key) for key in self.keys],
       "seconds": step.seconds,
       "machine_code": step.machine_code,
+      "quick_peak_bytes": step.quick_peak,
       "packages": {name: version(name) for name in ("jax", "libtpu")},
       "xla_flags": self.flags,
       "out_of_memory": step.out_of_memory,
@@ -261,7 +265,7 @@ def compile_step(
   topology: str,
   num_slices: int = 1,
   xla_flags: str | None = None,
-  machine_code: bool = True,
+  machine_code: "MachineCode" = "quick",
   **keys: Any,
 ) -> Compiled | OnGpus:
   """Compiles the train step for TPU slices with libtpu, for GPUs with JAX's CUDA libraries, on any Linux machine. Nothing runs.
@@ -276,7 +280,8 @@ def compile_step(
     num_slices: of TPUs: how many such slices, joined by the data-center network.
     xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
     machine_code: False: of TPUs the compiler is stopped once memory is laid out, which is a tenth of the work; all but its own
-      peak and its objections to kernels is known then. For GPUs nothing is compiled.
+      peak and its objections to kernels is known then. "quick": it compiles the same with little optimisation to the end, for
+      these. True: what it compiles to the end is the program of a run. For GPUs nothing is compiled with False.
     keys: values laid over it.
 
   Raises:
@@ -303,7 +308,7 @@ def compile_step(
   return Compiled(c, step, group, tried, _verdicts(c, step))
 
 
-def _on_gpus(c: "Config", host: GpuHost, compiled: bool) -> OnGpus:
+def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
   from maxtext_like.training import gpus_ahead_of_time, memory
 
   counted = memory.for_gpus(c, host)

@@ -23,6 +23,8 @@ other values. For GPUs it prints the estimate that train makes before it allocat
   num_slices=N      TPU: so many such slices, joined by the data-center network (the mesh: dcn_data_parallelism=N)
   machine_code=false  TPU: stop once memory is laid out, after a tenth of the work; all but the compiler's own peak and its
                     objections to kernels is known then. GPUs: the estimate alone
+  machine_code=quick  TPU (default): and compile the same with little optimisation to the end, for these
+  machine_code=true   TPU: compile what a run compiles, to the end
   --json FILE       also writes all of it as JSON
   xla_flags=GROUP   TPU: base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
                     them for a run; compiles 2 to 3 times as long and needs about as much memory
@@ -81,4 +83,9 @@ def split_own(
   return own, others
 
 
-_OWN = {"topology": str, "xla_flags": str, "num_slices": int, "machine_code": {"true": True, "false": False}.__getitem__}
+_OWN = {
+  "topology": str,
+  "xla_flags": str,
+  "num_slices": int,
+  "machine_code": {"true": True, "false": False, "quick": "quick"}.__getitem__,
+}

@@ -1,7 +1,8 @@
 """The train step compiled for a TPU slice that is not there: libtpu compiles on any x86 machine, and tells the memory.
 
-Nothing runs and no array is made, so a step of a 31B model compiles on a laptop. Where only memory and speed are asked for, the
-compiler is stopped once it has laid out memory: machine code is nine tenths of its work.
+Nothing runs and no array is made, so a step of a 31B model compiles on a laptop. Machine code is nine tenths of the compiler's
+work, and of that nearly all is its optimisation. So unless all of it is asked for, the compiler is stopped once it has laid out
+memory, and what it makes of the same step with little optimisation says whether it comes to an end.
 """
 
 import importlib.metadata
@@ -16,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
@@ -32,6 +33,10 @@ from maxtext_like.training.topologies import GIB, Topology
 
 FLAG_GROUPS = {"base": ("base",), "all": ("base", "overlap")}
 """What ``xla_flags=`` means: groups of ``tpu/xla_flags.yml``."""
+
+
+MachineCode = bool | Literal["quick"]
+"""Whether machine code is made; "quick": of the same step with little optimisation, beside the program that a run has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,8 @@ class CompiledStep:
     layout: how memory is laid out; None where it is not.
     work: what a step does; None without a program.
     seconds: of tracing and compiling.
-    machine_code: False where the compiler was stopped once memory was laid out.
+    machine_code: True: all was compiled; else the compiler was stopped once memory was laid out.
+    quick_peak: with "quick" what ``peak_bytes`` is of all of a program with little optimisation; None: it was not compiled.
     kernels: what the attention layers run on.
     out_of_memory: the compiler's words; empty when it compiled.
     hlo: the compiled program's text, where there is one.
@@ -83,7 +89,8 @@ class CompiledStep:
   layout: MemoryLayout | None = None
   work: Work | None = None
   seconds: float
-  machine_code: bool = True
+  machine_code: MachineCode = True
+  quick_peak: int | None = None
   kernels: tuple[Any, ...] = ()
   out_of_memory: str = ""
   hlo: str = ""
@@ -95,14 +102,16 @@ class CompiledStep:
     return not self.out_of_memory and self.peak_bytes is not None and self.peak_bytes <= self.topology.hbm_bytes
 
 
-def compile_step(config: Config, topology: Topology, flags: dict[str, Any], *, machine_code: bool = True) -> CompiledStep:
+def compile_step(
+  config: Config, topology: Topology, flags: dict[str, Any], *, machine_code: MachineCode = "quick"
+) -> CompiledStep:
   """Compiles the train step of a configuration for slices.
 
   Args:
     config: of the run; its mesh is laid over the slices.
     topology: the slices.
     flags: XLA flags by name.
-    machine_code: False: the compiler, in a process of its own, is stopped once memory is laid out.
+    machine_code: False or "quick": the compiler, in a process of its own, is stopped once memory is laid out.
 
   Raises:
     UserError: no libtpu, a mesh that does not fit the slice, a flag that libtpu does not know.
@@ -130,8 +139,8 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any], *, m
     reason = f"parameters, optimizer and batch alone take {arguments / GIB:.2f} GiB of a chip"
     return CompiledStep(**known, peak_bytes=None, seconds=time.monotonic() - start, out_of_memory=reason)
   with tempfile.TemporaryDirectory(prefix="maxtext-like-compile-") as folder:
-    where, peak, words = Path(folder), None, ""
-    if machine_code:
+    where, peak, quick_peak, words = Path(folder), None, None, ""
+    if machine_code is True:
       try:
         compiled = program.lower_step("tpu").compile(compiler_options=flags | {_DUMP: folder})
         peak = compiled.memory_analysis().peak_memory_in_bytes
@@ -145,9 +154,17 @@ def compile_step(config: Config, topology: Topology, flags: dict[str, Any], *, m
       seconds = time.monotonic() - start
       return CompiledStep(**known, peak_bytes=needed, layout=layout, seconds=seconds, out_of_memory=line)
     text, compiled_program, layout = memory_layout.read_dump(where)
+    if layout.bytes < arguments:
+      raise RuntimeError(
+        f"libtpu {version('libtpu')} lays out {layout.bytes:,} bytes, as its text is read here, and parameters, optimizer and "
+        f"batch alone take {arguments:,}: the text means something else"
+      )
+    if machine_code == "quick":
+      quick_peak = _with_little_optimisation(program, flags)
   return CompiledStep(
     **known,
     peak_bytes=layout.bytes if peak is None else peak,
+    quick_peak=quick_peak,
     layout=layout,
     work=_work(program, compiled_program, topology),
     seconds=time.monotonic() - start,
@@ -175,6 +192,26 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
     chip, topology.chips_of_slice, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops
   )
   return Work(flops=flops, model_flops=model_flops, memory_bytes=moved, transfers=transfers, roofline=bounds)
+
+
+def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> int:
+  """The peak of the step as libtpu compiles it to the end with little optimisation, a sixth of the work; what it would need
+  where it does not fit so.
+
+  Raises:
+    RuntimeError: it does not compile for another reason, as a kernel that outgrows vector memory.
+  """
+  import jax
+
+  before = jax.config.values["jax_optimization_level"]
+  jax.config.update("jax_optimization_level", "O1")
+  try:
+    compiled = program.lower_step("tpu").compile(compiler_options=flags)
+  except jax.errors.JaxRuntimeError as error:
+    return explained(str(error))[0]
+  finally:
+    jax.config.update("jax_optimization_level", before)
+  return compiled.memory_analysis().peak_memory_in_bytes
 
 
 def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], folder: Path) -> str:

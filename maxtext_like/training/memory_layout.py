@@ -16,7 +16,8 @@ CLASSES = ("parameters", "optimizer", "batch", "gradients", "activations", "temp
 the peak, as arrays of other times lie around it."""
 
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$")
-_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (?:color (\d+), )?(.*)$")
+# The page of an allocation came with the libtpu of JAX 0.12.
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (?:color (\d+), )?(?:page \d+, )?(.*)$")
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
 _BACKWARD = re.compile(r"^(?:jit\([^)]*\)/)?transpose\(")
 

@@ -227,7 +227,18 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
     ({}, 0, ["all-gather: 7 a step, 7 GB through a chip, beside computation\n"]),
     ({}, 0, ["all-reduce: 2 a step, 0.1 GB through a chip, waited for, between slices"]),
     ({}, 0, ["0.800 s a step: matrix units 0.600 s", "61.0% MFU; bound by HBM; no chip"]),
-    ({"machine_code": False}, 0, ["laid out     25.00 GiB of 31.25", "stopped before machine code"]),
+    ({"machine_code": False}, 0, ["laid out     25.00 GiB of 31.25", "stopped before machine code\n"]),
+    (
+      {"machine_code": "quick", "quick_peak": 24 * GIB},
+      0,
+      [
+        "laid out     25.00 GiB of 31.25",
+        "peak         24.00 GiB, as libtpu",
+        "code; machine code made with little optimisation\n",
+      ],
+    ),
+    # The program of a run decides, not one that is optimised little.
+    ({"machine_code": "quick", "quick_peak": 40 * GIB}, 0, ["peak         40.00 GiB, as libtpu", "verdict      fits"]),
     ({"peak_bytes": 40 * GIB, **FAILED}, 4, ["needed", "Ran out", "does not"]),
     ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB a chip", "does not fit"]),
   ],
@@ -245,7 +256,7 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
   monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
   asked = []
 
-  def compiled(config, topology, flags, *, machine_code=True):
+  def compiled(config, topology, flags, *, machine_code):
     t = config.training
     asked.append((topology.name, t.remat_policy, t.per_device_batch_size, t.gradient_accumulation_steps, machine_code))
     return dataclasses.replace(STEP, topology=topology, peak_bytes=(20 if topology.chips >= 32 else 40) * GIB)
@@ -254,7 +265,7 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
   words = ["gemma4-tiny", "topology=v6e-8", "per_device_batch_size=4", "--json", str(tmp_path / "it.json")]
   assert main(["compile", *words]) == 4
   assert asked == [
-    ("v6e-8", "none", 4, 1, True),
+    ("v6e-8", "none", 4, 1, "quick"),
     ("v6e-8", "full", 4, 1, False),
     ("v6e-8", "full", 1, 4, False),
     ("v6e-16", "full", 1, 4, False),
@@ -276,6 +287,14 @@ def test_a_mesh_that_the_slice_has_not_got():
   config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config
   with pytest.raises(UserError, match="topology=v6e-8 num_slices=1: mesh"):
     ahead_of_time.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
+
+
+@needs_libtpu
+def test_less_laid_out_than_there_are_arguments_is_no_verdict(monkeypatch):
+  monkeypatch.setattr(ahead_of_time, "_until_laid_out", lambda *_: "")
+  monkeypatch.setattr(ahead_of_time.memory_layout, "read_dump", lambda _: ("", None, dataclasses.replace(LAYOUT, bytes=5000)))
+  with pytest.raises(RuntimeError, match="lays out 5,000 bytes, as its text is read here, and parameters"):
+    ahead_of_time.compile_step(load_config("gemma4-tiny").config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
 
 
 @needs_libtpu
@@ -308,6 +327,17 @@ def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
   # Nothing is computed again, so products are the model's and what a mask leaves out of them.
   assert 1 <= told["work"]["flops"] / told["work"]["model_flops"] < 1.2
   assert any(key["verdict"] == "honoured" for key in told["audit"])
+  assert told["peak_bytes"] == told["layout"]["bytes"]
+  assert told["argument_bytes"] < told["quick_peak_bytes"] < told["peak_bytes"] + (128 << 20)  # with arrays in vector memory
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_machine_code_of_a_run(tmp_path):
+  told = compiled_in_a_process(tmp_path, "topology=v6e-8", "machine_code=true")
+  assert told["machine_code"] is True
+  assert told["quick_peak_bytes"] is None
+  assert told["peak_bytes"] != told["layout"]["bytes"]
 
 
 @needs_libtpu
