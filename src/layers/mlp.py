@@ -149,7 +149,7 @@ def gated(
   if precision.dtype != "float16" or bounded:
     with jax.named_scope("gate_product"):
       multiply = gated_product_at_once if on_gpu() else gated_product
-      hidden = multiply(activation, gate, up)
+      hidden: Any = multiply(activation, gate, up)
     with jax.named_scope("down_product"):
       return down(hidden), jnp.zeros((), jnp.int32)
   hidden, unit, rescued = float16_gated_product(gate, up, activation, precision)
