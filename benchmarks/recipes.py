@@ -56,15 +56,15 @@ class Runs:
   out: str
   until: float
 
-  def row(self, model: str, recipe: str, *, alone: bool) -> tuple[str, bool]:
-    """A row of the table, and whether the run ended well.
+  def row(self, model: str, recipe: str, *, alone: bool) -> tuple[str, bool | None]:
+    """A row of the table, and whether the run ended well; None: it was not begun.
 
     Args:
       model, recipe: what is run.
       alone: nothing else runs on the device: the run may take all of its memory at once, and its speed is its own.
     """
     if time.monotonic() > self.until:
-      return f"| {model} | {recipe} | not begun: the time is over | | | |", False
+      return f"| {model} | {recipe} | not begun: the time is over | | | |", None
     name = f"{model}-{recipe}"
     keys = [
       f"steps={self.steps}",
@@ -111,19 +111,22 @@ def main() -> int:
   print("| model | recipe | first loss | last loss | tokens/s | memory |\n|---|---|---|---|---|---|", flush=True)
   with tempfile.TemporaryDirectory() as out:
     runs = Runs(options.steps, options.length, out, time.monotonic() + options.seconds)
-    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(options.workers)
+    try:
       begun = {pool.submit(runs.row, *cell, alone=alone): cell for cell in cells}
       for done in concurrent.futures.as_completed(begun):
         row, ended_well = done.result()
-        if ended_well or alone:
-          print(row, flush=True)
-          well = well and ended_well
+        if ended_well is False and not alone:
+          again.append((begun[done], row))
         else:
-          again.append(begun[done])
-    for cell in again:
+          print(row, flush=True)
+          well = well and ended_well is not False
+    finally:
+      pool.shutdown(cancel_futures=True)
+    for cell, first in again:
       row, ended_well = runs.row(*cell, alone=True)
-      print(row, flush=True)
-      well = well and ended_well
+      print(first if ended_well is None else row, flush=True)
+      well = well and ended_well is True
   return 0 if well else 1
 
 

@@ -80,14 +80,17 @@ class Compiled:
       name = "needed" if step.out_of_memory else "peak" if step.machine_code is True else "laid out"
       rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM a chip ({share})"))
     if step.quick_peak is not None:
-      rows.append(("peak", f"{size_words(step.quick_peak)}, as libtpu counts it where it optimises little"))
+      what = (
+        f"needed where libtpu optimises little: {step.quick_words}" if step.quick_words else "where libtpu optimises little"
+      )
+      rows.append(("peak", f"{size_words(step.quick_peak)}, {what}"))
     if step.work is not None:
       rows += work_rows(step.work)
     if self.keys:
       rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
-    until = "" if step.machine_code is True else ", stopped before machine code"
-    until += "; machine code made with little optimisation" if step.quick_peak is not None else ""
+    until = "" if step.machine_code is True or step.layout is None else ", stopped before machine code"
+    until += "; machine code made with little optimisation" if step.quick_peak is not None and not step.quick_words else ""
     rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}{until}"))
     if step.out_of_memory:
       rows.append(("compiler", step.out_of_memory))
@@ -292,6 +295,8 @@ def compile_step(
   if host is not None and (xla_flags is not None or num_slices != 1):
     what = f"xla_flags={xla_flags}" if xla_flags is not None else f"num_slices={num_slices}"
     raise UserError(f"compile: {what} is for TPUs, {host.name} is not\n  fix: leave it out")
+  if not isinstance(machine_code, bool) and machine_code != "quick":
+    raise UserError(f"compile: machine_code={machine_code!r}\n  fix: True, False or 'quick'")
   if num_slices < 1:
     raise UserError(f"compile: num_slices={num_slices}\n  fix: 1 or more")
   target = host or find_topology(topology, GPU_NAMES)

@@ -75,6 +75,7 @@ class CompiledStep:
     seconds: of tracing and compiling.
     machine_code: True: all was compiled; else the compiler was stopped once memory was laid out.
     quick_peak: with "quick" what ``peak_bytes`` is of all of a program with little optimisation; None: it was not compiled.
+    quick_words: the compiler's, where that program does not fit; empty where it does.
     kernels: what the attention layers run on.
     out_of_memory: the compiler's words; empty when it compiled.
     hlo: the compiled program's text, where there is one.
@@ -91,6 +92,7 @@ class CompiledStep:
   seconds: float
   machine_code: MachineCode = True
   quick_peak: int | None = None
+  quick_words: str = ""
   kernels: tuple[Any, ...] = ()
   out_of_memory: str = ""
   hlo: str = ""
@@ -139,7 +141,7 @@ def compile_step(
     reason = f"parameters, optimizer and batch alone take {arguments / GIB:.2f} GiB of a chip"
     return CompiledStep(**known, peak_bytes=None, seconds=time.monotonic() - start, out_of_memory=reason)
   with tempfile.TemporaryDirectory(prefix="maxtext-like-compile-") as folder:
-    where, peak, quick_peak, words = Path(folder), None, None, ""
+    where, peak, words, quick = Path(folder), None, "", (None, "")
     if machine_code is True:
       try:
         compiled = program.lower_step("tpu").compile(compiler_options=flags | {_DUMP: folder})
@@ -160,11 +162,12 @@ def compile_step(
         f"batch alone take {arguments:,}: the text means something else"
       )
     if machine_code == "quick":
-      quick_peak = _with_little_optimisation(program, flags)
+      quick = _with_little_optimisation(program, flags)
   return CompiledStep(
     **known,
     peak_bytes=layout.bytes if peak is None else peak,
-    quick_peak=quick_peak,
+    quick_peak=quick[0],
+    quick_words=quick[1],
     layout=layout,
     work=_work(program, compiled_program, topology),
     seconds=time.monotonic() - start,
@@ -194,9 +197,9 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   return Work(flops=flops, model_flops=model_flops, memory_bytes=moved, transfers=transfers, roofline=bounds)
 
 
-def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> int:
-  """The peak of the step as libtpu compiles it to the end with little optimisation, a sixth of the work; what it would need
-  where it does not fit so.
+def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> tuple[int, str]:
+  """The peak of the step as libtpu compiles it to the end with little optimisation, a sixth of the work; where it does not fit
+  so what it would need, and the compiler's words.
 
   Raises:
     RuntimeError: it does not compile for another reason, as a kernel that outgrows vector memory.
@@ -208,10 +211,10 @@ def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> int:
   try:
     compiled = program.lower_step("tpu").compile(compiler_options=flags)
   except jax.errors.JaxRuntimeError as error:
-    return explained(str(error))[0]
+    return explained(str(error))
   finally:
     jax.config.update("jax_optimization_level", before)
-  return compiled.memory_analysis().peak_memory_in_bytes
+  return compiled.memory_analysis().peak_memory_in_bytes, ""
 
 
 def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], folder: Path) -> str:

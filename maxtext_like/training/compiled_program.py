@@ -172,7 +172,7 @@ class CompiledProgram:
   def _all_inside(self, name: str) -> Iterator[Operation]:
     for op in self.computations[name]:
       yield op
-      if op.kind == "fusion":
+      if op.kind in ("fusion", "call"):  # a call is one for the SparseCores
         for called in _called(op.text):
           yield from self._all_inside(called)
 

@@ -52,3 +52,19 @@ def test_what_fails_beside_others_is_tried_again_alone(monkeypatch, capsys):
   said = capsys.readouterr().out
   assert "| gemma3-tiny | full | True |" in said
   assert "| gemma3-tiny | full | False |" not in said
+
+
+def test_what_was_not_begun_is_no_failure(monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", ["recipes.py", "--models", "gemma3-tiny", "--seconds", "-1"])
+  assert recipes.main() == 0
+  assert capsys.readouterr().out.count("not begun") == 4
+
+
+def test_what_failed_beside_others_says_why_where_no_time_is_left_to_try_it_alone(monkeypatch, capsys):
+  row = lambda self, model, recipe, *, alone: ("not begun", None) if alone else (f"| {recipe} | exit code 1: because |", False)
+  monkeypatch.setattr(recipes.Runs, "row", row)
+  monkeypatch.setattr(sys, "argv", ["recipes.py", "--models", "gemma3-tiny", "--workers", "2", "--recipes", "full"])
+  assert recipes.main() == 1
+  said = capsys.readouterr().out
+  assert "| full | exit code 1: because |" in said
+  assert "not begun" not in said

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import maxtext_like
 from maxtext_like.cli import compile as command
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
@@ -233,12 +234,16 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
       0,
       [
         "laid out     25.00 GiB of 31.25",
-        "peak         24.00 GiB, as libtpu",
+        "peak         24.00 GiB, where libtpu",
         "code; machine code made with little optimisation\n",
       ],
     ),
     # The program of a run decides, not one that is optimised little.
-    ({"machine_code": "quick", "quick_peak": 40 * GIB}, 0, ["peak         40.00 GiB, as libtpu", "verdict      fits"]),
+    (
+      {"machine_code": "quick", "quick_peak": 40 * GIB, "quick_words": "Ran out"},
+      0,
+      ["peak         40.00 GiB, needed where libtpu optimises little: Ran out", "before machine code\n", "verdict      fits"],
+    ),
     ({"peak_bytes": 40 * GIB, **FAILED}, 4, ["needed", "Ran out", "does not"]),
     ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB a chip", "does not fit"]),
   ],
@@ -250,6 +255,11 @@ def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
   out = capsys.readouterr().out
   for words in told:
     assert words in out
+
+
+def test_machine_code_is_one_of_three():
+  with pytest.raises(UserError, match="machine_code='true'"):
+    maxtext_like.compile_step("gemma4-tiny", topology="v6e-8", machine_code="true")
 
 
 def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_path):

@@ -45,6 +45,16 @@ StackFrames
   ROOT %all-gather.10 = bf16[8,6]{1,0} all-gather(%p0.1), channel_id=9, replica_groups=[1,2]<=[2], dimensions={0}
 }
 
+%called_computation.1 (p0.2: bf16[4,6]) -> bf16[8,6] {
+  %p0.2 = bf16[4,6]{1,0} parameter(0)
+  ROOT %all-gather.11 = bf16[8,6]{1,0} all-gather(%p0.2), channel_id=10, replica_groups=[1,2]<=[2], dimensions={0}
+}, execution_thread="sparsecore"
+
+%async_computation.1 (p0.3: bf16[4,6]) -> bf16[8,6] {
+  %p0.3 = bf16[4,6]{1,0} parameter(0)
+  ROOT %all-gather.12 = bf16[8,6]{1,0} call(%p0.3), to_apply=%called_computation.1
+}, execution_thread="sparsecore"
+
 %one_layer (stack: f32[3,5,6], at: s32[]) -> f32[1,5,6] {
   %stack = f32[3,5,6]{2,1,0} parameter(0)
   %at = s32[] parameter(1)
@@ -80,6 +90,7 @@ ENTRY %main (p: f32[3,5,6]) -> f32[] {
   %all-gather.1 = bf16[8,6]{1,0:T(8,128)S(1)} all-gather(%shard), channel_id=2, replica_groups=mesh['a'=2,'b'=1] {'a'}, dimensions={0}
   %async-collective-start.1 = bf16[8,6]{1,0:T(8,128)S(1)} fusion(%shard), kind=kCustom, calls=%begun
   %fusion.9 = bf16[8,6]{1,0:T(8,128)S(1)} fusion(%shard), kind=kCustom, calls=%async_collective_fusion.3
+  %all-gather.12.call-start = ((), (), (s32[1]{0:T(128)S(2)})) async-start(), calls=%async_computation.1
   %send = (f32[10]{0}, u32[], token[]) send(%p, %t), channel_id=3, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
   ROOT %out = f32[] constant(0)
 }
@@ -112,7 +123,7 @@ def test_of_a_stack_the_layer_that_is_read_counts(program):
 def test_transfers_by_kind_and_manner(program):
   assert program.transfers(chips_per_slice=2) == [
     Transfer("all-gather", 8 * 6 * 2 // 2, 1, asynchronous=False),
-    Transfer("all-gather", 8 * 6 * 2 // 2, 1, asynchronous=True),
+    Transfer("all-gather", 2 * 8 * 6 * 2 // 2, 2, asynchronous=True),  # one of them on the SparseCores
     Transfer("reduce-scatter", 3 * 8 * 6 * 2 // 2, 3, asynchronous=False),
     Transfer("all-reduce", 10 * 4, 1, asynchronous=True, between_slices=True),
   ]

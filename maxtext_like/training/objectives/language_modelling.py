@@ -53,9 +53,10 @@ def _hit(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def looked_up(logits_BTV: jax.Array, targets_BT: jax.Array) -> Any:
-  """The logits of the targets [B, T], anything where a target is ignored, without reading the others (2 of 8 ms of a loss over
-  8192 x 262208 logits on an H200). The gradient is a comparison, as that of the sum in its place; a lookup's is a scatter."""
-  return jnp.take_along_axis(logits_BTV, jnp.maximum(targets_BT, 0)[..., None], axis=-1)[..., 0]
+  """The logits of the targets [B, T], each below V; anything where a target is ignored. The others are not read (2 of 8 ms of a
+  loss over 8192 x 262208 logits on an H200). The gradient is a comparison, as that of the sum in its place; a lookup's is a
+  scatter."""
+  return jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1, mode="clip")[..., 0]
 
 
 looked_up.defvjp(

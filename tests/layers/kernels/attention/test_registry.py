@@ -28,8 +28,13 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("mosaic_flash", HOPPER, {"capability": "8.0"}, "GPUs of compute capability 9.0, not 8.0"),
   ("mosaic_flash", HOPPER, {"capability": "10.0"}, "GPUs of compute capability 9.0, not 10.0"),
   ("mosaic_flash", HOPPER, {"context": 2}, r"split over 2 devices \(context\)"),
-  ("mosaic_flash", HOPPER, {"head_dim": 520}, "heads of 520 and values of 512 are not 128 to 512 wide"),
-  ("mosaic_flash", HOPPER, {"head_dim": 120, "value_dim": 120}, "heads of 120 and values of 120 are not 128 to 512 wide"),
+  ("mosaic_flash", HOPPER, {"head_dim": 520}, "the wider of heads of 520 and values of 512 is not 128 to 512"),
+  (
+    "mosaic_flash",
+    HOPPER,
+    {"head_dim": 120, "value_dim": 120},
+    "the wider of heads of 120 and values of 120 is not 128 to 512",
+  ),
   ("mosaic_flash", HOPPER, {"precision": Precision(dtype="float32")}, "float32 is neither bfloat16 nor float16"),
   ("mosaic_flash", HOPPER, {"probabilities": True}, "needs its probabilities"),
   ("mosaic_flash", HOPPER, {"length": 192}, "the row length 192 is not a multiple of 128"),
@@ -106,8 +111,8 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
     ({}, "mosaic_flash"), ({"head_dim": 192}, "mosaic_flash"), ({"window": 64}, "cudnn_flash"),
-    ({"documents": False}, "cudnn_flash"), ({"head_dim": 64, "value_dim": 64}, "cudnn_flash"),
-    ({"window": 64, "bidirectional_images": True}, "mosaic_flash"),
+    ({"window": 256}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),
+    ({"head_dim": 64, "value_dim": 64}, "cudnn_flash"), ({"window": 64, "bidirectional_images": True}, "mosaic_flash"),
   ):  # fmt: skip
     assert choose("auto", dataclasses.replace(narrow, **change)).name == name
   assert choose("auto", dataclasses.replace(TPU, documents=True)).name == "splash"
