@@ -1,6 +1,7 @@
 """libtpu takes every flag of tpu/xla_flags.yml, as a compile option and in LIBTPU_INIT_ARGS."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -37,3 +38,16 @@ def test_libtpu_takes_the_flags(way):
     cwd=configs_folder().parent, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
+
+
+def test_a_step_of_several_chips_compiles_to_the_end_with_them_and_waits_for_no_gather_of_a_weight(tmp_path):
+  file = tmp_path / "it.json"
+  words = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "topology=v6e-8", "xla_flags=all"]
+  done = subprocess.run(
+    [sys.executable, "-m", "maxtext_like", "compile", *words, "--json", str(file)], capture_output=True, text=True, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  told = json.loads(file.read_text())
+  assert told["quick_peak_bytes"]
+  gathers = {t["asynchronous"]: t["bytes"] for t in told["work"]["transfers"] if t["kind"] == "all-gather"}
+  assert gathers[True] > 10 * gathers.get(False, 0)
