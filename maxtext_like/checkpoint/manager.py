@@ -410,7 +410,8 @@ class CheckpointManager:
       self._steps.discard(pending.step, self._saves)
     self._checkpointer = None
     # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
-    leave_behind(thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
+    others = (thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
+    leave_behind(others, callbacks_of="tensorstore")
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
     last = self._consecutive_failures >= self._attempts
     kept = self._kept()

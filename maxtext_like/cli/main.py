@@ -44,7 +44,10 @@ USES_JAX = (
 def program(verb: str | None = None) -> int:
   """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
   huge_pages.begin_again()
-  return main(None if verb is None else [verb, *sys.argv[1:]])
+  code = main(None if verb is None else [verb, *sys.argv[1:]])
+  if left_behind.may_call_back():
+    streams.leave(code)
+  return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

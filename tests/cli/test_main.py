@@ -144,6 +144,18 @@ def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
   assert seen[0][0] > usual[0]
 
 
+@pytest.mark.parametrize("calls_back", [False, True])
+def test_what_a_library_may_still_call_back_does_not_change_the_exit_code(calls_back, monkeypatch):
+  left: list[int] = []
+  monkeypatch.setattr(cli.huge_pages, "begin_again", lambda: None)
+  monkeypatch.setattr(cli, "main", lambda words: 42)
+  monkeypatch.setattr(cli.left_behind, "_calling_back", [])
+  monkeypatch.setattr(streams, "leave", left.append)
+  cli.left_behind.leave_behind([], callbacks_of="tensorstore" if calls_back else None)
+  assert cli.program("train") == 42
+  assert left == [42] * calls_back
+
+
 def test_ctrl_c_is_130(monkeypatch, capsys):
   def interrupt(argv):
     raise KeyboardInterrupt
