@@ -258,8 +258,9 @@ def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
 
 
 def test_machine_code_is_one_of_three():
+  wrong: Any = "true"
   with pytest.raises(UserError, match="machine_code='true'"):
-    maxtext_like.compile_step("gemma4-tiny", topology="v6e-8", machine_code="true")
+    maxtext_like.compile_step("gemma4-tiny", topology="v6e-8", machine_code=wrong)
 
 
 def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_path):
