@@ -7,20 +7,20 @@ import threading
 from collections.abc import Iterable
 
 _threads: list[threading.Thread] = []
-_calling_back: list[str] = []
+_calling_back = False
 
 
-def leave_behind(threads: Iterable[threading.Thread], *, callbacks_of: str | None = None) -> None:
+def leave_behind(threads: Iterable[threading.Thread], *, calls_back: bool = False) -> None:
   """Takes note of threads whose work is of no use any more.
 
   Args:
     threads: of Python.
-    callbacks_of: a library whose own threads may still call Python. Where one does at the interpreter's end, the process ends
-      with a signal ("FATAL: exception not rethrown") in place of its exit code.
+    calls_back: a library's own threads, which are in no list, may still call Python for that work. Where one does at the
+      interpreter's end, the process may end by a signal ("FATAL: exception not rethrown") in place of its exit code.
   """
+  global _calling_back
   _threads.extend(threads)
-  if callbacks_of is not None:
-    _calling_back.append(callbacks_of)
+  _calling_back = _calling_back or calls_back
 
 
 def any_running() -> bool:
@@ -30,4 +30,4 @@ def any_running() -> bool:
 
 def may_call_back() -> bool:
   """Whether a library may still call Python."""
-  return bool(_calling_back)
+  return _calling_back

@@ -411,7 +411,7 @@ class CheckpointManager:
     self._checkpointer = None
     # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
     others = (thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
-    leave_behind(others, callbacks_of="tensorstore")
+    leave_behind(others, calls_back=True)
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
     last = self._consecutive_failures >= self._attempts
     kept = self._kept()

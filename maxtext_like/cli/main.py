@@ -45,7 +45,7 @@ def program(verb: str | None = None) -> int:
   """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
   huge_pages.begin_again()
   code = main(None if verb is None else [verb, *sys.argv[1:]])
-  if left_behind.may_call_back():
+  if left_behind.may_call_back():  # not in main, which others call: the process may be theirs
     streams.leave(code)
   return code
 

@@ -149,9 +149,9 @@ def test_what_a_library_may_still_call_back_does_not_change_the_exit_code(calls_
   left: list[int] = []
   monkeypatch.setattr(cli.huge_pages, "begin_again", lambda: None)
   monkeypatch.setattr(cli, "main", lambda words: 42)
-  monkeypatch.setattr(cli.left_behind, "_calling_back", [])
+  monkeypatch.setattr(cli.left_behind, "_calling_back", False)
   monkeypatch.setattr(streams, "leave", left.append)
-  cli.left_behind.leave_behind([], callbacks_of="tensorstore" if calls_back else None)
+  cli.left_behind.leave_behind([], calls_back=calls_back)
   assert cli.program("train") == 42
   assert left == [42] * calls_back
 
