@@ -301,7 +301,9 @@ def _reductions(p: _Program) -> tuple[Verdict, str]:
   # A row of a table that is split over devices is added up of the row and zeros, which no dtype loses anything of.
   looked_up = lambda i: i.stage == "forward" and i.path.endswith("/gather")
   sums = [i for i in p.reading.instructions if i.kind in kinds and i.reducer == "add" and not looked_up(i)]
-  found = [dtype for i in sums for dtype in i.results if dtype in _WIDTH]  # several arrays may be added up by one of them
+  # Several arrays may be added up by one of them, and some only be gathered.
+  arrays = [(dtype, n < len(i.placed) and i.placed[n]) for i in sums for n, dtype in enumerate(i.results)]
+  found = [dtype for dtype, gathered in arrays if dtype in _WIDTH and not gathered]
   if not p.compiled:
     return "not shown", "the compiler puts the sums between devices in: topology=NAME shows them"
   if not found:

@@ -33,6 +33,8 @@ class Instruction:
     precision: of a dot: "default", "high", "highest"; "" elsewhere.
     target: what a custom call calls.
     reducer: of a reduction: what it does, as "add".
+    placed: of a sum between devices in a compiled program, for each array: every device adds its own part of it, put into
+      zeros, so that it is a gather, which loses nothing in any dtype.
   """
 
   kind: str
@@ -42,6 +44,7 @@ class Instruction:
   precision: str = ""
   target: str = ""
   reducer: str = ""
+  placed: tuple[bool, ...] = ()
 
   @property
   def stage(self) -> Pass:
@@ -238,7 +241,8 @@ def _element_type(tuple_type: str, index: int) -> str:
 def read_hlo(text: str) -> Reading:
   """Reads the HLO text of a compiled program, what is inside fusions included."""
   types: dict[str, tuple[str, ...]] = {}
-  roots: dict[str, str] = {}  # what a computation ends with, by its name
+  made: dict[str, tuple[str, str]] = {}  # opcode and what follows it, by the name of an instruction
+  roots: dict[str, str] = {}  # the instruction that a computation ends with, by its name
   instructions, arguments = [], {}
   lines = hlo_lines(text)
   computation = ""
@@ -247,8 +251,9 @@ def read_hlo(text: str) -> Reading:
       computation = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0]
     if found := _HLO_LINE.match(line):
       types[found[1]] = tuple(_HLO_TYPE.findall(found[2]))
+      made[found[1]] = found[3], found[4]
       if line.lstrip().startswith("ROOT"):
-        roots[computation] = found[3]
+        roots[computation] = found[1]
   entry = False
   for line in lines:
     if line and not line[0].isspace():
@@ -263,7 +268,7 @@ def read_hlo(text: str) -> Reading:
       if entry and path:
         arguments[path] = types[name][0] if types[name] else ""
       continue
-    names = re.findall(r"%([\w.\-#]+)", _operands(rest))
+    names = _names(rest)
     target = re.search(r'custom_call_target="([^"]*)"', rest)
     precision = re.search(r"operand_precision=\{(\w+)", rest)
     kind = _HLO_KINDS.get(opcode, opcode.replace("-", "_"))
@@ -275,7 +280,8 @@ def read_hlo(text: str) -> Reading:
         results=types[name],
         precision=(precision[1] if precision else "default") if kind == "dot" else "",
         target=target[1] if target else "",
-        reducer=_hlo_reducer(rest, roots) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
+        reducer=_hlo_reducer(rest, roots, made) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
+        placed=tuple(_placed(n, roots, made) for n in names) if kind == "all_reduce" else (),
       )
     )
   return Reading(instructions=instructions, arguments=arguments)
@@ -291,6 +297,40 @@ def _operands(rest: str) -> str:
   return rest
 
 
-def _hlo_reducer(rest: str, roots: dict[str, str]) -> str:
+def _names(rest: str) -> list[str]:
+  return re.findall(r"%([\w.\-#]+)", _operands(rest))
+
+
+_Made = dict[str, tuple[str, str]]
+
+
+def _hlo_reducer(rest: str, roots: dict[str, str], made: _Made) -> str:
   found = re.search(r"to_apply=%?([\w.\-]+)", rest)
-  return roots.get(found[1], "") if found else ""
+  return made[roots[found[1]]][0] if found and found[1] in roots else ""
+
+
+_SAME_ARRAY = ("copy", "copy-start", "copy-done", "bitcast")
+
+
+def _maker(name: str, roots: dict[str, str], made: _Made) -> tuple[str, str]:
+  """Opcode and what follows it of the instruction that made an array, before copies and within fusions; empty: none did."""
+  while name in made:
+    opcode, rest = made[name]
+    if opcode == "fusion" and (called := re.search(r"calls=%?([\w.\-]+)", rest)):
+      name = roots.get(called[1], "")
+    elif opcode in _SAME_ARRAY:
+      name = next(iter(_names(rest)), "")
+    else:
+      return opcode, rest
+  return "", ""
+
+
+def _placed(name: str, roots: dict[str, str], made: _Made) -> bool:
+  """Whether an array is zeros but for a part that was put into them. So a compiler gathers parts of uneven sizes."""
+  opcode, rest = _maker(name, roots, made)
+  if opcode != "dynamic-update-slice":
+    return False
+  opcode, rest = _maker(_names(rest)[0], roots, made)
+  if opcode == "broadcast":
+    opcode, rest = _maker(_names(rest)[0], roots, made)
+  return opcode == "constant" and _operands(rest) == "0"

@@ -273,7 +273,9 @@ def test_of_several_arrays_that_are_added_up_together_each_counts():
   program, reading, precision = read(MODELS["gemma"])
   for results, verdict in ((("f32", "f32"), "honoured"), (("f32", "bf16", "s32"), "not honoured"), (("s32",), "not shown")):
     added = hlo.Instruction(kind="all_reduce", path="", operands=results, results=results, reducer="add")
-    keys = judged(program, dataclasses.replace(reading, instructions=[added]), precision, compiled=True)
+    # What is only gathered, each device's part put into zeros, counts for nothing.
+    gathered = dataclasses.replace(added, operands=("bf16",), results=("bf16",), placed=(True,))
+    keys = judged(program, dataclasses.replace(reading, instructions=[added, gathered]), precision, compiled=True)
     assert next(k for k in keys if k.key == "reduction_dtype").verdict == verdict
 
 

@@ -167,6 +167,46 @@ NESTED = """ENTRY %main (w: bf16[6,6]) -> f32[4] {
 """
 
 
+GATHERED = """HloModule jit_step
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+%put (own: bf16[2,4], at: s32[]) -> bf16[7,4] {
+  %own = bf16[2,4]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %none = bf16[] constant(0)
+  %zeros.1 = bf16[7,4]{1,0} broadcast(%none), dimensions={}
+  ROOT %put.1 = bf16[7,4]{1,0} dynamic-update-slice(%zeros.1, %own, %at, %at)
+}
+
+ENTRY %main (part: bf16[2,4], whole: bf16[7,4], at: s32[]) -> (bf16[7,4], bf16[7,4]) {
+  %part = bf16[2,4]{1,0} parameter(0)
+  %whole = bf16[7,4]{1,0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  %zero = bf16[] constant(0)
+  %one = bf16[] constant(1)
+  %zeros = bf16[7,4]{1,0} broadcast(%zero), dimensions={}
+  %ones = bf16[7,4]{1,0} broadcast(%one), dimensions={}
+  %placed = bf16[7,4]{1,0} dynamic-update-slice(%zeros, %part, %at.1, %at.1)
+  %moved = bf16[7,4]{1,0} copy(%placed)
+  %fused = bf16[7,4]{1,0} fusion(%part, %at.1), kind=kLoop, calls=%put
+  %other = bf16[7,4]{1,0} dynamic-update-slice(%ones, %part, %at.1, %at.1)
+  %third = bf16[7,4]{1,0} dynamic-update-slice(%whole, %part, %at.1, %at.1)
+  ROOT %all = (bf16[7,4]{1,0}, bf16[7,4]{1,0}) all-reduce(%moved, %fused, %other, %third, %whole), to_apply=%add
+}
+"""
+
+
+def test_a_sum_of_parts_put_into_zeros_is_known_for_a_gather():
+  (found,) = [i for i in read_hlo(GATHERED).instructions if i.kind == "all_reduce"]
+  assert found.reducer == "add"
+  assert found.placed == (True, True, False, False, False)
+
+
 def test_elements_of_tuples_that_are_read_by_their_number():
   lines = [line.strip() for line in hlo_lines(NESTED)]
   assert lines[2:4] == [
