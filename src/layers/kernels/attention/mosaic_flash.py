@@ -1,10 +1,11 @@
-"""Attention on Hopper GPUs in kernels of our own, for heads of 256 and 512: cuDNN takes heads of 256 at most there.
+"""Attention on Hopper GPUs in kernels of our own, for heads of 128 to 512: cuDNN takes heads of 256 at most there,
+and packed rows only with a mask.
 
 Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the arguments, and the
 backward pass makes gradients of scores from them in float16, whatever that dtype is: 11 binary digits down to 2**-14, fewer
 below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped, be it for causality, a window or other
-documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask. Narrower heads are filled up
-with zeros, and pay for the width that they have not got.
+documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask. Heads between the
+widths that the kernels are written for are filled up with zeros, and pay for the width that they have not got.
 
 B batch, T position, N query heads, K key-value heads, H head, V value head.
 """
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
   from maxtext_like.layers.kernels.attention.mosaic.backward import Plan
 
 # The kernels are imported where they run: Pallas for GPUs takes a second, and every start asks this module what it can do.
-_BUDGET = 320 << 20  # bytes that the backward pass may write between its kernels
+# Bytes that the backward pass may write between its kernels, for heads up to a width: a turn of these costs 60 us beside its
+# work, of which narrow heads have less for each number written. Packed rows in a window of 1024 (2 x 4096, 32 heads of 128, an
+# H200) took 2.28 ms in 8 turns and 1.84 in one; in this budget they have two.
+_BUDGETS = {128: 768 << 20, 512: 320 << 20}
 _FLOAT16 = 2.0**15  # a half of what float16 holds
 _LANES = 128
-_WIDTHS = (256, 512)  # of heads that the kernels are written for
-_NARROWEST = 128  # of heads that are filled up to them
+_WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
+_WIDTHS_BACKWARD = (128, 192, 256, 512)  # and those of the backward pass
 _HOPPER = "9.0"
 _JAX = (0, 11)  # before, Pallas' loads in a layout were written otherwise
 
@@ -73,7 +77,7 @@ def mosaic_flash_attention(
   def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
     sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
-    how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_BUDGET)
+    how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_budget(q, v))
     return _attend((scale, how, interpret), q, k, v, low, high)
 
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKV, low_BT, high_BT)
@@ -112,8 +116,7 @@ def _attend(static: _Static, q, k, v, low, high) -> Any:
 def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
-  width = _width(q.shape[-1], v.shape[-1])
-  out, lse = attention_forward(*_filled_up(width, q, k, v), low, high, scale=static[0], interpret=static[2])
+  out, lse = attention_forward(*_filled_up(_WIDTHS, q, k, v), low, high, scale=static[0], interpret=static[2])
   out, lse = checkpoint_name(out[..., : v.shape[-1]], "attention"), checkpoint_name(lse, "attention")
   return out, (q, k, v, low, high, out, lse)
 
@@ -128,17 +131,18 @@ def _backward(static: _Static, saved, g: jax.Array):
     power = _room(k, v, g, scale)
     g = (g.astype(jnp.float32) * power).astype(g.dtype)
   delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
-  wide = _filled_up(_width(q.shape[-1], v.shape[-1]), q, k, v, g)
+  wide = _filled_up(_WIDTHS_BACKWARD, q, k, v, g)
   grads = attention_backward(*wide, lse, delta, low, high, scale=scale, how=how, power=power, interpret=interpret)
   return *(dx[..., : x.shape[-1]] for dx, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
-def _width(*heads: int) -> int:
-  """The head dimension that the kernels work with."""
-  return next(width for width in _WIDTHS if width >= max(heads))
+def _budget(q_BTNH: jax.Array, v_BTKV: jax.Array) -> int:
+  return next(budget for most, budget in _BUDGETS.items() if most >= max(q_BTNH.shape[-1], v_BTKV.shape[-1]))
 
 
-def _filled_up(width: int, *arrays: jax.Array) -> list[jax.Array]:
+def _filled_up(widths: tuple[int, ...], *arrays: jax.Array) -> list[jax.Array]:
+  """With zeros, to the least of the widths that holds them all."""
+  width = next(n for n in widths if n >= max(x.shape[-1] for x in arrays))
   return [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in arrays]
 
 
@@ -182,8 +186,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append("queries see keys behind them")
   if case.context > 1:
     reasons.append(f"rows are split over {case.context} devices (context)")
-  if not _NARROWEST <= max(case.head_dim, case.value_dim) <= _WIDTHS[-1]:
-    wide = f"{_NARROWEST} to {_WIDTHS[-1]}"
+  if not _WIDTHS[0] <= max(case.head_dim, case.value_dim) <= _WIDTHS[-1]:
+    wide = f"{_WIDTHS[0]} to {_WIDTHS[-1]}"
     reasons.append(f"the wider of heads of {case.head_dim} and values of {case.value_dim} is not {wide} wide")
   if case.dtype not in ("bfloat16", "float16"):
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
@@ -195,8 +199,8 @@ def _refuses(case: Case) -> list[str]:
 
 
 def _slow(case: Case) -> bool:
-  """Heads that are filled up, in a window, where there is little to skip. Of the time of cuDNN with a mask (an H200, 2 x 4096
-  tokens) heads of 128 take 1.1 in a window of 1024, and 0.6 where a query sees all before it."""
+  """Heads that are filled up, in a window, where there is little to skip: of the time of cuDNN with a mask heads of 128, filled
+  up to 256, took 1.1 in a window of 1024 (an H200, 2 x 4096 tokens), and 0.6 where a query sees all before it."""
   windowed = case.window is not None and case.window < case.length
   return windowed and max(case.head_dim, case.value_dim) not in _WIDTHS
 

@@ -163,13 +163,14 @@ def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
     ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30),  # of the last 256 keys of a row half are there
     ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20),  # several turns, and parts of one query head
     ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30),
-    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30),  # filled up to 256, as latent attention has it
+    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30),  # latent attention: forward filled up to 256
+    ((1, 384, 4, 2, 128, 128), "bfloat16", 130, True, False, 1 << 30),
   ],
 )
 def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, window, documents, images, budget, monkeypatch):
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-  monkeypatch.setattr(mosaic_flash, "_BUDGET", budget)
+  monkeypatch.setattr(mosaic_flash, "_BUDGETS", {512: budget})
   B, T, N, K, H, V = sizes
   rng = np.random.default_rng(0)
   q, k, v, g = (jnp.asarray(rng.normal(size=(B, T, *of)), dtype) for of in ((N, H), (K, H), (K, V), (N, V)))

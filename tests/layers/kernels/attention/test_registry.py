@@ -107,11 +107,12 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   assert choose("auto", case, without).name == "cudnn_flash"
   assert choose("auto", case, ("cudnn_flash", *without)).name == "dot_product"
   assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "cudnn_flash"
-  # Narrower heads are filled up for it, which pays where a query sees all before it; not in a window.
+  # Heads of 192 are filled up for it, which pays where a query sees all before it; not in a window.
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
-    ({}, "mosaic_flash"), ({"head_dim": 192}, "mosaic_flash"), ({"window": 64}, "cudnn_flash"),
-    ({"window": 256}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),
+    ({}, "mosaic_flash"), ({"window": 64}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),
+    ({"head_dim": 192}, "mosaic_flash"), ({"head_dim": 192, "window": 64}, "cudnn_flash"),
+    ({"head_dim": 192, "window": 256}, "mosaic_flash"),
     ({"head_dim": 64, "value_dim": 64}, "cudnn_flash"), ({"window": 64, "bidirectional_images": True}, "mosaic_flash"),
   ):  # fmt: skip
     assert choose("auto", dataclasses.replace(narrow, **change)).name == name

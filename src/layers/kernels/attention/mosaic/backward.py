@@ -1,4 +1,4 @@
-"""The backward pass of attention on Hopper GPUs for heads of 256 and 512, in three kernels.
+"""The backward pass of attention on Hopper GPUs for heads of 128, 192, 256 and 512, in three kernels.
 
 The sums of a block's gradients, 128 x 512 float32 numbers for keys and as many for values, do not fit the registers of a
 multiprocessor, so no kernel can hold them while it makes the scores again. The first one writes what the others multiply,
@@ -24,7 +24,7 @@ from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, 
 
 QUERIES, KEYS = 128, 256  # of a tile of scores
 _STEP = 64  # of what a product adds up over, at a time
-_WIDE = 256  # of a head: columns of a block of gradients
+_WIDE = 256  # of a head at most: columns of a block of gradients
 _OWN = 64  # rows of a warpgroup
 _RUN = 2  # tiles of scores of a block
 _PARTS = 2  # of the query heads of a key-value head at most, whose gradients of keys and values are made apart
@@ -265,7 +265,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
 def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
   """Gradients of queries, [R / heads, tiles * 128, heads, G, H] of the key-value heads at a time."""
   K, H, G, dtype = *k.shape[2:], groups, k.dtype
-  stages, each, heads = _STAGES, KEYS // _STEP, min(K, how.heads)
+  stages, each, heads, width = _STAGES, KEYS // _STEP, min(K, how.heads), min(_WIDE, H)
 
   def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free, done):
     wg = lax.axis_index("wg")
@@ -276,7 +276,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
     i = here[1] + own
     first, row = begin[b, i], (index * how.capacity + place[b, i]) * QUERIES
     total = (end[b, i] - first) * each
-    columns = pl.ds(lax.axis_index("part") * _WIDE, _WIDE)
+    columns = pl.ds(lax.axis_index("part") * width, width)
     stream = Stream(ready, free, stages)
 
     @pl.when(wg == 2)
@@ -303,7 +303,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
         stream.multiply(acc, 0, total, multiply)
         return acc[...]
 
-      sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
+      sums = pl.run_scoped(work, plgpu.ACC((_OWN, width), jnp.float32))
       plgpu.barrier_arrive(done)  # nobody reads the slots any more: two of them take the result
       plgpu.barrier_wait(done)
       of_keys[wg] = (sums * scale).astype(dtype)
@@ -318,12 +318,12 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
     out_type=jax.ShapeDtypeStruct((how.heads // heads, how.tiles * QUERIES, heads, G, H), dtype),
     scratch_types={
       "of_scores": plgpu.SMEM((stages, QUERIES, _STEP), dtype, transforms=SWIZZLED),
-      "of_keys": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      "of_keys": plgpu.SMEM((stages, _STEP, width), dtype, transforms=SWIZZLED),
       "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       "done": plgpu.Barrier(num_arrivals=2),
     },
-    grid=(how.heads * G, how.tiles, H // _WIDE),
+    grid=(how.heads * G, how.tiles, H // width),
     grid_names=("head", "tile", "part"),
     num_threads=3,
     thread_name="wg",
@@ -336,7 +336,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   """Gradients of values and of keys (before the scale) by the queries at a time, float32 [2, parts, R, T, H]."""
   del scale
   T, N, H = q.shape[1:]
-  G, dtype, stages = groups, q.dtype, _STAGES
+  G, dtype, stages, width = groups, q.dtype, _STAGES, min(_WIDE, H)
   K, each = N // G, QUERIES // _STEP
   parts = max(n for n in _divisors(G) if n <= _PARTS)
   few = G // parts  # query heads in a part
@@ -347,10 +347,10 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
     b, kv = _divided(here[0] + r, K)
     block = lax.axis_index("tile")
     tile, half = _divided(block, KEYS // QUERIES)  # a block has 128 of a tile's 256 keys
-    part, across = _divided(lax.axis_index("part"), H // _WIDE)
+    part, across = _divided(lax.axis_index("part"), H // width)
     start = jnp.maximum(first[b, tile], here[1])
     each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each
-    columns = pl.ds(across * _WIDE, _WIDE)
+    columns = pl.ds(across * width, width)
     stream = Stream(ready, free, stages)
 
     @pl.when(wg == 2)
@@ -385,7 +385,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
         stream.multiply(acc, 0, few * each_head, multiply)
         return acc[...]
 
-      sums = pl.run_scoped(work, plgpu.ACC((_OWN, _WIDE), jnp.float32))
+      sums = pl.run_scoped(work, plgpu.ACC((_OWN, width), jnp.float32))
       out[which, part, r, pl.ds(block * QUERIES + wg * _OWN, _OWN), columns] = sums
 
   begin, _, place, first, last = tiles
@@ -394,11 +394,11 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
     out_type=jax.ShapeDtypeStruct((2, parts, how.heads, T, H), jnp.float32),
     scratch_types={
       "of_scores": plgpu.SMEM((stages, _STEP, QUERIES), dtype, transforms=SWIZZLED),
-      "of_queries": plgpu.SMEM((stages, _STEP, _WIDE), dtype, transforms=SWIZZLED),
+      "of_queries": plgpu.SMEM((stages, _STEP, width), dtype, transforms=SWIZZLED),
       "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     },
-    grid=(2 * how.heads, T // QUERIES, parts * (H // _WIDE)),
+    grid=(2 * how.heads, T // QUERIES, parts * (H // width)),
     grid_names=("head", "tile", "part"),
     num_threads=3,
     thread_name="wg",

@@ -1,4 +1,4 @@
-"""The forward pass of attention on Hopper GPUs for heads of 256 and 512, in one kernel.
+"""The forward pass of attention on Hopper GPUs for heads of 128, 256 and 512, in one kernel.
 
 A block works on 64 queries of a head. Heads of 512 leave no room for more: 64 x 512 float32 sums are half of the registers
 that a multiprocessor has. Two warpgroups compute, a third one copies. Of each 128 keys, a warpgroup multiplies its own 64
@@ -22,7 +22,7 @@ from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, 
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a step, half of them for each warpgroup
-CHUNK = 128  # of a head: what is copied at a time are 64 keys times this
+CHUNK = 128  # of a head at most: what is copied at a time are 64 keys times this
 SLOTS = 4  # chunks that a warpgroup has in shared memory
 _LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
 
@@ -41,7 +41,7 @@ def attention_forward(
   """Attention, and what the backward pass needs.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 256 or 512.
+    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 128, 256 or 512.
     low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
     scale: multiplies the scores.
     interpret: parameters of Pallas' interpreter for GPU kernels.
@@ -53,7 +53,8 @@ def attention_forward(
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   G, tiles, half, dtype = N // K, T // QUERIES, H // 2, q_BTNH.dtype
-  chunks, parts = H // CHUNK, half // CHUNK  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
+  chunk = min(CHUNK, half)
+  chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
   steps = chunks + 2 * parts  # chunks of a step: first all of the keys, then all of the values
   factor = scale * math.log2(math.e)
 
@@ -71,7 +72,7 @@ def attention_forward(
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
       for c in range(chunks):
-        source = q.at[b, pl.ds(start, QUERIES), head, pl.ds(c * CHUNK, CHUNK)]
+        source = q.at[b, pl.ds(start, QUERIES), head, pl.ds(c * chunk, chunk)]
         plgpu.copy_gmem_to_smem(source, q_smem.at[c], q_ready)
 
       def step(i, _):
@@ -84,10 +85,10 @@ def attention_forward(
             else:
               pl.when(i > 0)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
             if c < chunks:
-              source = k.at[b, pl.ds(key + w * 64, 64), kv, pl.ds(c * CHUNK, CHUNK)]
+              source = k.at[b, pl.ds(key + w * 64, 64), kv, pl.ds(c * chunk, chunk)]
             else:
               n, part = divmod(c - chunks, parts)
-              source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * CHUNK, CHUNK)]
+              source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * chunk, chunk)]
             plgpu.copy_gmem_to_smem(source, ring.at[slot], ready.at[slot])
 
       lax.fori_loop(0, count, step, None)
@@ -120,7 +121,7 @@ def attention_forward(
         sums, top, total = carry
 
         def scores(acc):
-          def chunk(c, _):
+          def multiply(c, _):
             product(acc, wg * SLOTS + lax.rem(c, SLOTS), q_smem.at[c], lambda x: x.transpose((1, 0)))
 
             @pl.when(c > 0)
@@ -128,7 +129,7 @@ def attention_forward(
               plgpu.wgmma_wait(1)
               release(wg * SLOTS + lax.rem(c - 1, SLOTS))
 
-          lax.fori_loop(0, chunks, chunk, None)
+          lax.fori_loop(0, chunks, multiply, None)
           return acc[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)) * factor
@@ -146,11 +147,11 @@ def attention_forward(
         total = total * shrink + p.sum(axis=1)
         probs[:, pl.ds(wg * 64, 64)] = p.astype(dtype)
         plgpu.commit_smem()
-        sums = tuple(x * wide(shrink, CHUNK) for x in sums)
+        sums = tuple(x * wide(shrink, chunk) for x in sums)
         meet()
 
         def values(accs):
-          def chunk(n, _):
+          def multiply(n, _):
             for part, acc in enumerate(accs):
               c = n * parts + part
               product(acc, wg * SLOTS + lax.rem(chunks + c, SLOTS), probs.at[:, pl.ds(n * 64, 64)], lambda x: x)
@@ -164,14 +165,14 @@ def attention_forward(
                   plgpu.wgmma_wait(1)
                   release(wg * SLOTS + lax.rem(chunks + c - 1, SLOTS))
 
-          lax.fori_loop(0, 2, chunk, None)
+          lax.fori_loop(0, 2, multiply, None)
           plgpu.wgmma_wait(0)
 
         sums = accumulated(values, sums, interpret)
         release(wg * SLOTS + (steps - 1) % SLOTS)
         return tuple(sums), top, total
 
-      zeros = plgpu.layout_cast(jnp.zeros((QUERIES, CHUNK), jnp.float32), TILE)
+      zeros = plgpu.layout_cast(jnp.zeros((QUERIES, chunk), jnp.float32), TILE)
       lowest = plgpu.layout_cast(jnp.full((QUERIES,), _LOWEST, jnp.float32), ROWS)
       nothing = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS)
       sums, top, total = lax.fori_loop(0, count, step, ((zeros,) * parts, lowest, nothing))
@@ -181,7 +182,7 @@ def attention_forward(
       total = plgpu.load(rows.at[0], layout=ROWS) + plgpu.load(rows.at[1], layout=ROWS)
       some = jnp.where(total > 0, total, 1.0)
       for part, x in enumerate(sums):
-        q_smem[wg * parts + part] = (x / wide(some, CHUNK)).astype(dtype)
+        q_smem[wg * parts + part] = (x / wide(some, chunk)).astype(dtype)
       meet()
 
       @pl.when(wg == 0)
@@ -190,7 +191,7 @@ def attention_forward(
 
       plgpu.commit_smem()
       for part in range(parts):
-        place = out.at[b, queries, head, pl.ds(wg * half + part * CHUNK, CHUNK)]
+        place = out.at[b, queries, head, pl.ds(wg * half + part * chunk, chunk)]
         plgpu.copy_smem_to_gmem(q_smem.at[wg * parts + part], place)
       pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(rows.at[0], lse.at[b, head, queries]))
       plgpu.wait_smem_to_gmem(0)
@@ -199,8 +200,8 @@ def attention_forward(
     body,
     out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
     scratch_types={
-      "q_smem": plgpu.SMEM((chunks, QUERIES, CHUNK), dtype, transforms=SWIZZLED),
-      "ring": plgpu.SMEM((2 * SLOTS, 64, CHUNK), dtype, transforms=SWIZZLED),
+      "q_smem": plgpu.SMEM((chunks, QUERIES, chunk), dtype, transforms=SWIZZLED),
+      "ring": plgpu.SMEM((2 * SLOTS, 64, chunk), dtype, transforms=SWIZZLED),
       "probs": plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
       "rows": plgpu.SMEM((2, QUERIES), jnp.float32),
       "q_ready": plgpu.Barrier(num_arrivals=chunks),
