@@ -225,5 +225,5 @@ class Attention:
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
-    out_BTD = checkpoint_name(out_BTD, "output")
+    out_BTD = ctx.tokens.padding_zeroed(checkpoint_name(out_BTD, "output"))
     return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -23,7 +23,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, PRODUCT, Precision
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
-from maxtext_like.layers.weight import cuts_rows
+from maxtext_like.layers.weight import cuts_rows, unstacked
 
 RematPolicy = Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
 
@@ -452,11 +452,14 @@ class Decoder:
           carry, aux = jax.lax.scan(body, carry, list(part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
-    leaves, tree = jax.tree.flatten(rows)
+    spec = {f"layer_{j}": layer.params() for j, layer in enumerate(s.layers)}
+    params = unstacked(spec, rows["params"], self.precision if self.cfg.remat_policy == "none" else None)
+    leaves, tree = jax.tree.flatten(rows | {"params": None})
+    others = zip(*map(rows_of, leaves), strict=True) if leaves else [()] * s.repeats
     every = [layers for count, layers in parts for _ in range(count)]
-    for i, (layers, row) in enumerate(zip(every, zip(*map(rows_of, leaves), strict=True), strict=True)):
+    for i, (layers, own, other) in enumerate(zip(every, params, others, strict=True)):
       with jax.named_scope(f"row_{i}"):
-        carry, aux = self.run_row(s, layers, carry, jax.tree.unflatten(tree, row), ctx)
+        carry, aux = self.run_row(s, layers, carry, tree.unflatten(other) | {"params": own}, ctx)
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
 

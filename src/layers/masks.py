@@ -31,6 +31,17 @@ class Tokens:
     """Whether a row may hold several, for all that is known without its numbers."""
     return self.segments is not None and not self.one_document
 
+  def padding_zeroed(self, x: jax.Array) -> jax.Array:
+    """What a layer makes of its causal attention, [B, T, ...], with zeros for padding.
+
+    Rows known to be one document get no mask, and padding in them sees what stands before it (and is seen by padding alone);
+    the zeros keep its gradients from all of that. Other rows have zeros there already.
+    """
+    if self.segments is None or not self.one_document:
+      return x
+    real_BT = self.segments > 0
+    return jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0)
+
 
 @dataclass(frozen=True)
 class Keys:

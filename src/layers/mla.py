@@ -231,7 +231,7 @@ class MLA:
     if not named:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
-    out = checkpoint_name(out, "output")
+    out = tokens.padding_zeroed(checkpoint_name(out, "output"))
     return self.precision.plus(out, p["o_bias"]) if c.bias else out
 
   @property

@@ -18,7 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.partition import by_copy, own_zero, repeated, rounded_sum, together, vary_alike, weight_copies
+from maxtext_like.layers.param import Spec
+from maxtext_like.layers.partition import (
+  by_copy,
+  on_one_gpu,
+  own_zero,
+  repeated,
+  rounded_sum,
+  rows_of,
+  together,
+  vary_alike,
+  weight_copies,
+)
 from maxtext_like.layers.precision import Precision
 
 
@@ -162,6 +173,75 @@ def cuts_rows(x: Any) -> bool:
 def alone(weights: Any) -> Any:
   """A tree of weights, each with the leaves of its own row: what enters ``shard_map``, which splits leaves."""
   return jax.tree.map(lambda w: w.alone() if cuts_rows(w) else w, weights, is_leaf=cuts_rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded(Weight):
+  """A plain array beside itself in the narrower dtype that most products multiply by.
+
+  Attributes:
+    stored: as it is.
+    narrow: rounded.
+  """
+
+  stored: jax.Array
+  narrow: jax.Array
+
+  def _of(self, dtype: str) -> jax.Array:
+    return self.narrow if self.narrow.dtype == dtype else self.stored
+
+  def product(
+    self,
+    precision: Precision,
+    equation: str,
+    x: jax.Array,
+    *,
+    groups: Groups | None = None,
+    float32: bool = False,
+    unbounded: bool = False,
+    large: bool = False,
+  ) -> jax.Array:
+    own = self.stored if unbounded and precision.dtype == "float16" else self._of(precision.dtype)
+    return product(precision, equation, x, own, groups=groups, float32=float32, unbounded=unbounded, large=large)
+
+  def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
+    return lookup(precision, self.stored, index)
+
+  def values(self, dtype: str) -> jax.Array:
+    return self._of(dtype).astype(dtype)
+
+  def cast(self, precision: Precision) -> Any:
+    return self.values(precision.dtype)
+
+
+def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]:
+  """The parameters of each layer of a stack that is unrolled.
+
+  Args:
+    spec: of one layer.
+    params: of the stack, of the same structure; in the place of an array there may be a ``Weight``.
+    precision: of the model, if layers keep what they read until the backward pass: on one GPU plain weights are rounded to
+      ``dtype`` while they are stacked, so that their gradients are put together in ``dtype`` too, as they are made, and become
+      float32 where the update reads them. Rounded layer by layer they would be put together in float32, which takes twice
+      the time. None: layers keep less, and the rounded weights of all of them are not to be kept either.
+
+  Returns:
+    The trees of the layers, first to last.
+  """
+  declared, tree = jax.tree.flatten(spec)
+  rounds = precision if on_one_gpu() else None
+
+  def rows(param: Any, weight: Any) -> list[Any]:
+    if (
+      rounds and param.contracts and isinstance(weight, jax.Array) and weight.dtype.itemsize > jnp.dtype(rounds.dtype).itemsize
+    ):
+      return [Rounded(*both) for both in zip(rows_of(weight), rows_of(rounds.cast(weight)), strict=True)]
+    leaves, own = jax.tree.flatten(weight)
+    return [own.unflatten(row) for row in zip(*map(rows_of, leaves), strict=True)]
+
+  of_each = [rows(p, w) for p, w in zip(declared, tree.flatten_up_to(params), strict=True)]
+  return [tree.unflatten(row) for row in zip(*of_each, strict=True)]
 
 
 @dataclass(frozen=True)

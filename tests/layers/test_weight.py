@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers import weight as weight_module
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, one_layer
 from maxtext_like.layers.low_rank import merged as addition_merged
@@ -19,7 +20,8 @@ from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
-from maxtext_like.layers.weight import Equation, Weight, lookup, product
+from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product
+from tests.layers.equations import named
 from tests.layers.test_decoder import UNOPTIMISED, close, objective
 
 RANK, SCALE = 2, 0.5
@@ -123,6 +125,38 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
   both = lambda p: (loss(p), loss(jax.tree.map(merged, p, is_leaf=is_weight)))
   value, expected = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma4-moe", pytest.param("deepseek3.2", marks=SLOW)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=SLOW)])
+def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
+  family, dtype, tiny_decoder, random_params, batch, monkeypatch
+):
+  """As on one GPU, where nothing is made again: loss and gradients to the last bit, the weights' put together in dtype."""
+  decoder = tiny_decoder(family, precision={"dtype": dtype, "weight_dtype": "float32"}, scan_layers=False)
+  p = random_params(decoder.params())
+  results, narrow = [], []
+  for alone in (False, True):
+    monkeypatch.setattr(weight_module, "on_one_gpu", lambda alone=alone: alone)
+    both = jax.value_and_grad(lambda p: objective(decoder)(p, batch)[0])
+    together = [e for name in ("stack", "concatenate") for e in named(both, p, name=name)]  # as the JAX at hand calls it
+    narrow.append(sum(e.outvars[0].aval.dtype == dtype and e.outvars[0].aval.ndim > 2 for e in together))
+    results.append(jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p))
+  for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)
+  assert narrow[1] > narrow[0] + 4
+
+
+def test_a_rounded_weight_is_read_as_it_is_stored_where_a_product_is_float32():
+  stored = jnp.asarray([[1.001], [2.003]])
+  x, w = jnp.asarray([[3.0, 5.0]]), Rounded(stored, stored.astype(jnp.float16))
+  half = Precision(dtype="float16")
+  exact = 3 * np.float32(1.001) + 5 * np.float32(2.003)
+  assert product(half.exact, "BD,DF->BF", x, w)[0, 0] == product(half, "BD,DF->BF", x, w, unbounded=True)[0, 0] == exact
+  assert product(half, "BD,DF->BF", x, w).dtype == jnp.float16
+  np.testing.assert_array_equal(w.values("float32"), stored)
+  np.testing.assert_array_equal(w.values("bfloat16"), stored.astype(jnp.bfloat16))  # rounded once, not twice
 
 
 TOWERS = {

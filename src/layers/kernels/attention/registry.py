@@ -175,7 +175,8 @@ def attend(
   Args:
     name: of the kernel.
     q_BTNH, k_BSKH, v_BSKV: queries, keys and values, T = S; query head n reads key-value head n // (N / K).
-    tokens: segments and images. Rows of one document need no mask of segments, which costs a fused kernel as much again.
+    tokens: segments and images. Causal rows known to be one document get no mask of segments, which would cost a fused kernel
+      as much again.
     window: keys a query sees, itself included; None: all before it.
     bidirectional_images: tokens of one image see each other.
     scale: multiplies the scores.
@@ -186,7 +187,6 @@ def attend(
   Returns:
     [B, T, N, V] in ``dtype``.
   """
-  import jax.numpy as jnp
 
   from maxtext_like.layers import context_parallel
   from maxtext_like.layers.masks import Tokens
@@ -201,9 +201,7 @@ def attend(
     assert not bidirectional_images
     how["causal"] = False
   elif tokens.one_document and tokens.segments is not None:
-    # Padding sees what stands before it, and is seen by padding alone; the zeros keep its gradients from all of that.
-    real_BT11, alone = (tokens.segments > 0)[:, :, None, None], Tokens(None, tokens.images)
-    return jnp.where(real_BT11, attend(name, q_BTNH, k_BSKH, v_BSKV, alone, rules=rules, **how), 0)
+    tokens = Tokens(None, tokens.images)
   if causal and context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
   positions = "sequence" if causal else None  # of a row that nothing splits
