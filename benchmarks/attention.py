@@ -82,16 +82,16 @@ def main() -> None:
         for kernel in kernels:
           how: Any = {"window": window, "bidirectional_images": False, "scale": H**-0.5, "precision": precision}
 
-          def forward(q, k, v, tokens, kernel: Name = kernel, how=how):
+          def attention(q, k, v, tokens, kernel: Name = kernel, how=how):
             return attend(kernel, q, k, v, tokens, **how)
 
-          def both(q, k, v, tokens, g, forward=forward):
-            out, backward = jax.vjp(lambda *qkv: forward(*qkv, tokens), q, k, v)
+          def both(q, k, v, tokens, g, attention=attention):
+            out, backward = jax.vjp(lambda *qkv: attention(*qkv, tokens), q, k, v)
             return out, backward(g)
 
           step = jax.jit(both)
           out, grads = step(q, k, v, tokens, g)
-          results[kernel] = (seconds(jax.jit(forward), q, k, v, tokens), seconds(step, q, k, v, tokens, g), out, grads)
+          results[kernel] = (seconds(jax.jit(attention), q, k, v, tokens), seconds(step, q, k, v, tokens, g), out, grads)
         _, base, ref, ref_grads = results[plain]
         for kernel, (forward, t, out, grads) in results.items():
           error = relative(out, ref)
