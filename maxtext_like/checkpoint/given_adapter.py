@@ -139,17 +139,16 @@ def _same_model(named: str, source: str | None) -> bool:
 def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
   """Drawn factors with those of peft in their places."""
   found: dict[str, np.ndarray] = {}
-  for own in given.maps:
-    (piece,) = own.tensor.pieces  # see ``peft_settings``
+  for own, piece in ((each, piece) for each in given.maps for piece in each.tensor.pieces):
     node = drawn
     for key in piece.path:
       node = node[key]
-    parts = {"lora_a": own.a.T, "lora_b": own.b.T} | ({} if own.magnitude is None else {"lora_magnitude": own.magnitude})
-    for name, values in parts.items():
+    for name, values in own.factors(piece).items():
       whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
       if name != "lora_magnitude":  # zeros beyond its rank, where other layers of its stack have a larger one
-        rank = node["lora_a"].shape[-1] - own.a.shape[0]
-        values = np.pad(values, [(0, 0), (0, rank)] if name == "lora_a" else [(0, rank), (0, 0)])
+        more = [(0, 0)] * values.ndim
+        more[-1 if name == "lora_a" else -2] = (0, node["lora_a"].shape[-1] - own.rank)
+        values = np.pad(values, more)
       whole[piece.index] = values.reshape(whole[piece.index].shape)
   for piece, values in ((piece, values) for tensor, values in given.whole for piece in tensor.pieces):
     node = drawn
@@ -173,11 +172,14 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   """
   config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
   where = printable(directory / peft.CONFIG)
-  if shared := [own.tensor.name for own in given.maps if len(own.tensor.pieces) > 1]:
+  # The halves of an array of experts begin with the same a, and go on each with its own.
+  if shared := [
+    own.tensor.name for own in given.maps if len({piece.half for piece in own.tensor.pieces}) < len(own.tensor.pieces)
+  ]:
     raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
-  maps = {peft.name_of(model.decoder, own.tensor.pieces[0]): own for own in given.maps}
+  maps = {peft.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
   rslora = bool(config.get("use_rslora"))
-  ranks = {name: own.a.shape[0] for name, own in maps.items()}
+  ranks = {name: own.rank for name, own in maps.items()}
   alphas = {name: float(f"{own.scale * (ranks[name] ** 0.5 if rslora else ranks[name]):.9g}") for name, own in maps.items()}
   (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
   return dataclasses.replace(

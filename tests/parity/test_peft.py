@@ -25,6 +25,13 @@ MODELS = [
   ("qwen3", "[q_proj, down_proj]"),
   ("deepseek3", "[attention, lm_head]"),
 ]
+EXPERTS = [
+  ("gemma4_moe", "[experts, q_proj]", ["lora_rank_pattern={experts.up: 2}", "lora_alpha_pattern={experts.up: 9}"]),
+  ("gemma4_moe", "[experts.down]", ["lora_rslora=true"]),
+  ("qwen3_moe", "[experts]", []),
+  ("qwen3_moe", "[layers.1.moe.experts.up, o_proj]", []),
+  ("deepseek3", "[experts, attention]", []),
+]
 DORA = ["lora_dora=true", "lora_rslora=true"]
 WITH_DORA = [("gemma3_text", "[all-linear]", DORA), ("deepseek3", "[attention, lm_head]", DORA)]
 TOKENS = [[5, 6, 7, 8, 9, 10], [11, 4, 9, 20, 3, 6]]
@@ -38,7 +45,7 @@ def reference(checkpoint, adapter=None) -> np.ndarray:
     return model(input_ids=torch.tensor(TOKENS)).logits.numpy()
 
 
-@pytest.mark.parametrize(("name", "modules", "more"), [*((*model, []) for model in MODELS), *WITH_DORA])
+@pytest.mark.parametrize(("name", "modules", "more"), [*((*model, []) for model in MODELS), *EXPERTS, *WITH_DORA])
 def test_an_exported_adapter_is_what_peft_computes_with(name, modules, more, tmp_path):
   checkpoint = f"{GOLDEN}/{name}/checkpoint"
   maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
@@ -81,6 +88,41 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
   np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "again"), atol=limit)
   assert np.abs(ours - theirs).max() > 0.1
+
+
+@pytest.mark.parametrize(
+  ("name", "targets"),
+  [
+    ("gemma4_moe", ["experts.gate_up_proj", "experts.down_proj"]),
+    ("qwen3_moe", ["mlp.experts.gate_up_proj"]),
+    ("deepseek3", ["model.layers.1.mlp.experts.down_proj", "experts.gate_up_proj"]),
+  ],
+)
+def test_additions_of_peft_s_own_to_experts(name, targets, tmp_path):
+  checkpoint = f"{GOLDEN}/{name}/checkpoint"
+  model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+  config = peft.LoraConfig(
+    r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets, init_lora_weights=False,
+    rank_pattern={"experts.down_proj": 2}, alpha_pattern={"experts.gate_up_proj": 5},
+  )  # fmt: skip
+  torch.manual_seed(0)
+  adapted = peft.get_peft_model(model, config)
+  adapted.save_pretrained(tmp_path / "adapter")
+  with torch.no_grad():
+    theirs = adapted.eval()(input_ids=torch.tensor(TOKENS)).logits.numpy()
+  assert np.abs(theirs - reference(checkpoint)).max() > 0.1
+  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "adapter", dtype="float32").logits(TOKENS)
+  limit = 1e-4 * max(1.0, float(np.abs(theirs).max()) / 10)
+  np.testing.assert_allclose(ours, theirs, atol=limit)
+  # Trained on here, and written again: peft computes what is computed here.
+  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
+  words = [f"lora_from={tmp_path}/adapter", f"init_from={checkpoint}", "steps=1", "learning_rate=0.01", "dtype=float32"]
+  words += ["dataset=synthetic", "tokenizer=bytes", "max_target_length=16", f"output_dir={tmp_path}", "run_name=run"]
+  assert main(["train", str(tmp_path / "imported/model.yml"), *words]) == 0
+  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "again")
+  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
+  np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "again"), atol=limit)
+  assert np.abs(ours - theirs).max() > 1e-3
 
 
 TABLES = [("gemma3_text", ["embed_tokens"]), ("deepseek3", ["embed_tokens", "lm_head"]), ("deepseek3", ["lm_head"])]

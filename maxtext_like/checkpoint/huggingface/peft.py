@@ -2,7 +2,8 @@
 
 Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R];
 what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector``
-[out] has the norm of each row of the sum. What ``modules_to_save`` names is there whole, under the names it has in the model:
+[out] has the norm of each row of the sum. Experts, which are arrays of a module and no linear maps, have theirs in another form
+(``peft_experts``). What ``modules_to_save`` names is there whole, under the names it has in the model:
 here the vision tower, or its projector, the embedding and the head. Where those two are one, peft trains it as one with
 ``ensure_weight_tying`` alone, and copies apart without.
 """
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from maxtext_like.checkpoint.huggingface import peft_experts
 from maxtext_like.checkpoint.huggingface.export import write_json
 from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
@@ -35,7 +37,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MERGE = "use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
 _UNSUPPORTED = (
-  *("lora_bias", "trainable_token_indices", "fan_in_fan_out", "target_parameters", "alora_invocation_tokens", "arrow_config"),
+  *("lora_bias", "trainable_token_indices", "fan_in_fan_out", "alora_invocation_tokens", "arrow_config"),
   *("kasa_config", "layer_replication", "monteclora_config", "use_bdlora", "use_qalora"),
 )
 """Keys of peft that make of an adapter something else than an addition to weights."""
@@ -44,6 +46,7 @@ _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 LoRA-GA do not."""
 _LINEAR = ("linear", "linear2")
 _EMBEDDING, _HEAD = TABLES
+_Experts = dict[str, tuple[Tensor, list[Piece]]]
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
@@ -77,7 +80,7 @@ def write_adapter(
   Raises:
     UserError: a weight that peft has no place for, or ``out`` cannot be written.
   """
-  found, refused, apart = places(adapter, decoder, decoder_block, nested=nested)
+  found, experts, refused, apart = places(adapter, decoder, decoder_block, nested=nested)
   if refused:
     raise UserError(
       f"{printable(out)}: peft has no place for additions to {', '.join(refused)} in this family\n"
@@ -86,17 +89,29 @@ def write_adapter(
   sources, rank, alpha = [], settings.lora_rank, settings.alpha
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
+
+  def note(module: str, own: int, scale: float) -> None:
+    ranks.update({module: own} if own != rank else {})
+    own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
+    alphas.update({module: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {})
+
   for module, _, piece in found:
     ab = _at(factors, piece.path)
     shapes = piece.hf_shape()
     own, scale = adapter.size(piece.path, piece.index[0] if piece.index else None)
-    ranks |= {module: own} if own != rank else {}
-    own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
-    alphas |= {module: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {}
+    note(module, own, scale)
     sources.append(Source(f"{_PREFIX}{module}.lora_A.weight", "F32", (own, shapes[1]), _a(ab, piece, own)))
     sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], own), _b(ab, piece, own)))
     if adapter.dora:
       sources.append(Source(f"{_PREFIX}{module}.lora_magnitude_vector", "F32", (shapes[0],), _magnitude(ab, piece)))
+  for name, (tensor, pieces) in experts.items():
+    halves = [_half(adapter, factors, piece, has_addition=piece in pieces) for piece in tensor.pieces]
+    (each, outputs, inputs), own = tensor.shape, sum(half.rank for half in halves)
+    note(name, own, peft_experts.scale(halves))
+    module = f"{_PREFIX}{peft_experts.wrapper(name, experts)}"
+    for n, (letter, shape) in enumerate((("A", (each * own, inputs)), ("B", (outputs, own * each)))):
+      values = lambda n=n, halves=halves: peft_experts.fused(halves)[n]
+      sources.append(Source(f"{module}.lora_{letter}.weight", "F32", shape, values))
   arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
   for tensor in apart:
     values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
@@ -110,7 +125,7 @@ def write_adapter(
     "lora_alpha": alpha,
     "rank_pattern": ranks,
     "alpha_pattern": alphas,
-    "lora_dropout": adapter.dropout,
+    "lora_dropout": 0.0 if experts else adapter.dropout,  # of experts' inputs peft drops none, and refuses to load
     "use_rslora": settings.lora_rslora,
     "use_dora": adapter.dora,
     "bias": "none",
@@ -120,6 +135,8 @@ def write_adapter(
     # Whole paths: a tower may have modules of the same names.
     "target_modules": sorted(module for module, _, _ in found),
   }
+  if experts:
+    config["target_parameters"] = sorted(experts)
   if apart:
     config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in apart})
   if decoder.cfg.tied and any(tensor.name == EMBEDDING for tensor in apart):
@@ -127,41 +144,44 @@ def write_adapter(
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
-  return len(found)
+  return len(found) + len(experts)
 
 
 def places(
   adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool
-) -> tuple[list[tuple[str, Tensor, Piece]], list[str], list[Tensor]]:
+) -> tuple[list[tuple[str, Tensor, Piece]], _Experts, list[str], list[Tensor]]:
   """Where peft has the additions of an adapter.
 
   Args:
     adapter, decoder, decoder_block, nested: as of ``write_adapter``.
 
   Returns:
-    Module, tensor and piece of each; the names, of all layers at once, of what peft has no place for; tensors that are
-    trained whole.
+    Module, tensor and piece of each linear map; by name the arrays of experts that have an addition, with their pieces that
+    have it; the names, of all layers at once, of what peft has no place for; tensors that are trained whole.
   """
   family = FAMILIES[decoder_block].huggingface
   fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
   found: list[tuple[str, Tensor, Piece]] = []
+  experts: _Experts = {}
   refused: dict[str, None] = {}
   apart: list[Tensor] = []
-  for tensor in tensor_table(decoder, family):
+  adapted = lambda piece: piece.path in adapter.weights and name_of(decoder, piece) in adapter.names
+  for tensor in tensor_table(decoder, family, stacked=True):
     if tensor.pieces[0].path in adapter.whole:
       apart.append(tensor)
       continue
-    for piece in tensor.pieces:
-      if piece.path not in adapter.weights or name_of(decoder, piece) not in adapter.names:
-        continue
-      own = ".".join(piece.path[2:])
+    own = [piece for piece in tensor.pieces if adapted(piece)]
+    if own and tensor.rule.kind == "experts" and not adapter.dora:
+      experts[_of_model(tensor, nested)] = tensor, own
+      continue
+    for piece in own:
       # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
       taken = fused and re.search(r"(gate|up|down)_proj\.weight$", tensor.name) is not None
-      if tensor.rule.kind not in _LINEAR or own in family.stacked or taken or "router" in piece.path:
+      if tensor.rule.kind not in _LINEAR or taken or "router" in piece.path:
         refused[re.sub(r"\d+", "N", tensor.name)] = None
       else:
         found.append((_module(tensor, nested), tensor, piece))
-  return found, list(refused), apart
+  return found, experts, list(refused), apart
 
 
 def name_of(decoder: Decoder, piece: Piece) -> str:
@@ -186,6 +206,17 @@ def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
   for key in path:
     tree = tree[key]
   return tree
+
+
+def _half(adapter: Adapter, factors: dict[str, Any], piece: Piece, *, has_addition: bool) -> peft_experts.Half:
+  """The addition to a weight of all experts of a layer."""
+
+  def values() -> tuple[np.ndarray, np.ndarray]:
+    a, b = (np.asarray(_at(factors, piece.path)[name][piece.index], np.float32) for name in ("lora_a", "lora_b"))
+    return a[..., :rank], b[..., :rank, :]
+
+  rank, scale = adapter.size(piece.path, piece.index[0] if piece.index else None) if has_addition else (0, 1.0)
+  return peft_experts.Half(rank, scale, piece.shape[2], values)
 
 
 def _a(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
@@ -215,11 +246,11 @@ def _magnitude(ab: dict[str, Any], piece: Piece) -> Any:
 
 @dataclass(frozen=True)
 class AdaptedMap:
-  """A linear map of a model, and what peft adds to it.
+  """A linear map of a model, or an array of experts, and what peft adds to it.
 
   Attributes:
     tensor: of the model.
-    a, b: float32 [R, in] and [out, R].
+    a, b: float32 [R, in] and [out, R]; of each expert with an axis before.
     scale: of b a.
     magnitude: float32 [out], the norms of the outputs (DoRA); None: they come of the sum.
   """
@@ -229,6 +260,17 @@ class AdaptedMap:
   b: np.ndarray
   scale: float
   magnitude: np.ndarray | None
+
+  @property
+  def rank(self) -> int:
+    """R."""
+    return self.a.shape[-2]
+
+  def factors(self, piece: Piece) -> dict[str, np.ndarray]:
+    """What is added to one of our parameters, as "lora_a" and "lora_b": the inputs or the outputs in one axis, beside R."""
+    b = self.b if piece.half is None else np.split(self.b, 2, axis=-2)[piece.half]
+    own = {"lora_a": self.a.swapaxes(-1, -2), "lora_b": b.swapaxes(-1, -2)}
+    return own | ({} if self.magnitude is None else {"lora_magnitude": self.magnitude})
 
   def additions(self) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None]]:
     """What is added to each of our parameters: its place, and float32 in our layout; and the norms of its outputs."""
@@ -299,8 +341,10 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
       "  fix: have peft make a plain adapter of it: save_pretrained(DIR, path_initial_model_for_weight_conversion=BEGINNING)"
     )
   file = SafetensorsFile(directory / WEIGHTS)
-  table = tensor_table(decoder, FAMILIES[decoder_block].huggingface)
+  family = FAMILIES[decoder_block].huggingface
+  table = tensor_table(decoder, family)
   tensors = {_bare(t.name): t for t in table if t.rule.kind in _LINEAR}
+  stacked = {_bare(t.name): t for t in tensor_table(decoder, family, stacked=True) if t.rule.kind == "experts"}
   apart = {_bare(t.name): t for t in table if t.vision or t.name in (EMBEDDING, HEAD)} if config.get("modules_to_save") else {}
   same = _of_one_table(file, apart, bool(config.get("ensure_weight_tying")), where) if _EMBEDDING in apart else None
   whole = []
@@ -322,14 +366,17 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     part = match[2] or "magnitude_vector"
     found.setdefault(match[1], {})[f"lora_{part}"] = np.asarray(file.tensor(name), np.float32)
   parts = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config.get("use_dora") else [])]
+  of_experts = peft_experts.matched(found, stacked, config.get("target_parameters") or [], _bare, printable(file.path))
   maps = []
   for module, own in sorted(found.items()):
-    tensor = tensors.get(_bare(module))
+    name, tensor = of_experts.get(module) or (module, tensors.get(_bare(module)))
     if tensor is None or set(own) != set(parts):
       lacks = "the model has no such map" if tensor is None else f"of {', '.join(parts)} there is {', '.join(sorted(own))}"
       raise UserError(f"{printable(file.path)}: '{printable(module)}': {lacks}")
     a, b, magnitude = own["lora_A"], own["lora_B"], own.get("lora_magnitude_vector")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tensor.shape:
+    each = tensor.shape[0] if module in of_experts else 1
+    fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] and (b.shape[0], a.shape[1]) == tensor.shape[-2:]
+    if not fits or a.shape[0] % each:
       raise UserError(
         f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} make no map of "
         f"{list(tensor.shape)}"
@@ -339,7 +386,9 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     if not all(np.isfinite(x).all() for x in own.values()):
       raise UserError(f"{printable(file.path)}: '{printable(module)}' holds numbers that are not finite")
     magnitude = None if magnitude is None else magnitude.reshape(-1)
-    maps.append(AdaptedMap(tensor, a, b, _scale(config, module, a.shape[0], where), magnitude))
+    if module in of_experts:
+      a, b = peft_experts.apart(a, b, each)
+    maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
   modules = config.get("modules_to_save") or []

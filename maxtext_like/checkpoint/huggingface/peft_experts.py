@@ -1,0 +1,109 @@
+"""Additions to the experts of a layer as peft has them (``target_parameters``, its ``ParamWrapper``; peft 0.17 or newer).
+
+transformers holds the experts of a layer as two arrays, ``experts.gate_up_proj`` [E, 2 F, D] and ``experts.down_proj``
+[E, D, F], and peft wraps the module once for each that has an addition: the first wrapper is the module ``base_layer`` of the
+second. A wrapper's lora_A.weight is [E R, in], the ranks of an expert together, its lora_B.weight [out, R E], the experts of a
+rank together.
+
+E experts, R rank, F width of an expert, D model.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxtext_like.checkpoint.huggingface.tensors import Tensor
+from maxtext_like.errors import UserError
+from maxtext_like.strict_json import printable
+
+_INSIDE = ".base_layer"
+_DECLARED = ("gate_up_proj", "down_proj")
+"""The arrays in the order in which transformers' classes declare them, and peft wraps them."""
+
+
+class Half(NamedTuple):
+  """The addition to one of the weights that an array of experts holds.
+
+  Attributes:
+    rank: R; 0: it has no addition.
+    scale: of a b.
+    out: its rows.
+    factors: makes float32 [E, in, R] and [E, R, out], as we have them.
+  """
+
+  rank: int
+  scale: float
+  out: int
+  factors: Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
+def scale(halves: Sequence[Half]) -> float:
+  """Of the one addition that ``fused`` makes."""
+  return next(half.scale for half in halves if half.rank)
+
+
+def fused(halves: Sequence[Half]) -> tuple[np.ndarray, np.ndarray]:
+  """lora_A.weight and lora_B.weight of one addition to the whole array: the ranks of its halves beside each other, each of
+  which reaches its own rows alone. The b of a half with another scale is corrected for it."""
+  of_a, of_b, row, out = [], [], 0, sum(half.out for half in halves)
+  for half in halves:
+    if half.rank:
+      a, b = half.factors()
+      of_a.append(a.swapaxes(1, 2))
+      wide = np.zeros((len(b), half.rank, out), np.float32)
+      wide[:, :, row : row + half.out] = b * np.float32(half.scale / scale(halves))
+      of_b.append(wide)
+    row += half.out
+  a, b = np.concatenate(of_a, axis=1), np.concatenate(of_b, axis=1)  # [E, R, in], [E, R, out]
+  return a.reshape(-1, a.shape[2]), b.transpose(2, 1, 0).reshape(out, -1)
+
+
+def apart(a: np.ndarray, b: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+  """lora_A.weight and lora_B.weight as [E, R, in] and [E, out, R]."""
+  return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).transpose(2, 0, 1)
+
+
+def wrapper(name: str, names: Collection[str]) -> str:
+  """The module of the wrapper of one of the arrays of a layer that have an addition."""
+  container, _, array = name.rpartition(".")
+  later = _DECLARED[_DECLARED.index(array) + 1 :]
+  return container + _INSIDE * sum(f"{container}.{other}" in names for other in later)
+
+
+def matched(
+  modules: Collection[str], tensors: dict[str, Tensor], targets: Sequence[str], bare: Callable[[str], str], where: str
+) -> dict[str, tuple[str, Tensor]]:
+  """Which array of experts each module of an adapter is for.
+
+  Args:
+    modules: of the adapter.
+    tensors: the model's arrays of experts by bare names.
+    targets: ``target_parameters``.
+    bare: of a module's name that of the model's.
+    where: the file.
+
+  Returns:
+    {module: (the array's name there, it)}, of the modules that wrap experts.
+
+  Raises:
+    UserError: there are more or fewer wrappers than arrays that the targets name.
+  """
+  inside: dict[str, set[str]] = {}
+  for module in modules:
+    container = re.sub(rf"(?:{re.escape(_INSIDE)})+$", "", module)
+    if any(name.rpartition(".")[0] == bare(container) for name in tensors):
+      inside.setdefault(container, set()).add(module)
+  found = {}
+  for container, wrappers in inside.items():
+    names = {f"{container}.{array}": tensors[f"{bare(container)}.{array}"] for array in _DECLARED}
+    names = {name: t for name, t in names.items() if any(f".{name}".endswith(f".{target}") for target in targets)}
+    own = {wrapper(name, names): (name, tensor) for name, tensor in names.items()}
+    if own.keys() != wrappers:
+      raise UserError(
+        f"{where}: '{printable(container)}' has additions {', '.join(map(printable, sorted(wrappers)))}, and target_parameters "
+        f"names {', '.join(sorted(names)) or 'none of its arrays'}"
+      )
+    found |= own
+  return found
