@@ -22,7 +22,8 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
   abstract mesh, so with it the program is that of one device. A GPU is taken for a Hopper one with cuDNN 9.10.
 
   Args:
-    config: of the run; nothing is allocated, so it may be of any size.
+    config: of the run; nothing is allocated, so it may be of any size. The program is that of a mesh, or of a CPU: what one
+      GPU alone does otherwise (``partition.on_one_gpu``) is not in it, and changes no dtype.
     platform: "tpu", "cuda" or "cpu".
 
   Raises:

@@ -36,6 +36,12 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--json", type=local_path)
   options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("plan", DESCRIPTION, argv, EXAMPLES)
+  compiles, words = split_own(words, "plan", ("xla_flags", "machine_code"))
+  if compiles:
+    raise UserError(
+      f"plan: nothing is compiled, so {' and '.join(compiles)} is for maxtext-like compile alone\n  fix: leave it out; "
+      "transfers of layers count as hidden, which xla_flags=all makes them on a TPU"
+    )
   own, overrides = split_own(words, "plan", ("topology", "num_slices"))
   if "topology" not in own:
     raise UserError(f"plan: no topology\n  fix: add topology=NAME, one of {', '.join((*TOPOLOGIES, *GPU_NAMES, 'cpu-8'))}")

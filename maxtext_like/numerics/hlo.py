@@ -243,6 +243,7 @@ def read_hlo(text: str) -> Reading:
   types: dict[str, tuple[str, ...]] = {}
   made: dict[str, tuple[str, str]] = {}  # opcode and what follows it, by the name of an instruction
   roots: dict[str, str] = {}  # the instruction that a computation ends with, by its name
+  parameters: dict[str, dict[int, str]] = {}  # of a computation
   instructions, arguments = [], {}
   lines = hlo_lines(text)
   computation = ""
@@ -254,6 +255,9 @@ def read_hlo(text: str) -> Reading:
       made[found[1]] = found[3], found[4]
       if line.lstrip().startswith("ROOT"):
         roots[computation] = found[1]
+      if found[3] == "parameter":
+        parameters.setdefault(computation, {})[int(_operands(found[4]))] = found[1]
+  sources = _Sources.of(made, roots, parameters)
   entry = False
   for line in lines:
     if line and not line[0].isspace():
@@ -281,7 +285,7 @@ def read_hlo(text: str) -> Reading:
         precision=(precision[1] if precision else "default") if kind == "dot" else "",
         target=target[1] if target else "",
         reducer=_hlo_reducer(rest, roots, made) if kind in ("reduce", "all_reduce", "reduce_scatter") else "",
-        placed=tuple(_placed(n, roots, made) for n in names) if kind == "all_reduce" else (),
+        placed=tuple(map(sources.placed, names)) if kind == "all_reduce" else (),
       )
     )
   return Reading(instructions=instructions, arguments=arguments)
@@ -309,28 +313,72 @@ def _hlo_reducer(rest: str, roots: dict[str, str], made: _Made) -> str:
   return made[roots[found[1]]][0] if found and found[1] in roots else ""
 
 
-_SAME_ARRAY = ("copy", "copy-start", "copy-done", "bitcast")
+@dataclass(frozen=True)
+class _Sources:
+  """Where arrays come from in HLO text.
 
+  Attributes:
+    made: opcode and what follows it, by the name of an instruction.
+    roots: the instruction that a computation ends with.
+    given: what a fusion reads, by the name of its parameter inside.
+  """
 
-def _maker(name: str, roots: dict[str, str], made: _Made) -> tuple[str, str]:
-  """Opcode and what follows it of the instruction that made an array, before copies and within fusions; empty: none did."""
-  while name in made:
-    opcode, rest = made[name]
-    if opcode == "fusion" and (called := re.search(r"calls=%?([\w.\-]+)", rest)):
-      name = roots.get(called[1], "")
-    elif opcode in _SAME_ARRAY:
-      name = next(iter(_names(rest)), "")
-    else:
-      return opcode, rest
-  return "", ""
+  made: _Made
+  roots: dict[str, str]
+  given: dict[str, str]
 
+  @classmethod
+  def of(cls, made: _Made, roots: dict[str, str], parameters: dict[str, dict[int, str]]) -> "_Sources":
+    """parameters: of each computation, by number."""
+    given = {}
+    for opcode, rest in made.values():
+      if opcode == "fusion" and (called := _CALLED.search(rest)):
+        own = parameters.get(called[1], {})
+        given |= {own[n]: name for n, name in enumerate(_names(rest)) if n in own}
+    return cls(made, roots, given)
 
-def _placed(name: str, roots: dict[str, str], made: _Made) -> bool:
-  """Whether an array is zeros but for a part that was put into them. So a compiler gathers parts of uneven sizes."""
-  opcode, rest = _maker(name, roots, made)
-  if opcode != "dynamic-update-slice":
+  def before(self, name: str) -> list[str]:
+    """What an instruction reads; of a fusion its result inside, of a parameter inside what the fusion reads."""
+    opcode, rest = self.made.get(name, ("", ""))
+    if opcode == "fusion" and (called := _CALLED.search(rest)):
+      return [self.roots[called[1]]] if called[1] in self.roots else []
+    if opcode == "parameter":
+      return [self.given[name]] if name in self.given else []
+    return _names(rest)
+
+  def maker(self, name: str) -> str:
+    """The instruction that made an array, before copies."""
+    while self.made.get(name, ("", ""))[0] in _SAME_ARRAY and (before := self.before(name)):
+      name = before[0]
+    return name
+
+  def opcode(self, name: str) -> str:
+    return self.made.get(name, ("", ""))[0]
+
+  def by_device(self, name: str) -> bool:
+    """Whether a number comes of the device's own."""
+    seen, todo = set(), [name]
+    while todo:
+      if (name := todo.pop()) not in seen:
+        seen.add(name)
+        if self.opcode(name) in ("partition-id", "replica-id"):
+          return True
+        todo += self.before(name)
     return False
-  opcode, rest = _maker(_names(rest)[0], roots, made)
-  if opcode == "broadcast":
-    opcode, rest = _maker(_names(rest)[0], roots, made)
-  return opcode == "constant" and _operands(rest) == "0"
+
+  def placed(self, name: str) -> bool:
+    """Whether an array is zeros but for a part that each device puts where none other does. So a compiler gathers parts of
+    uneven sizes. The gradient of a slice is zeros but for a part too, in the same place on all devices."""
+    update = self.maker(name)
+    if self.opcode(update) != "dynamic-update-slice":
+      return False
+    base, _, *offsets = self.before(update)
+    zeros = self.maker(base)
+    if self.opcode(zeros) == "broadcast":
+      zeros = self.maker(self.before(zeros)[0])
+    none = self.opcode(zeros) == "constant" and _operands(self.made[zeros][1]) == "0"
+    return none and any(map(self.by_device, offsets))
+
+
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_SAME_ARRAY = ("copy", "copy-start", "copy-done", "bitcast", "fusion", "parameter")

@@ -84,7 +84,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis. Logits, which a loss in one piece keeps, are counted as such.
-  Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them.
+  Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them,
+  or all before (``weight.unstacked``), where gradients that stay in ``dtype`` make up for it.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))

@@ -221,10 +221,11 @@ def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]
   Args:
     spec: of one layer.
     params: of the stack, of the same structure; in the place of an array there may be a ``Weight``.
-    precision: of the model, if layers keep what they read until the backward pass: on one GPU plain weights are rounded to
+    precision: of all layers, if they keep what they read until the backward pass: on one GPU plain weights are rounded to
       ``dtype`` while they are stacked, so that their gradients are put together in ``dtype`` too, as they are made, and become
       float32 where the update reads them. Rounded layer by layer they would be put together in float32, which takes twice
-      the time. None: layers keep less, and the rounded weights of all of them are not to be kept either.
+      the time. None: layers keep less, and the rounded weights of all of them are not to be kept either; or their dtypes
+      differ.
 
   Returns:
     The trees of the layers, first to last.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers import partition
 from maxtext_like.layers import weight as weight_module
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, one_layer
@@ -127,7 +128,7 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
   np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", pytest.param("deepseek3.2", marks=SLOW)])
+@pytest.mark.parametrize("family", ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2"))])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=SLOW)])
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   family, dtype, tiny_decoder, random_params, batch, monkeypatch
@@ -137,7 +138,8 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   p = random_params(decoder.params())
   results, narrow = [], []
   for alone in (False, True):
-    monkeypatch.setattr(weight_module, "on_one_gpu", lambda alone=alone: alone)
+    for module, name in ((weight_module, "on_one_gpu"), (partition, "on_gpu")):
+      monkeypatch.setattr(module, name, lambda alone=alone: alone)
     both = jax.value_and_grad(lambda p: objective(decoder)(p, batch)[0])
     together = [e for name in ("stack", "concatenate") for e in named(both, p, name=name)]  # as the JAX at hand calls it
     narrow.append(sum(e.outvars[0].aval.dtype == dtype and e.outvars[0].aval.ndim > 2 for e in together))
@@ -146,6 +148,22 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)
   assert narrow[1] > narrow[0] + 4
+
+
+def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decoder, random_params, batch, monkeypatch):
+  made = []
+  monkeypatch.setattr(weight_module, "on_one_gpu", lambda: True)
+  monkeypatch.setattr(weight_module, "Rounded", lambda *arrays: made.append(1) or Rounded(*arrays))
+  decoder = tiny_decoder("gemma3", precision={"dtype": "bfloat16", "weight_dtype": "float32"}, scan_layers=False)
+  other = dataclasses.replace(decoder.layers[1], precision=decoder.precision.in_layer(dtype="float32"))
+  mixed = dataclasses.replace(decoder, layers=(decoder.layers[0], other, *decoder.layers[2:]))
+  found = []
+  for one in (decoder, mixed, dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="full"))):
+    made.clear()
+    jax.eval_shape(lambda p, one=one: one(p, batch), random_params(decoder.params()))
+    found.append(len(made))
+  assert found[0] > found[1]
+  assert found[2] == 0
 
 
 def test_a_rounded_weight_is_read_as_it_is_stored_where_a_product_is_float32():

@@ -175,36 +175,47 @@ GATHERED = """HloModule jit_step
   ROOT %sum = bf16[] add(%a, %b)
 }
 
-%put (own: bf16[2,4], at: s32[]) -> bf16[7,4] {
-  %own = bf16[2,4]{1,0} parameter(0)
-  %at = s32[] parameter(1)
-  %none = bf16[] constant(0)
-  %zeros.1 = bf16[7,4]{1,0} broadcast(%none), dimensions={}
-  ROOT %put.1 = bf16[7,4]{1,0} dynamic-update-slice(%zeros.1, %own, %at, %at)
+%own_place (which: u32[]) -> s32[] {
+  %which = u32[] parameter(0)
+  %width = s32[] constant(2)
+  %whole_number = s32[] convert(%which)
+  ROOT %place = s32[] multiply(%whole_number, %width)
 }
 
-ENTRY %main (part: bf16[2,4], whole: bf16[7,4], at: s32[]) -> (bf16[7,4], bf16[7,4]) {
+%put (begun: bf16[7,4], own: bf16[2,4], at: s32[]) -> bf16[7,4] {
+  %begun = bf16[7,4]{1,0} parameter(0)
+  %own = bf16[2,4]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %put.1 = bf16[7,4]{1,0} dynamic-update-slice(%begun, %own, %at, %at)
+}
+
+ENTRY %main (part: bf16[2,4], whole: bf16[7,4], start: s32[]) -> (bf16[7,4], bf16[7,4]) {
   %part = bf16[2,4]{1,0} parameter(0)
   %whole = bf16[7,4]{1,0} parameter(1)
-  %at.1 = s32[] parameter(2)
+  %start = s32[] parameter(2)
+  %device = u32[] partition-id()
+  %at.1 = s32[] fusion(%device), kind=kLoop, calls=%own_place
   %zero = bf16[] constant(0)
   %one = bf16[] constant(1)
+  %three = s32[] constant(3)
   %zeros = bf16[7,4]{1,0} broadcast(%zero), dimensions={}
   %ones = bf16[7,4]{1,0} broadcast(%one), dimensions={}
-  %placed = bf16[7,4]{1,0} dynamic-update-slice(%zeros, %part, %at.1, %at.1)
+  %placed = bf16[7,4]{1,0} dynamic-update-slice(%zeros, %part, %at.1, %three)
   %moved = bf16[7,4]{1,0} copy(%placed)
-  %fused = bf16[7,4]{1,0} fusion(%part, %at.1), kind=kLoop, calls=%put
-  %other = bf16[7,4]{1,0} dynamic-update-slice(%ones, %part, %at.1, %at.1)
-  %third = bf16[7,4]{1,0} dynamic-update-slice(%whole, %part, %at.1, %at.1)
-  ROOT %all = (bf16[7,4]{1,0}, bf16[7,4]{1,0}) all-reduce(%moved, %fused, %other, %third, %whole), to_apply=%add
+  %fused = bf16[7,4]{1,0} fusion(%zeros, %part, %at.1), kind=kLoop, calls=%put
+  %other = bf16[7,4]{1,0} dynamic-update-slice(%ones, %part, %at.1, %three)
+  %third = bf16[7,4]{1,0} dynamic-update-slice(%whole, %part, %at.1, %three)
+  %sliced = bf16[7,4]{1,0} dynamic-update-slice(%zeros, %part, %start, %three)
+  ROOT %all = (bf16[7,4]{1,0}, bf16[7,4]{1,0}) all-reduce(%moved, %fused, %other, %third, %whole, %sliced), to_apply=%add
 }
 """
 
 
-def test_a_sum_of_parts_put_into_zeros_is_known_for_a_gather():
+def test_a_sum_of_parts_that_each_device_puts_elsewhere_into_zeros_is_known_for_a_gather():
   (found,) = [i for i in read_hlo(GATHERED).instructions if i.kind == "all_reduce"]
   assert found.reducer == "add"
-  assert found.placed == (True, True, False, False, False)
+  # Not into ones, not into what was there, not the whole of it; and not in the same place on all devices.
+  assert found.placed == (True, True, False, False, False, False)
 
 
 def test_elements_of_tuples_that_are_read_by_their_number():

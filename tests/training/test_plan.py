@@ -166,6 +166,7 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
     ("topology=v6e-9",): "did you mean v6e-",
     (): "no topology",
     ("topology=cpu-8", "num_slices=2"): "num_slices=2 is for TPUs",
+    ("topology=v6e-8", "xla_flags=all"): "xla_flags is for maxtext-like compile alone",
     ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "make 2 slices, and this run has 1",
     ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8 num_slices=1: mesh",
   }.items():

@@ -54,12 +54,15 @@ def _hit(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def log_sum_exp(logits_BTV: jax.Array) -> Any:
-  """log of the sum of exp(logit) over V, float32 [B, T], in one pass over the logits.
+  """log of the sum of exp(logit) over V, float32 [B, T], in one pass over float32 logits.
 
   Two parts, each with its largest logit and the sum of exp(logit - largest), are joined below the larger of both (Milakov &
   Gimelshein 2018). Over 8192 x 262208 logits an H200 takes 4.0 ms, and 4.7 for ``jax.nn.logsumexp``, which reads them twice.
   """
+  return _log_sum_exp_fwd(logits_BTV)[0]
 
+
+def _log_sum_exp_fwd(logits_BTV):
   def joined(one, other):
     (top, total), (other_top, other_total) = one, other
     larger, smaller = jnp.maximum(top, other_top), jnp.minimum(top, other_top)
@@ -68,15 +71,15 @@ def log_sum_exp(logits_BTV: jax.Array) -> Any:
 
   nothing = (jnp.float32(-jnp.inf), jnp.float32(0))
   top, total = jax.lax.reduce((logits_BTV, jnp.ones_like(logits_BTV)), nothing, joined, (logits_BTV.ndim - 1,))
-  return top + jnp.log(total)
+  return top + jnp.log(total), (logits_BTV, top, total)
 
 
-def _log_sum_exp_fwd(logits_BTV):
-  log_z = log_sum_exp(logits_BTV)
-  return log_z, (logits_BTV, log_z)
+def _log_sum_exp_bwd(saved, g_BT):
+  logits_BTV, top, total = (x if x.ndim > g_BT.ndim else x[..., None] for x in saved)
+  return ((g_BT[..., None] / total) * jnp.exp(logits_BTV - top),)
 
 
-log_sum_exp.defvjp(_log_sum_exp_fwd, lambda saved, g_BT: (g_BT[..., None] * jnp.exp(saved[0] - saved[1][..., None]),))
+log_sum_exp.defvjp(_log_sum_exp_fwd, _log_sum_exp_bwd)
 
 
 @jax.custom_vjp

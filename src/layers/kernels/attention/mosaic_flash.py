@@ -199,8 +199,8 @@ def _refuses(case: Case) -> list[str]:
 
 
 def _slow(case: Case) -> bool:
-  """Heads that are filled up, in a window, where there is little to skip: of the time of cuDNN with a mask heads of 128, filled
-  up to 256, took 1.1 in a window of 1024 (an H200, 2 x 4096 tokens), and 0.6 where a query sees all before it."""
+  """Heads that are filled up, in a window, where there is little to skip. Not measured: heads of 128, while they were filled up
+  to 256, took 1.1 of cuDNN's time with a mask in a window of 1024, 0.6 where a query saw all before it (H200, 2 x 4096)."""
   windowed = case.window is not None and case.window < case.length
   return windowed and max(case.head_dim, case.value_dim) not in _WIDTHS
 

@@ -185,9 +185,9 @@ def attend(
     causal: a query sees no key behind it; False: all of its document, and ``window`` is None.
 
   Returns:
-    [B, T, N, V] in ``dtype``.
+    [B, T, N, V] in ``dtype``; zeros for padding. Of causal rows known to be one document, padding has what it makes of the
+    tokens before it, and the layer zeroes that where it costs nothing (``Tokens.padding_zeroed``).
   """
-
   from maxtext_like.layers import context_parallel
   from maxtext_like.layers.masks import Tokens
   from maxtext_like.layers.rules import RULES

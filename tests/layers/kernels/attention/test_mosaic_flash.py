@@ -72,8 +72,8 @@ def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_imag
 @pytest.mark.parametrize("window", [None, 200, 1024])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("B", "T", "N", "K"), [(2, 4096, 32, 4), (1, 32768, 8, 1), (3, 384, 6, 3)])
-def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, window, ahead):
-  budget = 320 << 20
+@pytest.mark.parametrize("budget", mosaic_flash._BUDGETS.values())
+def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, window, ahead, budget):
   how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
   assert (T // 128) % how.tiles == B * K % how.heads == 0
   assert how.heads % K == 0 or K % how.heads == 0

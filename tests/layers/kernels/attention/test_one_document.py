@@ -1,13 +1,17 @@
-"""Rows known to be one document: no mask of documents in the program, and the numbers of one that has it."""
+"""Rows known to be one document: no mask of documents in the program, and the numbers of one that has it, layers' too."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.indexer import IndexerConfig
 from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.rope import RopeConfig
 
 B, T, N, K, H = 3, 520, 4, 2, 6
 LENGTHS = (T, 301, 0)  # a full row, one with padding behind, one of padding alone
@@ -46,3 +50,40 @@ def test_the_mask_of_documents_is_not_made():
   whole = f"bool[{B},{T},{T}]"  # which tokens belong to one document
   texts = [str(jax.make_jaxpr(run, static_argnums=1)(jnp.ones((B, T), jnp.int32), known)) for known in (False, True)]
   assert [whole in text.replace(" ", "") for text in texts] == [True, False]
+
+
+ROPE = RopeConfig(dim=4, theta=100.0)
+LATENT = {"emb_dim": 5, "num_heads": 2, "kv_lora_rank": 3, "nope_dim": 3, "rope_dim": 4, "value_dim": 3, "rope": ROPE}
+LAYERS = {
+  "attention": AttentionConfig(
+    emb_dim=5, num_query_heads=2, num_kv_heads=1, head_dim=4, scale=0.4, rope=ROPE, window=5, o_bias=True
+  ),
+  "latent": MLAConfig(**LATENT, q_lora_rank=0, bias=True),
+  "latent, sparse": MLAConfig(
+    **LATENT, q_lora_rank=3, indexer_loss_weight=0.5,
+    indexer=IndexerConfig(emb_dim=5, q_lora_rank=3, num_heads=2, head_dim=4, topk=3, rope=ROPE),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_zeroes_padding(name, random_params):
+  """Values and gradients are those under a mask of documents, and padding has nothing but a bias."""
+  layer = LAYERS[name].layer(Precision(dtype="float32", matmul_precision="highest"))
+  rng = np.random.default_rng(2)
+  lengths = np.array([[9], [6], [0]])
+  segments = jnp.asarray(np.arange(9) < lengths, jnp.int32)
+  positions = jnp.broadcast_to(jnp.arange(9), (3, 9))
+  x, g = (jnp.asarray(rng.normal(size=(3, 9, 5)), jnp.float32) for _ in range(2))
+  p = random_params(layer.params())
+
+  @jax.jit
+  def both(tokens):
+    out, backward = jax.vjp(lambda p, x: layer.alone(p, x, positions, tokens)[0], p, x)
+    return out, *backward(g)
+
+  want, got = both(Tokens(segments)), both(Tokens(segments, one_document=True))
+  for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+    np.testing.assert_allclose(b, a, rtol=0, atol=2e-6)
+  padding = np.asarray(got[0])[np.asarray(segments) == 0]
+  np.testing.assert_array_equal(padding, np.broadcast_to(p.get("o_bias", 0.0), padding.shape))
