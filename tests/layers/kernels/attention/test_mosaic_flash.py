@@ -133,8 +133,10 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images):
     mosaic_flash_attention, bidirectional_images=images, in_parts=True, interpret=InterpretGPUParams()
   )
   given = _arguments(of, case)
-  got = [np.asarray(x, np.float64) for x in _both_ways(attention, "bfloat16", size, 256**-0.5)(*given)]
-  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5)(*given)]
+  # Not compiled as a whole: the interpreter's kernels call the host, and several at once wait for each other on two cores.
+  run = _both_ways(attention, "bfloat16", size, 256**-0.5).__wrapped__
+  got = [np.asarray(x, np.float64) for x in run(*given)]
+  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5, True)(*given)]
   result = _judge(case, given[-2], got, want, (1e-2, 0.15))
   assert not result.problem
 
