@@ -109,14 +109,14 @@ def all_weights(directory: str, shape: list[int], documents: int, steps: int, gr
 
 
 def adapter(
-  directory: str, shape: list[int], form: str, rank: int, alpha: float, modules: list[str], steps: int
+  directory: str, shape: list[int], form: str, rank: int, alpha: float, modules: list[str], parameters: list[str], steps: int
 ) -> dict[str, Any]:
   """Additions of low rank over weights of a form, in this process.
 
   Args:
     directory, shape: as of ``all_weights``.
     form: of the weights, "bfloat16", "nf4" or "int8".
-    rank, alpha, modules: of peft's ``LoraConfig``.
+    rank, alpha, modules, parameters: of peft's ``LoraConfig``; parameters are arrays of experts.
     steps: that are measured, each waited for.
   """
   import peft  # pyright: ignore[reportMissingImports]
@@ -136,7 +136,9 @@ def adapter(
   model.is_loaded_in_4bit, model.is_loaded_in_8bit = form == "nf4", form == "int8"  # by which peft knows
   wide = sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 2})
   model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-  lora = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+  lora = peft.LoraConfig(
+    r=rank, lora_alpha=alpha, target_modules=modules, target_parameters=parameters or None, task_type="CAUSAL_LM"
+  )
   model = peft.get_peft_model(model, lora).train()
   drawn, seconds = _peak(device), time.perf_counter() - begin
   trained = [p for p in model.parameters() if p.requires_grad]
