@@ -106,15 +106,15 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   # On no device: this process would take its memory from those that measure.
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
   assert program.adapter is not None, "lora_rank is among WORDS"
-  found, experts, without, _ = places(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
+  found = places(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
   given = {
     "shape": [round(config.training.per_device_batch_size), config.training.max_target_length],
     "form": form, "rank": config.adapter.lora_rank, "alpha": config.adapter.alpha, "steps": steps,
-    "modules": sorted({module for module, _, _ in found}), "parameters": sorted(experts),
+    "modules": sorted({module for module, _ in found.maps}), "parameters": sorted(found.experts),
   }  # fmt: skip
   with tempfile.TemporaryDirectory() as directory:
     write_config(config.model, "bfloat16", directory)
-    return ask(python, "adapter", given | {"directory": directory}) | {"without": without}
+    return ask(python, "adapter", given | {"directory": directory}) | {"without": found.refused}
 
 
 def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

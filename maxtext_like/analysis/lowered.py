@@ -23,7 +23,7 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
 
   Args:
     config: of the run; nothing is allocated, so it may be of any size. The program is that of a mesh, or of a CPU: what one
-      GPU alone does otherwise (``partition.on_one_gpu``) is not in it, and changes no dtype.
+      GPU alone does otherwise (``partition.on_one_gpu``) is not in it; it changes nothing that a key decides.
     platform: "tpu", "cuda" or "cpu".
 
   Raises:

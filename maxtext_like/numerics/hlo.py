@@ -306,6 +306,8 @@ def _names(rest: str) -> list[str]:
 
 
 _Made = dict[str, tuple[str, str]]
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_SAME_ARRAY = ("copy", "copy-start", "copy-done", "bitcast", "fusion", "parameter")
 
 
 def _hlo_reducer(rest: str, roots: dict[str, str], made: _Made) -> str:
@@ -367,8 +369,8 @@ class _Sources:
     return False
 
   def placed(self, name: str) -> bool:
-    """Whether an array is zeros but for a part that each device puts where none other does. So a compiler gathers parts of
-    uneven sizes. The gradient of a slice is zeros but for a part too, in the same place on all devices."""
+    """Whether an array is zeros but for a part, whose place a device computes of its own number. So a compiler gathers parts
+    of uneven sizes. The gradient of a slice is zeros but for a part too, in the same place on all devices."""
     update = self.maker(name)
     if self.opcode(update) != "dynamic-update-slice":
       return False
@@ -378,7 +380,3 @@ class _Sources:
       zeros = self.maker(self.before(zeros)[0])
     none = self.opcode(zeros) == "constant" and _operands(self.made[zeros][1]) == "0"
     return none and any(map(self.by_device, offsets))
-
-
-_CALLED = re.compile(r"calls=%?([\w.\-]+)")
-_SAME_ARRAY = ("copy", "copy-start", "copy-done", "bitcast", "fusion", "parameter")

@@ -452,9 +452,8 @@ class Decoder:
           carry, aux = jax.lax.scan(body, carry, list(part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
-    spec = {f"layer_{j}": layer.params() for j, layer in enumerate(s.layers)}
     alike = all(layer.precision.dtype == self.precision.dtype for _, layers in parts for layer in layers)
-    params = unstacked(spec, rows["params"], self.precision if alike and self.cfg.remat_policy == "none" else None)
+    params = unstacked(s.params(), rows["params"], self.precision if alike and self.cfg.remat_policy == "none" else None)
     leaves, tree = jax.tree.flatten(rows | {"params": None})
     others = zip(*map(rows_of, leaves), strict=True) if leaves else [()] * s.repeats
     every = [layers for count, layers in parts for _ in range(count)]

@@ -191,19 +191,9 @@ class Rounded(Weight):
   def _of(self, dtype: str) -> jax.Array:
     return self.narrow if self.narrow.dtype == dtype else self.stored
 
-  def product(
-    self,
-    precision: Precision,
-    equation: str,
-    x: jax.Array,
-    *,
-    groups: Groups | None = None,
-    float32: bool = False,
-    unbounded: bool = False,
-    large: bool = False,
-  ) -> jax.Array:
+  def product(self, precision: Precision, equation: str, x: jax.Array, *, unbounded: bool = False, **how: Any) -> jax.Array:
     own = self.stored if unbounded and precision.dtype == "float16" else self._of(precision.dtype)
-    return product(precision, equation, x, own, groups=groups, float32=float32, unbounded=unbounded, large=large)
+    return product(precision, equation, x, own, unbounded=unbounded, **how)
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     return lookup(precision, self.stored, index)
@@ -219,8 +209,8 @@ def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]
   """The parameters of each layer of a stack that is unrolled.
 
   Args:
-    spec: of one layer.
-    params: of the stack, of the same structure; in the place of an array there may be a ``Weight``.
+    spec: of the stack.
+    params: of the same structure; in the place of an array there may be a ``Weight``.
     precision: of all layers, if they keep what they read until the backward pass: on one GPU plain weights are rounded to
       ``dtype`` while they are stacked, so that their gradients are put together in ``dtype`` too, as they are made, and become
       float32 where the update reads them. Rounded layer by layer they would be put together in float32, which takes twice

@@ -59,6 +59,17 @@ def test_an_exported_adapter_is_what_peft_computes_with(name, modules, more, tmp
   np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+def trained_on(checkpoint, tmp_path, *words) -> tuple[np.ndarray, np.ndarray]:
+  """Logits here and of peft, when the adapter of peft's own was trained on here and written again."""
+  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
+  given = [f"lora_from={tmp_path}/adapter", f"init_from={checkpoint}", "dtype=float32", "dataset=synthetic", "tokenizer=bytes"]
+  given += ["max_target_length=16", f"output_dir={tmp_path}", "run_name=run", *words]
+  assert main(["train", str(tmp_path / "imported/model.yml"), *given]) == 0
+  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "again")
+  ours = np.asarray(maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS))
+  return ours, reference(checkpoint, tmp_path / "again")
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   checkpoint = f"{GOLDEN}/gemma3_text/checkpoint"
@@ -79,14 +90,8 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   ours = maxtext_like.load(checkpoint, adapters=tmp_path / "adapter", dtype="float32").logits(TOKENS)
   limit = 1e-4 * max(1.0, float(np.abs(theirs).max()) / 10)
   np.testing.assert_allclose(ours, theirs, atol=limit)
-  # Trained on here, and written again: peft computes what is computed here.
-  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
-  words = [f"lora_from={tmp_path}/adapter", f"init_from={checkpoint}", "steps=2", "learning_rate=0.03", "dtype=float32"]
-  words += ["dataset=synthetic", "tokenizer=bytes", "max_target_length=16", f"output_dir={tmp_path}", "run_name=run"]
-  assert main(["train", str(tmp_path / "imported/model.yml"), *words]) == 0
-  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "again")
-  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
-  np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "again"), atol=limit)
+  ours, again = trained_on(checkpoint, tmp_path, "steps=2", "learning_rate=0.03")
+  np.testing.assert_allclose(ours, again, atol=limit)
   assert np.abs(ours - theirs).max() > 0.1
 
 
@@ -114,14 +119,8 @@ def test_additions_of_peft_s_own_to_experts(name, targets, tmp_path):
   ours = maxtext_like.load(checkpoint, adapters=tmp_path / "adapter", dtype="float32").logits(TOKENS)
   limit = 1e-4 * max(1.0, float(np.abs(theirs).max()) / 10)
   np.testing.assert_allclose(ours, theirs, atol=limit)
-  # Trained on here, and written again: peft computes what is computed here.
-  maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
-  words = [f"lora_from={tmp_path}/adapter", f"init_from={checkpoint}", "steps=1", "learning_rate=0.01", "dtype=float32"]
-  words += ["dataset=synthetic", "tokenizer=bytes", "max_target_length=16", f"output_dir={tmp_path}", "run_name=run"]
-  assert main(["train", str(tmp_path / "imported/model.yml"), *words]) == 0
-  maxtext_like.export_adapter(tmp_path / "run", tmp_path / "again")
-  ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
-  np.testing.assert_allclose(ours, reference(checkpoint, tmp_path / "again"), atol=limit)
+  ours, again = trained_on(checkpoint, tmp_path, "steps=1", "learning_rate=0.01")
+  np.testing.assert_allclose(ours, again, atol=limit)
   assert np.abs(ours - theirs).max() > 1e-3
 
 

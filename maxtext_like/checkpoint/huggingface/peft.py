@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,6 @@ _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 LoRA-GA do not."""
 _LINEAR = ("linear", "linear2")
 _EMBEDDING, _HEAD = TABLES
-_Experts = dict[str, tuple[Tensor, list[Piece]]]
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
@@ -80,10 +79,10 @@ def write_adapter(
   Raises:
     UserError: a weight that peft has no place for, or ``out`` cannot be written.
   """
-  found, experts, refused, apart = places(adapter, decoder, decoder_block, nested=nested)
-  if refused:
+  found = places(adapter, decoder, decoder_block, nested=nested)
+  if found.refused:
     raise UserError(
-      f"{printable(out)}: peft has no place for additions to {', '.join(refused)} in this family\n"
+      f"{printable(out)}: peft has no place for additions to {', '.join(found.refused)} in this family\n"
       "  fix: export the weights with the additions added, or train with other lora_modules, as the projections of attention"
     )
   sources, rank, alpha = [], settings.lora_rank, settings.alpha
@@ -95,7 +94,7 @@ def write_adapter(
     own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
     alphas.update({module: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {})
 
-  for module, _, piece in found:
+  for module, piece in found.maps:
     ab = _at(factors, piece.path)
     shapes = piece.hf_shape()
     own, scale = adapter.size(piece.path, piece.index[0] if piece.index else None)
@@ -104,16 +103,16 @@ def write_adapter(
     sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], own), _b(ab, piece, own)))
     if adapter.dora:
       sources.append(Source(f"{_PREFIX}{module}.lora_magnitude_vector", "F32", (shapes[0],), _magnitude(ab, piece)))
-  for name, (tensor, pieces) in experts.items():
+  for name, (tensor, pieces) in found.experts.items():
     halves = [_half(adapter, factors, piece, has_addition=piece in pieces) for piece in tensor.pieces]
     (each, outputs, inputs), own = tensor.shape, sum(half.rank for half in halves)
     note(name, own, peft_experts.scale(halves))
-    module = f"{_PREFIX}{peft_experts.wrapper(name, experts)}"
+    module = f"{_PREFIX}{peft_experts.wrapper(name, found.experts)}"
     for n, (letter, shape) in enumerate((("A", (each * own, inputs)), ("B", (outputs, own * each)))):
       values = lambda n=n, halves=halves: peft_experts.fused(halves)[n]
       sources.append(Source(f"{module}.lora_{letter}.weight", "F32", shape, values))
   arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
-  for tensor in apart:
+  for tensor in found.whole:
     values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
     names = [_of_model(tensor, nested), *([HEAD] if tensor.name == EMBEDDING and decoder.cfg.tied else [])]
     sources += [Source(f"{_PREFIX}{name}", "F32", tensor.shape, values) for name in names]
@@ -125,7 +124,7 @@ def write_adapter(
     "lora_alpha": alpha,
     "rank_pattern": ranks,
     "alpha_pattern": alphas,
-    "lora_dropout": 0.0 if experts else adapter.dropout,  # of experts' inputs peft drops none, and refuses to load
+    "lora_dropout": 0.0 if found.experts else adapter.dropout,  # of experts' inputs peft drops none, and refuses to load
     "use_rslora": settings.lora_rslora,
     "use_dora": adapter.dora,
     "bias": "none",
@@ -133,46 +132,49 @@ def write_adapter(
     "inference_mode": True,
     "init_lora_weights": True,
     # Whole paths: a tower may have modules of the same names.
-    "target_modules": sorted(module for module, _, _ in found),
+    "target_modules": sorted(module for module, _ in found.maps),
   }
-  if experts:
-    config["target_parameters"] = sorted(experts)
-  if apart:
-    config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in apart})
-  if decoder.cfg.tied and any(tensor.name == EMBEDDING for tensor in apart):
+  if found.experts:
+    config["target_parameters"] = sorted(found.experts)
+  if found.whole:
+    config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in found.whole})
+  if decoder.cfg.tied and any(tensor.name == EMBEDDING for tensor in found.whole):
     config["ensure_weight_tying"] = True
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
-  return len(found) + len(experts)
+  return len(found.maps) + len(found.experts)
 
 
-def places(
-  adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool
-) -> tuple[list[tuple[str, Tensor, Piece]], _Experts, list[str], list[Tensor]]:
+class Places(NamedTuple):
   """Where peft has the additions of an adapter.
 
-  Args:
-    adapter, decoder, decoder_block, nested: as of ``write_adapter``.
-
-  Returns:
-    Module, tensor and piece of each linear map; by name the arrays of experts that have an addition, with their pieces that
-    have it; the names, of all layers at once, of what peft has no place for; tensors that are trained whole.
+  Attributes:
+    maps: module and piece of each linear map.
+    experts: arrays of experts that have an addition, by name, with their pieces that have it.
+    refused: names, of all layers at once, of what peft has no place for.
+    whole: tensors that are trained whole.
   """
+
+  maps: list[tuple[str, Piece]]
+  experts: dict[str, tuple[Tensor, list[Piece]]]
+  refused: list[str]
+  whole: list[Tensor]
+
+
+def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool) -> Places:
+  """Where peft has the additions of an adapter. Args: as of ``write_adapter``."""
   family = FAMILIES[decoder_block].huggingface
   fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
-  found: list[tuple[str, Tensor, Piece]] = []
-  experts: _Experts = {}
-  refused: dict[str, None] = {}
-  apart: list[Tensor] = []
+  found, refused = Places([], {}, [], []), dict[str, None]()
   adapted = lambda piece: piece.path in adapter.weights and name_of(decoder, piece) in adapter.names
   for tensor in tensor_table(decoder, family, stacked=True):
     if tensor.pieces[0].path in adapter.whole:
-      apart.append(tensor)
+      found.whole.append(tensor)
       continue
     own = [piece for piece in tensor.pieces if adapted(piece)]
     if own and tensor.rule.kind == "experts" and not adapter.dora:
-      experts[_of_model(tensor, nested)] = tensor, own
+      found.experts[_of_model(tensor, nested)] = tensor, own
       continue
     for piece in own:
       # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
@@ -180,8 +182,8 @@ def places(
       if tensor.rule.kind not in _LINEAR or taken or "router" in piece.path:
         refused[re.sub(r"\d+", "N", tensor.name)] = None
       else:
-        found.append((_module(tensor, nested), tensor, piece))
-  return found, experts, list(refused), apart
+        found.maps.append((_module(tensor, nested), piece))
+  return found._replace(refused=list(refused))
 
 
 def name_of(decoder: Decoder, piece: Piece) -> str:
