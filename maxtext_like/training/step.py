@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
+from maxtext_like.layers.param import in_stored_order
 from maxtext_like.layers.probe import sinks
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, state_rows, sums_of_rows
 from maxtext_like.numerics import probe_statistics
@@ -291,7 +292,13 @@ class TrainStep:
     out["probes"] = seen
     if scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-    return self.selection.mask_rows(jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)), out
+    grads = jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)
+    return self.selection.mask_rows(self.in_stored_order(grads)), out
+
+  def in_stored_order(self, grads: Any) -> Any:
+    """Gradients of trained leaves, or of some of the parts of the model: see ``param.in_stored_order``."""
+    spec, _ = self.selection.split(self.objective.params())
+    return in_stored_order(grads, {name: spec[name] for name in grads}, self.objective.decoder.cfg.rules)
 
   def _accumulated(self, value_and_grad, trained, batch: Batch, *given) -> tuple[tuple[dict[str, Any], Any], Any]:
     """Sums over the microbatches: (terms, gradients in float32), and what the probes saw.

@@ -358,7 +358,7 @@ class _Pass:
         states |= written[1]
     d_inputs = None if forward.per_layer is None else jnp.concatenate(d_inputs)
     (d_before,) = forward.pull_enter((cotangent, d_inputs))
-    grads = jax.tree.map(jnp.add, forward.outside, d_before)
+    grads = self.step.in_stored_order(jax.tree.map(jnp.add, forward.outside, d_before))
     state = None if opt_state is None else take_state(opt_state, ())
     outside, state, alive, found = self._part((), grads, take(params, ()), state, alive, norm)
     seen[()] = [found]

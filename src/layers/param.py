@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxtext_like.layers.partition import Mesh
+from maxtext_like.layers import tiles
+from maxtext_like.layers.partition import Mesh, free_mesh, on_devices, on_tpu
 from maxtext_like.layers.rules import RULES, Rules
 
 Spec = Any  # a nested dict of Param
@@ -241,6 +243,26 @@ def checked(spec: Spec, params):
 def shardings(spec: Spec, mesh: Mesh, rules: Rules = RULES):
   """A ``jax.sharding.NamedSharding`` for every leaf."""
   return jax.tree.map(lambda p: jax.sharding.NamedSharding(mesh, rules.spec(p.shape, p.axes, mesh)), spec)
+
+
+def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
+  """A tree of arrays that are split as a spec's, such as gradients, with their axes on a mesh of TPUs in the order in which the
+  arguments of a program lie (``tiles.order``).
+
+  A gradient of a table lies as declared when rows are added to it. The compiler would turn the parameter, its moments and what
+  becomes of them for the update, all of them whole and all at a time; so it turns the gradient.
+  """
+  mesh = free_mesh()
+  if mesh is None or not on_tpu():
+    return arrays
+
+  def ordered(x, p: Param):
+    spec = rules.spec(p.shape, p.axes, mesh)
+    own = jax.sharding.NamedSharding(mesh, spec).shard_shape(p.shape)
+    # Inside shard_map: the partitioner would gather an array that it is to split itself.
+    return on_devices(lambda x: with_layout_constraint(x, Layout(tiles.order(own))), mesh, spec, spec)(x)
+
+  return jax.tree.map(ordered, arrays, spec)
 
 
 def count(spec: Spec) -> int:

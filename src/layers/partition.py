@@ -137,7 +137,7 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """The arrays, on a mesh of TPUs none of them to be used before all are there. Their compiler puts off what nothing waits
   for, as gradients of weights, and holds what they are made of until then; and of a parameter that is read in another layout
   at both ends of a step it keeps the copy in between."""
-  return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and _on_tpu() else arrays
+  return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and on_tpu() else arrays
 
 
 def one_by_one(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +214,7 @@ def as_stored(weight: Any) -> Any:
   What is no plain array stays as it is, and what the partitioner is still to split.
   """
   mesh = free_mesh()
-  if not isinstance(weight, jax.Array) or not _on_tpu() or (mesh is not None and mesh.size > 1):
+  if not isinstance(weight, jax.Array) or not on_tpu() or (mesh is not None and mesh.size > 1):
     return weight
   return with_layout_constraint(weight, Layout(tiles.order(weight.shape)))
 
@@ -260,7 +260,8 @@ def on_one_cpu() -> bool:
   return _platform() == "cpu" and jax.sharding.get_abstract_mesh().size == 1
 
 
-def _on_tpu() -> bool:
+def on_tpu() -> bool:
+  """Whether the mesh in use is of TPUs."""
   return _platform() == "tpu"
 
 

@@ -43,7 +43,8 @@ class PerLayerInput:
     c, dtype = self.cfg, self.precision.weight_dtype
     V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
     return {
-      "table": Param((V, L, P), ("vocab", "layers", "per_layer"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
+      # A row of the table is one row of memory: parts of P by itself would fill no tiles of a TPU.
+      "table": Param((V, L * P), (None, "table_columns"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
       "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
       "norm": self._norm.params(),
     }
@@ -52,7 +53,8 @@ class PerLayerInput:
   def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
     """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
     c, precision = self.cfg, self.precision
-    identity = constant(lookup(precision, p["table"], tokens_BT), held_BT) * jnp.asarray(c.width**0.5, precision.dtype)
+    rows = constant(lookup(precision, p["table"], tokens_BT), held_BT)
+    identity = rows.reshape(*rows.shape[:-1], c.num_layers, c.width) * jnp.asarray(c.width**0.5, precision.dtype)
     context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
     context = named(self._norm, p, "norm", context, "float32")
     return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)

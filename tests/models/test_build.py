@@ -103,7 +103,7 @@ def test_gemma4_shares_keys_and_values(name, first, width):
   kv_heads = decoder.layers[0].cfg.mixer.num_kv_heads
   assert decoder.lent == {"sliding": (kv_heads, 256), "global": (kv_heads, 512)}
   table = decoder.params()["ple"]["table"]
-  assert table.shape == (262144, len(decoder.layers), 256)
+  assert table.shape == (262144, len(decoder.layers) * 256)
 
 
 def test_gemma4_experts():

@@ -45,3 +45,21 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
   stacked = r"f32\[2,128,16,192\]"
   assert re.search(rf"{stacked}{{1,3,2,0", step.hlo)  # 128 experts fill the lanes, 192 would not
   assert not re.findall(rf"= {stacked}\S* copy\(", step.hlo)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("words", [["ici_fsdp_parallelism=8"], ["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]])
+def test_of_a_table_the_gradient_is_turned_and_no_moment(words):
+  """A chip's part of the per-layer table lies by columns, which fill tiles; rows are read and added by rows."""
+  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+
+  sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=65536", "max_target_length=1024"]
+  layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]
+  config = load_config("gemma4-e2b", [*sizes, *layers, *words]).config
+  step = compile_step(config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
+  part = r"f32\[65536,160\]"
+  assert len(re.findall(rf"= {part}{{0,1\S* parameter\(\d+\), sharding", step.hlo)) == 3  # itself and two moments
+  turned = re.findall(rf'= {part}\S* copy\(.*?op_name="([^"]*)"', step.hlo)
+  assert len(turned) == 2
+  assert all("per_layer_input" in name for name in turned)

@@ -38,6 +38,10 @@ def slow(*values):
     slow("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
+    # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
+    ("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
+    slow("gemma4-e4b", "v6e-8", [], 16.24, 154.8),
+    slow("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 17.33, 157.3),
     # 2026-11-23: an optimizer that makes the steps of all arrays whole before it applies one.
     ("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor", "weight_dtype=bfloat16"], 4.83, 63.35),
     slow("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor"], 5.93, 63.35),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from maxtext_like.checkpoint.huggingface.fields import Fields
 
-Kind = Literal["same", "scalar", "flat", "rows", "linear", "linear2", "conv", "experts"]
+Kind = Literal["same", "scalar", "flat", "linear", "linear2", "conv", "experts"]
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Rule:
 
   Attributes:
     name: after the layer's prefix; ``{e}`` is the number of an expert with a tensor of its own.
-    kind: "same"; "scalar": [1]; "rows": all axes but the first flattened; "linear": [out, in] with one input axis on our
-      side; "linear2": with two; "experts": [E, out, in];
-      "flat": [all axes]; "conv": [out, 3, side, side] of a patch, ours with the input axes flattened first.
+    kind: "same"; "scalar": [1]; "linear": [out, in] with one input axis on our side; "linear2": with two;
+      "experts": [E, out, in]; "flat": [all axes]; "conv": [out, 3, side, side] of a patch, ours with the input axes
+      flattened first.
     half: 0 or 1: the tensor holds two parameters one above the other along its output axis, and this is the first or
       second.
     buffer: no parameter in transformers: it has no gradient there.

@@ -23,7 +23,7 @@ Path = tuple[str, ...]
 
 _TOP = {
   "embedding.table": Rule(EMBEDDING),
-  "ple.table": Rule("embed_tokens_per_layer.weight", "rows"),
+  "ple.table": Rule("embed_tokens_per_layer.weight"),
   "ple.projection": Rule("per_layer_model_projection.weight", "linear"),
   "ple.norm.scale": Rule("per_layer_projection_norm.weight"),
   "final_norm.scale": Rule("norm.weight"),
@@ -50,8 +50,6 @@ class Piece:
     s = self.shape
     if self.kind == "scalar":
       return (1,)
-    if self.kind == "rows":
-      return s[0], math.prod(s[1:])
     if self.kind == "experts":
       return s[0], s[2], s[1]
     if self.kind == "flat":
