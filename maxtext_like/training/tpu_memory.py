@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.tiles import numbers
+from maxtext_like.layers.partition import axes_of
+from maxtext_like.layers.tiles import as_declared, numbers, order
 from maxtext_like.training.fetched import TABLE, Fetched, by_part
 from maxtext_like.training.memory import MemoryEstimate
 from maxtext_like.training.program import TrainProgram
@@ -18,10 +19,12 @@ from maxtext_like.training.program import TrainProgram
 def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[Fetched]) -> int:
   """Bytes beside a program's arguments at the fullest of four instants.
 
-  In the loss: the table of the logits, whole, and what a piece of them takes. In the backward pass of a layer: the gradients of
+  In the loss: the table of the logits, whole, and what a piece of them takes; where positions are split, also the table's
+  gradient, whole in float32, and what it is added to. In the backward pass of a layer: the gradients of
   all layers, the layer's activations, and of its fullest part the weights and the largest gradient, before it is scattered.
-  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored; in the update they and
-  the steps of all arrays, where the optimizer's rule makes them whole.
+  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored, and what another
+  table's takes (``_rows_added``); in the update they and the steps of all arrays, where the optimizer's rule makes them whole.
+  A loop over microbatches holds a table turned that lies in another order than its rows are read in.
 
   Args:
     program: of the run.
@@ -30,20 +33,49 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     again: a layer's own activations, computed again.
     weights: ``fetched``.
   """
+  trained = program.selection.split(program.abstract_state["params"])[0]
+  placed = trained if program.adapter is None else program.adapter.replaced(trained)
   read = by_part(weights)
   table = read.pop(TABLE, 0)
+  if program.model.ways("sequence") > 1:
+    table += sum(4 * (w.numbers + w.numbers // w.ways) for w in weights if w.part == TABLE and w.trained)
+  by_rows = program.abstract_state["params"].get("ple", {}).get("table")
+  if by_rows is not None and _is_turned(by_rows) and program.config.training.gradient_accumulation_steps > 1:
+    kept += as_declared(_own(by_rows)) * by_rows.dtype.itemsize
   loss = kept + table + max(need.logits, *(w.arriving for w in weights if w.part == TABLE), 0)
   backward = kept + need.gradients + again + need.dequantised
   if read:
     fullest = max(read, key=lambda part: read[part])
     own = [w for w in weights if w.part == fullest]
     backward += read[fullest] + max(w.arriving for w in own) + _gradients(program, [w for w in own if w.trained])
-  trained = program.selection.split(program.abstract_state["params"])[0]
-  placed = trained if program.adapter is None else program.adapter.replaced(trained)
-  behind = need.gradients + _in_both_dtypes(placed.get("embedding", {}), 4)
+  rows = _rows_added(program, placed.get("ple", {}).get("table"))
+  behind = need.gradients + _in_both_dtypes(placed.get("embedding", {}), 4) + rows
   if program.step.optimizer.rule.whole and not program.config.training.optimizer_in_backward:
-    behind = max(behind, need.gradients + _in_both_dtypes(trained, 0))
+    behind = max(behind, need.gradients + _in_both_dtypes(trained, 0) + rows)
   return int(max(loss, backward, behind))
+
+
+def _own(table: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+  assert table.sharding is not None
+  return table.sharding.shard_shape(table.shape)
+
+
+def _is_turned(table: jax.ShapeDtypeStruct) -> bool:
+  """Rows are read and added in the declared order, and the table lies in another."""
+  return order(_own(table)) != tuple(range(table.ndim))
+
+
+def _rows_added(program: TrainProgram, table: jax.ShapeDtypeStruct | None) -> int:
+  """Bytes of the gradient of a table whose rows are read and no more, beside the gradient as it is stored: float32, until it is
+  turned or rounded, and where other devices add to it once more behind the sum, until it is rounded."""
+  if table is None:
+    return 0
+  narrow = max(0, 4 - table.dtype.itemsize)
+  model, rules = program.model, program.model.decoder.cfg.rules
+  split = {axis for entry in table.sharding.spec for axis in axes_of(entry)}
+  summed = {*rules.mesh_axes("batch", model.mesh), *rules.mesh_axes("sequence", model.mesh)} - split
+  added = 4 * as_declared(_own(table)) if narrow or summed or _is_turned(table) else 0
+  return added + (narrow * numbers(_own(table)) if summed else 0)
 
 
 def _in_both_dtypes(arrays: Any, float32: int) -> int:

@@ -24,6 +24,11 @@ def numbers(shape: tuple[int, ...]) -> int:
   return _taken(shape, *order(shape)[-2:]) if len(shape) > 1 else math.prod(shape)
 
 
+def as_declared(shape: tuple[int, ...]) -> int:
+  """The same of an array of two axes or more that lies in the declared order."""
+  return _taken(shape, len(shape) - 2, len(shape) - 1)
+
+
 def _taken(shape: tuple[int, ...], second: int, minor: int) -> int:
   # Of fewer than eight rows a tile has two or four.
   rows = min(ROWS, 1 << (shape[second] - 1).bit_length())
