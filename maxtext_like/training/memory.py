@@ -83,7 +83,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
   """What ``jax.vjp`` of the loss keeps on one device for its part of the rows, beside the parameters and the batch themselves.
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
-  residual stream is whole on all devices of the tensor axis. Logits, which a loss in one piece keeps, are counted as such.
+  residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
+  piece keeps, are counted as such.
   Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them,
   or all before (``weight.unstacked``), where gradients that stay in ``dtype`` make up for it.
   """
@@ -117,7 +118,11 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
         _leave_out(kept, shape, weight.dtype)
       if not casts and len(weight.shape) > 2 and weight.dtype != dtype:
         _leave_out(kept, shape, dtype)
-  stream = [x for x in kept if x.ndim > 1 and x.shape[-1] == program.config.model.emb_dim]
+  inputs = model.decoder.cfg.per_layer_input
+  whole = lambda x: (
+    x.shape[-1] == program.config.model.emb_dim or (inputs is not None and x.shape[-2:] == (inputs.num_layers, inputs.width))
+  )
+  stream = [x for x in kept if x.ndim > 1 and whole(x)]
   split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
   return (_bytes(stream) + split) // model.ways("sequence")
 

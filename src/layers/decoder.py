@@ -307,7 +307,8 @@ class Decoder:
       ctx.tap("hidden.embed", x)
     per_layer = None
     if self._per_layer:
-      per_layer = self._per_layer(p["ple"], tokens, x, held).transpose(2, 0, 1, 3)
+      own = ctx.rules.constrain(self._per_layer(p["ple"], tokens, x, held), "batch", "sequence")
+      per_layer = own.transpose(2, 0, 1, 3)
     carry: Carry = {"x": x}
     if self.lent:
       B, T = batch["tokens"].shape

@@ -44,7 +44,7 @@ class PerLayerInput:
     V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
     return {
       # A row of the table is one row of memory: parts of P by itself would fill no tiles of a TPU.
-      "table": Param((V, L * P), (None, "table_columns"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
+      "table": Param((V, L * P), ("vocab", "per_layer"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
       "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
       "norm": self._norm.params(),
     }

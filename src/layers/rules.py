@@ -20,7 +20,7 @@ MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 MeshAxes = str | tuple[str, ...] | None
 
-GATHERED = ("embed", "q_lora", "kv_lora", "per_layer", "table_columns")
+GATHERED = ("embed", "q_lora", "kv_lora", "per_layer")
 """Logical axes of parameters that are split to save memory alone."""
 
 
@@ -32,7 +32,6 @@ class Rules:
     batch, sequence: of activations.
     embed, q_lora, kv_lora, per_layer: of parameters, which are gathered over these before they multiply. Experts have taken
       "expert" for themselves by then, all else lies split over it too.
-    table_columns: of a table whose rows are read and no more: every device reads its columns for all tokens, and sends on.
     The others: of parameters, under the names that ``Param.axes`` gives them; activations have some of them too.
   """
 
@@ -42,7 +41,6 @@ class Rules:
   q_lora: MeshAxes = ("fsdp", "expert")
   kv_lora: MeshAxes = ("fsdp", "expert")
   per_layer: MeshAxes = ("fsdp", "expert")
-  table_columns: MeshAxes = ("fsdp", "expert", "tensor")
   vocab: MeshAxes = "tensor"
   heads: MeshAxes = "tensor"
   kv_heads: MeshAxes = "tensor"

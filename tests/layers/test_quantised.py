@@ -156,7 +156,7 @@ def test_nothing_but_codes_is_kept_for_the_backward_pass():
 
 
 def quantised(form: Form, p: Param, array: Any) -> Any:
-  if not p.contracts or p.axes[0 if p.rows is None else 1] == "vocab" or "table_columns" in p.axes:
+  if not p.contracts or p.axes[0 if p.rows is None else 1] == "vocab":
     return array
   if p.rows is None:
     return weight(form, p, array)

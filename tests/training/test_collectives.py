@@ -49,8 +49,14 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("words", [["ici_fsdp_parallelism=8"], ["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]])
-def test_of_a_table_the_gradient_is_turned_and_no_moment(words):
+@pytest.mark.parametrize(
+  ("words", "part"),
+  [
+    (["ici_fsdp_parallelism=8"], r"f32\[65536,160\]"),
+    (["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "per_device_batch_size=2"], r"f32\[32768,320\]"),
+  ],
+)
+def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
   """A chip's part of the per-layer table lies by columns, which fill tiles; rows are read and added by rows."""
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags
 
@@ -58,8 +64,20 @@ def test_of_a_table_the_gradient_is_turned_and_no_moment(words):
   layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]
   config = load_config("gemma4-e2b", [*sizes, *layers, *words]).config
   step = compile_step(config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
-  part = r"f32\[65536,160\]"
   assert len(re.findall(rf"= {part}{{0,1\S* parameter\(\d+\), sharding", step.hlo)) == 3  # itself and two moments
   turned = re.findall(rf'= {part}\S* copy\(.*?op_name="([^"]*)"', step.hlo)
   assert len(turned) == 2
   assert all("per_layer_input" in name for name in turned)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_no_chip_has_the_inputs_by_layer_of_all_rows():
+  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+
+  sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=4096", "max_target_length=8192"]
+  layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]
+  words = [*sizes, *layers, "ici_fsdp_parallelism=32", "ici_tensor_parallelism=2"]
+  step = compile_step(load_config("gemma4-e2b", words).config, TOPOLOGIES["v6e-64"], xla_flags(), machine_code=False)
+  assert re.search(r"\w\[2,8192,(5,256|1280)\]", step.hlo)
+  assert not re.search(r"\w\[64,8192,", step.hlo)

@@ -119,7 +119,7 @@ def test_blocks_lie_where_no_device_has_a_part_of_one():
     ((128, 2816, 704), ("expert", "embed", "mlp"), Layout(-1, 44)),
     ((2816, 128), ("embed", "expert"), Layout(-2, 176)),
     ((5376, 16), ("embed", None), Layout(-2, 168)),  # of an adapter
-    ((262144, 35 * 256), (None, "table_columns"), Layout(-2, 256)),
+    ((262144, 35 * 256), ("vocab", "per_layer"), Layout(-2, 256)),
     ((60, 7168), ("layers", None), None),  # norms
     ((60, 63, 65), ("layers", "embed", "mlp"), None),  # 4095 numbers
     ((64, 64), ("embed", "mlp"), Layout(-2, 4)),
