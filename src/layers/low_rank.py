@@ -9,6 +9,7 @@ a weight has one.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,12 +174,23 @@ class LowRank(Weight):
     group, summed, kept = (
       "".join(letters[i] for i in axes) for axes in (self.layout.group, self.layout.summed, self.layout.kept)
     )
-    crossed = precision.einsum(f"{group}{summed}r,{letters}->{group}r{kept}", a, w, float32=True)
+    crossed = self._crossed(precision, a, w)
     inner = jnp.einsum(f"{group}{summed}r,{group}{summed}q->{group}rq", a, a, precision="highest")
     total = crossed * 2 + self.scale * jnp.einsum(f"{group}rq,{group}q{kept}->{group}r{kept}", inner, b, precision="highest")
     own = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=self.layout.summed)
     squares = own + self.scale * jnp.sum(b * total, axis=len(group))
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 1)
+
+  def _crossed(self, precision: Precision, a: jax.Array, w: jax.Array) -> jax.Array:
+    """A^T w, float32 [*groups, rank, *kept], of matrices: XLA of JAX 0.10 to 0.12 stops on a CPU ("Unsupported element type for
+    DotThunk") at bfloat16 arrays of more axes, the first of them summed over and the result float32."""
+    group, summed, kept = self.layout.group, self.layout.summed, self.layout.kept
+    sizes = lambda axes: [w.shape[i] for i in axes]
+    inputs = math.prod(sizes(summed))
+    matrix = w.transpose(*group, *summed, *kept).reshape(*sizes(group), inputs, math.prod(sizes(kept)))
+    a = a.reshape(*sizes(group), inputs, a.shape[-1])
+    crossed = precision.einsum("gsr,gsk->grk" if group else "sr,sk->rk", a, matrix, float32=True)
+    return crossed.reshape(*crossed.shape[:-1], *sizes(kept))
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Rows of the table and of the addition."""

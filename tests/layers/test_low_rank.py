@@ -15,6 +15,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantised import FORMS, Quantised, quantise
 from maxtext_like.layers.weight import Groups, lookup, product
 
+QUERY = Param((8, 2, 4), ("embed", "heads", "head_dim"), "bfloat16", fan_in(0))
 OUTPUT = Param((2, 4, 5), ("heads", "head_dim", "embed"), "bfloat16", fan_in(0, 1))
 EXPERTS = Param((3, 5, 7), ("expert", "embed", "mlp"), "float32", fan_in(1))
 
@@ -123,7 +124,8 @@ def exact_weight(w: LowRank) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-  ("p", "equation", "x"), [(OUTPUT, "BTNH,NHD->BTD", (2, 3, 2, 4)), (EXPERTS, "EXD,EDF->EXF", (3, 4, 5))]
+  ("p", "equation", "x"),
+  [(QUERY, "BTD,DNH->BTNH", (2, 3, 8)), (OUTPUT, "BTNH,NHD->BTD", (2, 3, 2, 4)), (EXPERTS, "EXD,EDF->EXF", (3, 4, 5))],
 )
 def test_dora_is_the_weight_whose_outputs_have_the_magnitudes(p, equation, x):
   w, x = magnitudes(p), jnp.asarray(np.random.default_rng(3).normal(size=x), jnp.float32)
@@ -139,6 +141,15 @@ def test_dora_is_the_weight_whose_outputs_have_the_magnitudes(p, equation, x):
   np.testing.assert_allclose(whole, exact_weight(w), atol=1e-6)
   norms = jnp.sqrt(jnp.sum(jnp.square(whole), axis=w.layout.summed))
   np.testing.assert_allclose(norms, w.magnitude, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("p", [QUERY, OUTPUT, EXPERTS])
+def test_norms_in_sixteen_bits(p, dtype):
+  w = magnitudes(p)
+  got, exact = (jax.jit(lambda w, d=d: w.norms(Precision(dtype=d)))(w) for d in (dtype, "float32"))
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, exact, rtol=2e-2)
 
 
 def test_dora_of_rows_sorted_by_expert():
