@@ -16,7 +16,7 @@ EXAMPLES = """examples:
   maxtext-like data gemma3-4b init_from=gemma-3-4b-it dataset=jsonl dataset_path=chats.jsonl data_format=chat --show 3
   maxtext-like data gemma4-tiny --show 1
 
-exit codes: 2 wrong usage, configuration or input, also where records are bad"""
+exit codes: 2 wrong usage, configuration or input, also where records are bad, or a source has nothing to learn"""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     print(f"template {found.template}")
   for name, counts in found.counts.items():
     print("\n".join(_counts(name, counts, found.length)))
-  return 2 if any(counts.bad for counts in found.counts.values()) else 0
+  return 2 if any(counts.bad or not counts.learned for counts in found.counts.values()) else 0
 
 
 def _options(parser):
@@ -68,5 +68,13 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
     f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn",
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
+  if not c.learned:
+    lines += ["nothing is learned: train refuses this", f"  fix: {_more_to_learn(c, length)}"]
   lines += [f"bad       {reason}" for reason in c.reasons]
   return lines + ([f"bad       ... and {c.bad - len(c.reasons):,} more"] if c.bad > len(c.reasons) else [])
+
+
+def _more_to_learn(c: "SourceCounts", length: int) -> str:
+  if c.unlearned:
+    return f"max_target_length above {length}, in which the first learned token is to come, or train_on=all"
+  return "dataset_path, data_format and text_field that name records with text"

@@ -212,6 +212,7 @@ class Packer:
           f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} bad, the others empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
           + (f", {self._tally['unlearned']} with nothing to learn in their first {self._length} tokens" if self._whole else "")
+          + ("\n  fix: a larger max_target_length, or train_on=all" if self._whole and self._tally["unlearned"] else "")
         )
 
   def _count_bad(self, number: int, bad: BadRecordError) -> None:

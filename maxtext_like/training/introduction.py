@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.config.load import base_values
-from maxtext_like.config.schema import DataConfig
+from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.layers.param import count
 from maxtext_like.models import float8_products
@@ -137,3 +137,12 @@ def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: D
     unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
     return f"data    {total:,} documents train, none are held out: nothing evaluates{unused}"
   return f"data    {total:,} documents train, {sum(evaluated.values()):,} evaluate ({whence})"
+
+
+def never_evaluated(config: Config) -> str | None:
+  """A line where evaluations are asked for and the run ends before the first; None: it does not."""
+  every, last = config.data.eval_interval, config.training.last_step
+  if not every or last >= every:
+    return None
+  best = " and keeps no best step" if config.checkpoint.keep_best else ""
+  return f"note    the run ends with step {last}, before anything is evaluated{best} (eval_interval={every})"

@@ -35,7 +35,7 @@ from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
-from maxtext_like.training.introduction import introduction, passes, shares
+from maxtext_like.training.introduction import introduction, never_evaluated, passes, shares
 from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
@@ -151,6 +151,8 @@ class _Run:
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
+      if (line := never_evaluated(opened.program.config)) is not None:
+        progress.say(line)
       if chat := opened.data.identity.get("chat"):
         progress.say(f"chat    template {chat['template']}, train_on={chat['train_on']}")
       with self._device_faults(opened):

@@ -98,7 +98,8 @@ class Plan:
     """
     own, layout = one_layer(p), Layout.of(p)
     lead = len(layout.group)
-    if layout.summed != tuple(range(lead, lead + len(layout.summed))) or not layout.kept:
+    by_rows = own.axes[0] == "vocab"  # whichever of its axes an addition to it sums over
+    if by_rows or layout.summed != tuple(range(lead, lead + len(layout.summed))) or not layout.kept:
       raise ValueError(f"an array of the axes {own.axes} is a table and no map, and cannot be quantised")
     pick = lambda axes: tuple(own.shape[i] for i in axes)
     names = tuple(own.axes[i] for i in (*layout.group, layout.summed[0], layout.kept[0]))

@@ -39,6 +39,17 @@ def test_what_is_learned_is_marked(chats, capsys):
   ]
 
 
+def test_rows_in_which_nothing_is_learned_are_a_fault(chats, capsys):
+  assert main(["data", *WORDS, f"dataset_path={chats}", "--show=0", "max_target_length=64"]) == 2
+  assert capsys.readouterr().out.splitlines()[2:] == [
+    "tokens    0, 0 learned",
+    "cut       0 longer than max_target_length=64, 3 left out with nothing to learn",
+    "rows      0 of 64 tokens, 0.0% filled",
+    "nothing is learned: train refuses this",
+    "  fix: max_target_length above 64, in which the first learned token is to come, or train_on=all",
+  ]
+
+
 def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   image = pytest.importorskip("PIL.Image")
   image.new("RGB", (40, 20)).save(tmp_path / "a.png")

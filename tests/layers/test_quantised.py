@@ -128,8 +128,9 @@ def test_zeros_and_the_size_of_the_error(name):
   assert ERRORS[name] / 2 < error < ERRORS[name]
 
 
-def test_a_table_is_none_of_these():
-  table = Param((10, 8), ("vocab", "embed"), contracts=(1,))
+@pytest.mark.parametrize("summed", [0, 1])
+def test_a_table_is_none_of_these(summed):
+  table = Param((10, 8), ("vocab", "embed"), contracts=(summed,))
   with pytest.raises(ValueError, match="is a table and no map"):
     stored_params(FORMS["nf4"], table)
 

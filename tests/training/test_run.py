@@ -93,12 +93,15 @@ def test_the_files_of_a_run(workplace, unbroken):
   assert not (run / "run.lock").exists()
 
 
-def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken):
+def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken, capsys):
   assert train(workplace, "broken", "steps=3", "module_api=linen", "eval_interval=4", "eval_steps=1") == 0
+  too_short = "note    the run ends with step 3, before anything is evaluated (eval_interval=4)\n"
+  assert too_short in capsys.readouterr().out
   # What a killed run may leave behind its last checkpoint.
   with (workplace / "broken/metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
   assert train(workplace, "broken", "steps=4", "eval_interval=4", "eval_steps=1") == 0
+  assert "before anything is evaluated" not in capsys.readouterr().out
   assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
 
 
