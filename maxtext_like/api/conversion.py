@@ -237,6 +237,7 @@ class ExportedAdapter(Saved):
     rank: of the additions; of most, where lora_rank_pattern gives some another.
     base: the weights that it was trained on; None: they were drawn.
     seed: that they were drawn from; of no meaning with a base.
+    base_weights: the form that they were quantised to; None: they were not.
   """
 
   directory: "Path | Place"
@@ -244,11 +245,13 @@ class ExportedAdapter(Saved):
   rank: int
   base: str | None
   seed: int
+  base_weights: str | None
 
   @property
   def below(self) -> str:
     """The weights that it was trained on, in words."""
-    return self.base or f"weights drawn from seed {self.seed}"
+    quantised = f", which were {self.base_weights} as it was trained" if self.base_weights else ""
+    return (self.base or f"weights drawn from seed {self.seed}") + quantised
 
 
 def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapter:
@@ -284,7 +287,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     nested=nested,
     settings=settings,
   )
-  return ExportedAdapter(target, maps, settings.lora_rank, base.source, base.seed)
+  return ExportedAdapter(target, maps, settings.lora_rank, base.source, base.seed, settings.base_weights)
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

@@ -88,12 +88,24 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
   }
   for name, files in found.items():
     for file in files:
+      if (kind := _other_dataset(file, data.dataset, suffixes)) is not None:
+        raise UserError(
+          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={data.dataset}\n  fix: files of one kind"
+        )
       if (other := owners.setdefault(os.path.realpath(file), name)) != name:
         raise UserError(
           f"data.{key}: {file} is in two sources, {other} and {name}\n  fix: name it in one of them; its weight says how often "
           "it is read"
         )
   return found
+
+
+def _other_dataset(file: str, dataset: str, suffixes: tuple[str, ...]) -> str | None:
+  """The one whose files end as this one does, where it is not the dataset's; None: no other's do, or any is read."""
+  if not suffixes or file.endswith(suffixes):
+    return None
+  others = (name for name, kind in DATASETS.items() if name != dataset and kind.files)
+  return next((name for name in others if file.endswith(DATASETS[name].load("SUFFIXES") or "\0")), None)
 
 
 def open_documents(

@@ -162,6 +162,9 @@ def test_sources_that_cannot_be_mixed(make, paths, tmp_path):
     UserError, match=r"data.dataset_path: .*web\.jsonl is in two sources, code and web\n  fix: name it in one"
   ):
     make(dataset_path=both, dataset_weights={"web": 1, "code": 1})
+  (tmp_path / "web.parquet").write_bytes(b"PAR1")
+  with pytest.raises(UserError, match=r"web\.parquet is a file of dataset=parquet, among those of dataset=jsonl\n  fix"):
+    make(dataset_path=[paths["web"], str(tmp_path / "web.parquet")])
   empty = write(tmp_path / "empty.jsonl", ["", " ", "", ""])
   with pytest.raises(
     UserError, match=r"data\.dataset_path\.blank: no tokens in any of the 4 documents.*\n  fix: leave blank out"
