@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # The kernels are imported where they run: Pallas for GPUs takes a second, and every start asks this module what it can do.
 # Bytes that the backward pass may write between its kernels, for heads up to a width: a turn of these costs 60 us beside its
 # work, of which narrow heads have less for each number written. Packed rows in a window of 1024 (2 x 4096, 32 heads of 128, an
-# H200) took 2.28 ms in 8 turns and 1.84 in one; in this budget they have two.
-_BUDGETS = {128: 768 << 20, 512: 320 << 20}
+# H200) took 2.28 ms in 8 turns, 2.02 in two and 1.84 in one, which they have in this budget; cuDNN takes 1.66 without a mask.
+_BUDGETS = {128: 1536 << 20, 512: 320 << 20}
 _FLOAT16 = 2.0**15  # a half of what float16 holds
 _LANES = 128
 _WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
