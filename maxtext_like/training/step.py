@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.param import in_stored_order
+from maxtext_like.layers.partition import on_tpu
 from maxtext_like.layers.probe import sinks
 from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, state_rows, sums_of_rows
 from maxtext_like.numerics import probe_statistics
@@ -296,7 +297,9 @@ class TrainStep:
     return self.selection.mask_rows(self.in_stored_order(grads)), out
 
   def in_stored_order(self, grads: Any) -> Any:
-    """Gradients of trained leaves, or of some of the parts of the model: see ``param.in_stored_order``."""
+    """Gradients of trained leaves, or of some of the parts of the model, on TPUs: see ``param.in_stored_order``."""
+    if not on_tpu():
+      return grads
     spec, _ = self.selection.split(self.objective.params())
     return in_stored_order(grads, {name: spec[name] for name in grads}, self.objective.decoder.cfg.rules)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxtext_like.layers import tiles
-from maxtext_like.layers.partition import Mesh, free_mesh, on_devices, on_tpu
+from maxtext_like.layers.partition import Mesh, free_mesh, on_devices
 from maxtext_like.layers.rules import RULES, Rules
 
 Spec = Any  # a nested dict of Param
@@ -246,14 +246,14 @@ def shardings(spec: Spec, mesh: Mesh, rules: Rules = RULES):
 
 
 def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
-  """A tree of arrays that are split as a spec's, such as gradients, with their axes on a mesh of TPUs in the order in which the
-  arguments of a program lie (``tiles.order``).
+  """A tree of arrays that are split as a spec's, such as gradients, with their axes in the order in which the arguments of a
+  program for TPUs lie (``tiles.order``); as they are where no mesh is set.
 
   A gradient of a table lies as declared when rows are added to it. The compiler would turn the parameter, its moments and what
   becomes of them for the update, all of them whole and all at a time; so it turns the gradient.
   """
   mesh = free_mesh()
-  if mesh is None or not on_tpu():
+  if mesh is None:
     return arrays
 
   def ordered(x, p: Param):
