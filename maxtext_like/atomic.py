@@ -1,7 +1,13 @@
 """Files that are either whole or not there; used for manifests, locks, resolved configurations and reports."""
 
+import contextlib
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+# Around what only the owner of a place may do: raises, or does not return, when the place is no longer ours.
+Fence = Callable[[], AbstractContextManager[None]]
 
 
 def sync_directory(path: Path) -> None:
@@ -13,10 +19,15 @@ def sync_directory(path: Path) -> None:
     os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, fence: Fence = contextlib.nullcontext) -> None:
   """Writes ``text`` (UTF-8) to ``path`` through a temporary neighbour, fsync and rename.
 
   A reader sees the old file or the new one, never half of one, whatever kills the writer.
+
+  Args:
+    path: of the file.
+    text: all of it.
+    fence: around the rename. The fsync before it may take long, and longer where the process is stopped within it.
 
   Raises:
     OSError: the directory is missing, read-only or full; ``path`` is then unchanged and no temporary file is left.
@@ -27,7 +38,8 @@ def write_text(path: Path, text: str) -> None:
       file.write(text)
       file.flush()
       os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with fence():
+      os.replace(temporary, path)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise

@@ -22,17 +22,18 @@ def written(step: int, eval_loss: float) -> str:
   return json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
 
 
-def name_best(checkpoints: Path | Place, step: int, eval_loss: float) -> None:
+def name_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: atomic.Fence = contextlib.nullcontext) -> None:
   """Writes it down. OSError: the disk or the store does not take it."""
   content = written(step, eval_loss)
   if isinstance(checkpoints, Place):
     (checkpoints / FILE_NAME).write_bytes(content.encode())
     return
-  atomic.write_text(checkpoints / FILE_NAME, content)
+  atomic.write_text(checkpoints / FILE_NAME, content, fence)
   new = checkpoints / f"{NAME}.{os.getpid()}.tmp"
   try:
     new.symlink_to(str(step))
-    new.replace(checkpoints / NAME)
+    with fence():
+      new.replace(checkpoints / NAME)
   except OSError as error:  # a disk without links
     _log.warning("%s: %s; name the step that %s has", checkpoints / NAME, error.strerror, FILE_NAME)
 

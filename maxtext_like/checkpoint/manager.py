@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree, zarr_arrays
 from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.mirror import Mirror
@@ -86,7 +87,7 @@ class CheckpointManager:
     backoff_seconds: float = 1.0,
     patience_seconds: float = 2.0,
     tokenizer: dict[str, bytes] | None = None,
-    fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    fence: Fence = contextlib.nullcontext,
     saved: Callable[[int], None] = lambda step: None,
     watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
     mirror: Mirror | None = None,
@@ -339,7 +340,7 @@ class CheckpointManager:
         spare = set() if pending.best is None else {pending.best[0]}
         try:
           if pending.best is not None and named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
-            name_best(self.directory, *pending.best)
+            name_best(self.directory, *pending.best, self._fence)
         finally:  # the mirror looks which is named
           if self._mirror is not None and isinstance(self._steps, StepDirectories):
             self._mirror.offer(self._steps.path(pending.step))

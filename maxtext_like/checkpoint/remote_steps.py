@@ -16,8 +16,8 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 
+from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.steps import is_step_name
 from maxtext_like.errors import UserError
@@ -40,7 +40,7 @@ class RemoteSteps:
   def __init__(
     self,
     directory: Place,
-    fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    fence: Fence = contextlib.nullcontext,
     token: str | None = None,
   ):
     self.directory = directory

@@ -12,11 +12,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from pathlib import Path
 
 from maxtext_like import atomic
+from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import manifest
 from maxtext_like.errors import UserError
 
@@ -37,7 +37,7 @@ class StepDirectories:
   def __init__(
     self,
     directory: Path,
-    fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    fence: Fence = contextlib.nullcontext,
     token: str | None = None,
   ):
     self.directory = directory

@@ -5,12 +5,11 @@ copied to this machine first, as are Hugging Face's files, which are mapped.
 """
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxtext_like import local_copies
+from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.best import NAME as BEST
 from maxtext_like.checkpoint.best import named_best
@@ -23,7 +22,7 @@ from maxtext_like.storage import CONDITIONAL, Place, failed, is_remote
 
 def open_steps(
   directory: Path | Place,
-  fence: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+  fence: Fence = contextlib.nullcontext,
   token: str | None = None,
 ) -> StepDirectories | RemoteSteps:
   """The steps of a directory, here or in a store."""

@@ -219,7 +219,7 @@ class _Run:
     manager.preflight(opened.program.abstract_stored)
     if (gone := standing.gone_step(path, self._directory.checkpoints, newest)) is not None:
       self._progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
-    standing.remember_newest(path, newest)
+    standing.remember_newest(path, newest, self._directory.fence)
     return None
 
   def _make_loop(self, opened: _Opened) -> tuple[Loop, "_Page", int]:
@@ -239,6 +239,7 @@ class _Run:
         tensorboard=c.logging.enable_tensorboard,
         step=begun.step,
         require_held=directory.require_held,
+        fence=directory.fence,
         trackers=trackers(c.logging, Tracked.of(directory.path, c)),
       )
     self._stack.enter_context(files)

@@ -42,7 +42,7 @@ def open_manager(
 
   def saved(step: int) -> None:
     directory.require_held()
-    standing.remember_newest(directory.path, step)
+    standing.remember_newest(directory.path, step, directory.fence)
     directory.saved()
 
   return CheckpointManager(

@@ -123,7 +123,7 @@ class RunDirectory:
   def write_text(self, name: str, text: str) -> Path:
     """Writes one of the run's files atomically and returns its path; see ``require_held``."""
     self.require_held()
-    atomic.write_text(self.path / name, text)
+    atomic.write_text(self.path / name, text, self.fence if self._identity is not None else contextlib.nullcontext)
     return self.path / name
 
   def keep_earlier(self, name: str, text: str) -> None:
@@ -232,8 +232,11 @@ class RunDirectory:
       self._look()
 
   @contextlib.contextmanager
-  def exclusive(self) -> Iterator[None]:
+  def fence(self) -> Iterator[None]:
     """Inside, the directory is this process's and cannot be taken over: for renames and removals, which are quick.
+
+    A row that is appended only looks before it (``require_held``): who is stopped in here keeps others from taking over,
+    which is worse than one row too many.
 
     Raises:
       OSError: the lock cannot be read, so nobody knows.
@@ -241,6 +244,12 @@ class RunDirectory:
     self._look()
     with self._guard():
       self._look()
+      yield
+
+  @contextlib.contextmanager
+  def exclusive(self) -> Iterator[None]:
+    """A ``fence`` for what others read as the run's: its checkpoints, wherever they are."""
+    with self.fence():
       yield
 
   def _look(self) -> None:

@@ -28,10 +28,10 @@ _OF_THE_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errn
 _log = logging.getLogger(__name__)
 
 
-def remember_newest(run: Path, step: int | None) -> None:
+def remember_newest(run: Path, step: int | None, fence: atomic.Fence = contextlib.nullcontext) -> None:
   """Writes down the newest step that was saved; None: none yet. Told, and nothing else, where the disk does not take it."""
   try:
-    atomic.write_text(run / NEWEST, json.dumps({"step": step}) + "\n")
+    atomic.write_text(run / NEWEST, json.dumps({"step": step}) + "\n", fence)
   except OSError as error:
     _log.warning("%s: %s; should the checkpoints be lost, the next start may not see it", run / NEWEST, error.strerror)
 

@@ -23,9 +23,12 @@ def can_mount():
 
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from maxtext_like.training import run_directory
+from maxtext_like.training.sinks.run_files import RunFiles
 run_directory._HEARTBEAT_SECONDS, run_directory._WATCH_SECONDS = 0.2, 1.0
+if sys.argv[3:] == ["replacing"]:
+  run_directory._HEARTBEAT_SECONDS = 60.0  # which would end it first
 with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
   metrics = open(run.path / "metrics.jsonl", "a")
   metrics.write("row" + chr(10))
@@ -35,6 +38,11 @@ with run_directory.RunDirectory(sys.argv[1], sys.argv[2]) as run:
     with run.exclusive():
       print("inside", flush=True)
       time.sleep(60)
+  if sys.argv[3:] == ["replacing"]:
+    files = RunFiles(run.path, tensorboard=False, step=0, require_held=run.require_held, fence=run.fence)
+    os.fsync = lambda number: (print("all but renamed", flush=True), sys.stdin.readline())
+    files.text("finiteness.json", "of the first")
+    time.sleep(60)
   while True:
     run.require_held()
     metrics.write("row" + chr(10))
@@ -129,6 +137,21 @@ def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, 
       assert "this process stops here and writes nothing more into it" in said
       assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
       run.require_held()
+
+
+def test_a_file_that_was_all_but_replaced_stays_the_next_holders(tmp_path, abroad):
+  """SIGSTOP within the fsync of a file, a takeover, SIGCONT: the look before the write is long past."""
+  with holding(tmp_path, "run", "replacing") as holder:
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "all but renamed\n"
+    holder.send_signal(signal.SIGSTOP)
+    with RunDirectory(tmp_path, "run") as run:
+      run.write_text("finiteness.json", "of the second")
+      holder.send_signal(signal.SIGCONT)
+      _, said = holder.communicate("\n", timeout=60)
+      assert holder.returncode == 42
+      assert "took it over" in said
+      assert (run.path / "finiteness.json").read_text() == "of the second"
 
 
 def test_no_takeover_falls_into_what_two_must_not_do(tmp_path, monkeypatch, abroad):

@@ -1,5 +1,6 @@
 """metrics.jsonl and samples.jsonl: a line of JSON for each step or sample, written whole, read with what damage there is."""
 
+import contextlib
 import json
 import logging
 import math
@@ -7,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.atomic import write_text
+from maxtext_like.atomic import Fence, write_text
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ def by_step(rows: list[Row]) -> list[Row]:
   return list(merged.values())
 
 
-def keep_until(path: Path, step: int) -> list[Row]:
+def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext) -> list[Row]:
   """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
 
   What is dropped goes to ``aside(path)``, behind what is there: it is all that is left of those steps.
@@ -68,7 +69,7 @@ def keep_until(path: Path, step: int) -> list[Row]:
     file.writelines([*(line(row) for row in dropped), *(text + b"\n" for text in damaged)])
     file.flush()
     os.fsync(file.fileno())
-  write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+  write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step), fence)
   if dropped:
     first, last = dropped[0]["step"], dropped[-1]["step"]
     told = f"steps {first} to {last}" if last > first else f"step {first}"

@@ -37,6 +37,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     trackers: other places for the rows, by name.
     step: finished steps when the run starts or goes on; the rows of later ones are dropped.
     require_held: called before every write; does not return when the directory has become another process's.
+    fence: entered around every rename, in which nobody else can take the directory.
 
   Attributes:
     again: the dropped rows: steps that are trained again.
@@ -52,13 +53,14 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     tensorboard: bool,
     step: int,
     require_held: Callable[[], None] = lambda: None,
+    fence: atomic.Fence = contextlib.nullcontext,
     trackers: Mapping[str, Tracker] | None = None,
   ):
-    self._directory, self._require_held = directory, require_held
+    self._directory, self._require_held, self._fence = directory, require_held, fence
     try:
       require_held()
-      self.again = keep_until(directory / METRICS, step)
-      keep_until(directory / SAMPLES, step)  # with or without new ones: the report shows what is there
+      self.again = keep_until(directory / METRICS, step, fence)
+      keep_until(directory / SAMPLES, step, fence)  # with or without new ones: the report shows what is there
     except OSError as error:
       raise UserError(f"{error.filename or directory}: {error.strerror}; mend it, or choose another run_name") from error
     self._metrics = self._guarded(METRICS, self._rows_of(METRICS), "row")
@@ -114,7 +116,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       if isinstance(item, _Rewind):
         file.close()  # NFS keeps a replaced file that is open, with its link, so nobody would see that it is another now
         file = AppendedFile(path)
-        keep_until(path, item.step)
+        keep_until(path, item.step, self._fence)
       else:
         file.append(line(item))
 
@@ -127,7 +129,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
   def text(self, name: str, make: str | Callable[[], str]) -> None:
     """A file that is replaced as a whole; ``make`` is called when it is written."""
     if name not in self._texts:
-      write = lambda make: atomic.write_text(self._directory / name, make if isinstance(make, str) else make())
+      write = lambda make: atomic.write_text(self._directory / name, make if isinstance(make, str) else make(), self._fence)
       self._texts[name] = self._guarded(name, write, "version")
     self._texts[name].put(make, key=name)
 
