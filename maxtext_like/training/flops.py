@@ -3,6 +3,7 @@
 XLA's own count is no use here: it counts the body of a scan once.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,12 +42,36 @@ def train_flops(
   float8_alone: only of the products that ``matmul_dtype`` makes in float8.
   """
   indexer_alone = _indexer_alone(decoder, selection)
-  products = 0.0
+  trained = dict(zip(_paths(spec), jax.tree.leaves(selection.leaves), strict=True))
+  products = sum(
+    size * (6 if trained[keys] else 2 if indexer_alone else 4) for keys, size in _factors(decoder, spec, float8_alone)
+  )
+  if float8_alone:
+    return rows * products * length
+  return rows * (products * length + _pairs(decoder, length, indexer_alone))
+
+
+def forward_flops(decoder: Decoder, spec: Any, rows: int, length: int, *, float8_alone: bool = False) -> tuple[float, float]:
+  """Of the layers' forward pass: (of products with parameters, of those of pairs); else as ``train_flops``.
+
+  It is a third of what training takes where the weights are trained, half where they are frozen.
+  """
+  in_layers = lambda keys: keys[keys[0] == ADAPTER].startswith("stack_")
+  products = sum(size for keys, size in _factors(decoder, spec, float8_alone) if in_layers(keys))
+  return 2.0 * rows * length * products, 0.0 if float8_alone else rows * _pairs(decoder, length) / 3
+
+
+def _paths(spec: Any) -> list[tuple[str, ...]]:
+  return [path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
+
+
+def _factors(decoder: Decoder, spec: Any, float8_alone: bool) -> Iterator[tuple[tuple[str, ...], float]]:
+  """(keys, numbers that a token is multiplied with) of every array that multiplies."""
   leaves = jax.tree_util.tree_leaves_with_path(spec)
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   replaced = {model_path(keys) for keys in (path_keys(path) for path, _ in leaves) if model_path(keys) != keys}
-  for (path, p), trained in zip(leaves, jax.tree.leaves(selection.leaves), strict=True):
-    keys = path_keys(path)
+  for path, p in leaves:
+    own = keys = path_keys(path)
     if keys in replaced:
       continue
     if keys[:-1] in declared:  # a part of what is stored of a quantised weight, which multiplies as the weight
@@ -57,7 +82,7 @@ def train_flops(
       keys = keys[1:-1]
     if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):
       continue
-    if float8_alone and not _in_float8(decoder, path_keys(path)):
+    if float8_alone and not _in_float8(decoder, own):
       continue
     size = 1.0
     for s in p.shape:
@@ -65,11 +90,11 @@ def train_flops(
     if "experts" in keys:
       moe = _layer_of(decoder, keys).cfg.ffn.experts
       size *= moe.num_experts_per_tok / moe.num_experts
-    products += size * (6 if trained else 2 if indexer_alone else 4)
-  if float8_alone:
-    return rows * products * length
-  pairs = sum(_attention(layer.cfg.mixer, length, indexer_alone) for layer in decoder.layers)
-  return rows * (products * length + pairs)
+    yield own, size
+
+
+def _pairs(decoder: Decoder, length: int, indexer_alone: bool = False) -> float:
+  return sum(_attention(layer.cfg.mixer, length, indexer_alone) for layer in decoder.layers)
 
 
 def _multiplies(keys: tuple[str, ...], rank: int, tied: bool) -> bool:

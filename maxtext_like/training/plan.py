@@ -19,14 +19,13 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers import tiles
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import fetched as fetching
 from maxtext_like.training import memory, tpu_memory
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import Transfer
-from maxtext_like.training.flops import train_flops
+from maxtext_like.training.flops import forward_flops, train_flops
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.roofline import Roofline, roofline
 from maxtext_like.training.topologies import Cpus, GpuHost, Topology, assumed_gpu
@@ -178,22 +177,15 @@ def _casts(program: TrainProgram) -> int:
 
 
 def _recomputed(program: TrainProgram) -> float:
-  """FLOPs over all devices that remat takes twice: of the forward pass of the layers, a third of what training takes."""
-  config, decoder, selection = program.config, program.model.decoder, program.selection
-  policy, length, rows = config.training.remat_policy, config.training.max_target_length, program.global_batch
+  """FLOPs over all devices that remat takes twice: of the forward pass of the layers."""
+  decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
+  policy, length = t.remat_policy, t.max_target_length
   if policy == "none":
     return 0.0
-  whole = train_flops(decoder, program.spec, selection, rows, length)
-  # What grows with the length alone, from rows of one and of two tokens, is products with weights; the rest is of pairs.
-  one, two = (train_flops(decoder, program.spec, selection, 1, n) for n in (1, 2))
-  pairs = whole - rows * length * (3 * one - two)
-  name = "embedding" if decoder.cfg.tied else "head"
-  trained = (path for path, chosen in jax.tree_util.tree_leaves_with_path(selection.leaves) if chosen)
-  taught = any(model_path(path_keys(path))[0] == name for path in trained)
-  head = (6.0 if taught else 4.0) * decoder.cfg.embedding.vocab_size * config.model.emb_dim * rows * length
+  products, pairs = forward_flops(decoder, program.spec, rows, length)
   if policy in KEPT:
-    return (whole - head) / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy])
-  return {"full": whole - head, "save_attention": whole - head - pairs, "minimal": pairs}[policy] / 3
+    return products + pairs - 2.0 * rows * length * _numbers(decoder, KEPT[policy])
+  return {"full": products + pairs, "save_attention": products, "minimal": pairs}[policy]
 
 
 def _in_float8(program: TrainProgram) -> float:
@@ -201,9 +193,11 @@ def _in_float8(program: TrainProgram) -> float:
   t, decoder, rows = program.config.training, program.model.decoder, program.global_batch
   length, policy = t.max_target_length, t.remat_policy
   low = train_flops(decoder, program.spec, program.selection, rows, length, float8_alone=True)
-  if policy in KEPT:
-    return low + max(0.0, low / 3 - 2.0 * rows * length * _numbers(decoder, KEPT[policy]))
-  return low if policy in ("none", "minimal") else low * 4 / 3
+  if policy in ("none", "minimal"):
+    return low
+  again, _ = forward_flops(decoder, program.spec, rows, length, float8_alone=True)
+  kept = 2.0 * rows * length * _numbers(decoder, KEPT[policy]) if policy in KEPT else 0.0
+  return low + max(0.0, again - kept)
 
 
 def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:

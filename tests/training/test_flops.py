@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import count
-from maxtext_like.training.flops import peak_tflops, train_flops, visible_pairs
+from maxtext_like.training.flops import forward_flops, peak_tflops, train_flops, visible_pairs
 from maxtext_like.training.program import make_program
 
 
@@ -39,6 +39,25 @@ def test_frozen_parameters_cost_no_weight_gradient():
   everything = flops("gemma4-tiny")
   one_array = flops("gemma4-tiny", "trainable_parameters_mask=['final_norm']")
   assert 0.6 < one_array / everything < 0.8
+
+
+@pytest.mark.parametrize(
+  ("model", "words", "share"),
+  [
+    ("qwen3-tiny", (), 3),
+    ("gemma3-tiny", (), 3),
+    ("gemma4-moe-tiny", (), 3),
+    ("deepseek3-tiny", (), 3),
+    ("gemma3-tiny", ("trainable_parameters_mask=['embedding']",), 2),
+  ],
+)
+def test_the_forward_pass_of_layers_is_a_third_of_training_or_half_where_they_are_frozen(model, words, share):
+  config = load_config(model, ["max_target_length=64", *words]).config
+  program = make_program(config)
+  products, pairs = forward_flops(program.model.decoder, program.spec, 2, 64)
+  head = 2 * 64 * 6 * math.prod(program.spec["embedding"]["table"].shape)
+  whole = train_flops(program.model.decoder, program.spec, program.selection, 2, 64)
+  assert whole == pytest.approx(share * products + 3 * pairs + head)
 
 
 def test_a_table_that_is_trained_whole_counts_in_the_place_of_the_models_own():
