@@ -7,7 +7,8 @@ one twice as many parts. Two things are other than in bitsandbytes:
 - A second moment above 0 is never stored as 0, but as the smallest share. A 0 under a first moment that is none makes a step
   of ``1 / adam_eps`` times it, which is where 8-bit Adam diverges.
 - Blocks lie along one axis of an array, so that state is split over devices as the parameters are. The mesh does not decide
-  how: a checkpoint goes on, to the bit, on another one.
+  how: a checkpoint goes on, to the bit, on another one. They never lie across the tokens of a table: gradients of seldom ones
+  are thousands of times smaller than those of their neighbours, and would be 0 beside them.
 
 Vectors (norms, biases) and arrays of fewer than 4096 numbers in a layer stay in float32.
 """
@@ -56,7 +57,7 @@ def layout(p: Param) -> Layout | None:
   sizes = [entry for entry in sizes if entry[1] != "layers"]
   if len(sizes) < 2 or math.prod(size for _, _, size in sizes) < SMALLEST:
     return None
-  blocks = [(Layout(i, _block(axis, size)), axis) for i, axis, size in sizes]
+  blocks = [(Layout(i, _block(axis, size)), axis) for i, axis, size in sizes if axis != "vocab"]
   kept = [block for block, axis in blocks if axis not in GATHERED and block.size >= SHORTEST]
   return max(kept or [block for block, _ in blocks], key=lambda block: block.size)
 

@@ -115,11 +115,11 @@ def test_blocks_lie_where_no_device_has_a_part_of_one():
     ((21504, 5376), ("mlp", "embed"), Layout(-2, 224)),
     ((60, 5376, 32, 256), ("layers", "embed", "heads", "head_dim"), Layout(-1, 256)),  # which nothing splits
     ((32, 512, 5376), ("heads", "head_dim", "embed"), Layout(-2, 256)),
-    ((262144, 5376), ("vocab", "embed"), Layout(-2, 256)),
+    ((262144, 5376), ("vocab", "embed"), Layout(-1, 168)),
     ((128, 2816, 704), ("expert", "embed", "mlp"), Layout(-1, 44)),
     ((2816, 128), ("embed", "expert"), Layout(-2, 176)),
     ((5376, 16), ("embed", None), Layout(-2, 168)),  # of an adapter
-    ((262144, 35 * 256), ("vocab", "per_layer"), Layout(-2, 256)),
+    ((262144, 35 * 256), ("vocab", "per_layer"), Layout(-1, 140)),
     ((60, 7168), ("layers", None), None),  # norms
     ((60, 63, 65), ("layers", "embed", "mlp"), None),  # 4095 numbers
     ((64, 64), ("embed", "mlp"), Layout(-2, 4)),
