@@ -55,7 +55,7 @@ def _record(record: "ShownRecord", length: int, colour: bool) -> str:
 
   begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
   text = "".join(f"{begin}{printable(part)}{end}" if learned else printable(part) for part, learned in record.parts)
-  cut = "" if record.kept is None else f", {record.kept:,} of them within max_target_length={length}, where it is cut"
+  cut = "" if record.kept is None else f", {record.kept:,} of them in what a row of {length} takes, where it is cut"
   return f"--- {printable(record.place)}: {record.tokens:,} tokens, {record.learned:,} learned{cut}\n{text}"
 
 
@@ -65,7 +65,8 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
   lines = [
     f"documents {of}{f' of {name}' * bool(name)}, {c.empty:,} empty, {c.bad:,} bad",
     f"tokens    {c.tokens:,}, {c.learned:,} learned{share}",
-    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn",
+    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn"
+    + (f", {c.cut_at_image:,} with more images than max_images_per_row" if c.cut_at_image else ""),
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
   if not c.learned:

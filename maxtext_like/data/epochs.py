@@ -18,27 +18,28 @@ import numpy as np
 from maxtext_like import atomic
 from maxtext_like.data.images import UnreadImage
 from maxtext_like.data.input_files import cache_folder
-from maxtext_like.data.pack import Document, ImageSpan, Packer
+from maxtext_like.data.pack import Document, ImageSpan, Packer, is_learned
 
 logger = logging.getLogger(__name__)
-FORMAT = 1  # of a kept number; changes when the same data fill other rows
+FORMAT = 2  # of a kept number; changes when the same data fill other rows
 _NO_IMAGE = UnreadImage(Path(), 0)
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 class Outlines:
   """Tokenises as another does, each document once, and gives an outline of it: its length, its images, and whether anything
-  in the first ``length`` tokens is learned, over ids that mean nothing.
+  that a row takes of it is learned, over ids that mean nothing.
 
   Args:
     tokenise: a document of its number.
     length: tokens of a row.
+    max_images: places for images in a row.
     count: documents of a pass.
     alive: called about every second.
   """
 
-  def __init__(self, tokenise: Callable[[int], Document], length: int, count: int, alive: Callable[[], None]):
-    self._tokenise, self._length, self._count, self._alive = tokenise, length, count, alive
+  def __init__(self, tokenise: Callable[[int], Document], length: int, max_images: int, count: int, alive: Callable[[], None]):
+    self._tokenise, self._row, self._count, self._alive = tokenise, (length, max_images), count, alive
     self._plain: dict[int, int] = {}  # tokens of a document without images; below 0: nothing in it is learned
     self._others: dict[int, Document] = {}
     self._told = self._lived = time.monotonic()
@@ -54,7 +55,7 @@ class Outlines:
     if document.ids is None:
       self._others[number] = document
       return document
-    learned = document.learned is None or bool(document.learned[1 : self._length].any())
+    learned = is_learned(document, *self._row)
     size = len(document.ids)
     if not document.images:
       self._plain[number] = size if learned else -size

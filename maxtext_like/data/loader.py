@@ -152,7 +152,7 @@ def make_data(
     "by_epoch": by_epoch,
   }
   packer = Packer(documents, **packed)
-  packer.on_skip = _SkipLog()
+  packer.on_skip, packer.on_loss = _SkipLog(), _LossLog(length, packed["max_images"])
   rows = packer
   if shuffle and data.packing:
     size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
@@ -180,7 +180,7 @@ def make_data(
     identity["by_epoch"] = True
     (part,) = parts.values()
     unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # no pixels are wanted
-    outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, count, alive)
+    outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
     in_all = count_rows(
       Packer(DocumentStream(part.order, outlines), **packed), identity | {"skip": data.on_bad_record}, epochs or 0
     )
@@ -299,6 +299,21 @@ class _SkipLog:
     self._logged += 1
 
 
+class _LossLog:
+  """Says of conversations that are not, or not all, in the rows, once of each kind; all are counted in DataSource.counts."""
+
+  def __init__(self, length: int, max_images: int) -> None:
+    self._unsaid = {
+      "truncated": f"a conversation is longer than max_target_length={length}: what comes after is not trained",
+      "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it ends before the next one",
+      "unlearned": f"a conversation is left out: nothing is learned in what a row of max_target_length={length} takes of it",
+    }
+
+  def __call__(self, loss: str) -> None:
+    if (said := self._unsaid.pop(loss, None)) is not None:
+      logger.warning("%s; how many of them: at the end of the run, or with maxtext-like data", said)
+
+
 class DataSource:
   """An iterator of batches (dict of numpy int32 [B, T]) whose state is JSON-serialisable and exact.
 
@@ -334,7 +349,7 @@ class DataSource:
     self._waiting = waiting
     self._stall: dict[str, Any] = {"warn_seconds": warn, "limit_seconds": stall_limit_seconds, "waiting": waiting}
     self._state = self._initial = {"rows": rows.get_state(), "ended": False}
-    self._counts = rows.counts()
+    self._counts, self._given = rows.counts(), rows.given()
     self._ended = False
     self._closed = False
     self._prefetch: Prefetch | None = Prefetch(self._produce, **self._stall)
@@ -361,7 +376,7 @@ class DataSource:
     batch = {key: np.stack([getattr(row, key) for row in rows]) for key in KEYS}
     if self._multimodal:
       batch |= self._multimodal.batch(rows)
-    return (batch, self._rows.counts()), {"rows": self._rows.get_state(), "ended": self._ended}
+    return (batch, self._rows.counts(), self._rows.given()), {"rows": self._rows.get_state(), "ended": self._ended}
 
   def __iter__(self) -> "DataSource":
     return self
@@ -372,9 +387,9 @@ class DataSource:
       raise ValueError("the data source is closed")
     if self._prefetch is None:
       self._prefetch = Prefetch(self._produce, **self._stall)
-    (batch, counts), state = self._head or self._prefetch.get()
+    (batch, counts, given), state = self._head or self._prefetch.get()
     self._head = None
-    self._state, self._counts = state, counts
+    self._state, self._counts, self._given = state, counts, given
     return batch
 
   def counts(self) -> dict[str, int]:
@@ -382,16 +397,17 @@ class DataSource:
     return dict(self._counts)
 
   def progress(self) -> dict[str, float]:
-    """Passes over the documents, up to the last batch (and the buffer it is from): "epoch"; none for data without an end.
+    """Passes over the documents up to the last batch, "epoch"; none for data without an end.
 
-    Of a mixture "epoch/web" and the tokens read, "tokens/web", for each source.
+    Of a mixture "epoch/web" and the tokens trained on, "tokens/web", for each source. Rows that are shuffled have their share
+    of what the buffer holds that they are from.
     """
     if not self.documents:
       return {}
     if "" in self.documents:
-      return {"epoch": self._counts["documents"] / self.documents[""]}
-    epochs = {f"epoch/{name}": self._counts[f"documents/{name}"] / count for name, count in self.documents.items()}
-    return epochs | {name: number for name, number in self._counts.items() if name.startswith("tokens/")}
+      return {"epoch": self._given["documents"] / self.documents[""]}
+    epochs = {f"epoch/{name}": self._given[f"documents/{name}"] / count for name, count in self.documents.items()}
+    return epochs | {name: round(number) for name, number in self._given.items() if name.startswith("tokens/")}
 
   def get_state(self) -> dict[str, Any]:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
@@ -442,7 +458,7 @@ class DataSource:
       self._ended = bool(state["ended"]) and self.rows is None  # with more epochs it goes on
     except (KeyError, TypeError, IndexError, StopIteration) as error:
       raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
-    self._state, self._counts = state, self._rows.counts()
+    self._state, self._counts, self._given = state, self._rows.counts(), self._rows.given()
 
   def close(self) -> None:
     """Ends the thread. More than once is fine."""

@@ -12,7 +12,7 @@ from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.inspection import Rules
 from maxtext_like.data.loader import make_rules
 from maxtext_like.data.order import Order, Share
-from maxtext_like.data.pack import Document, Packer, Row
+from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
 from maxtext_like.data.sources import DataConfig, kind_of, open_documents
 from maxtext_like.data.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +31,7 @@ class ShownRecord:
     parts: its text in order, and whether it is learned.
     tokens: how many it has,
     learned: and how many of them are learned.
-    kept: how many of these are left where it is longer than a row, and cut; None: it is not.
+    kept: how many of these are left where a row does not take all of it, and it is cut; None: it is not.
   """
 
   place: str
@@ -53,7 +53,8 @@ class SourceCounts:
     tokens: of the others,
     learned: and those that are targets of a row.
     truncated: conversations that are longer than a row, and cut.
-    unlearned: conversations with nothing to learn in a row's length, which are left out.
+    cut_at_image: conversations with more images than a row has places for, and cut before the first of these.
+    unlearned: conversations with nothing to learn in what a row takes of them, which are left out.
     rows: that are filled.
     filled: share of the places in them that are no padding.
     reasons: of the first bad records.
@@ -66,6 +67,7 @@ class SourceCounts:
   tokens: int
   learned: int
   truncated: int
+  cut_at_image: int
   unlearned: int
   rows: int
   filled: float
@@ -115,16 +117,17 @@ def look(
   counts = {}
   for name, documents in open_documents(data, vision, "train", None, whole).items():
     tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), rules)
-    row = length if rules.chat or not data.packing else None
+    places = rules.multimodal.vision.max_images_per_row if rules.multimodal else 0
+    row = (length, places) if rules.chat or not data.packing else None
     records += _shown(documents, tokenise, tokenizer, rules, show, row)
     counts[name] = _count(documents, tokenise, data, rules, length, most)
   return DataLook(tuple(records), counts, rules.chat.renderer.name if rules.chat else None, length)
 
 
 def _shown(
-  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: int | None
+  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: tuple[int, int] | None
 ) -> list[ShownRecord]:
-  """The first records; ``row``: tokens that one is cut to, None where it goes on in the next row."""
+  """The first records; ``row``: tokens and images that one has place for, None where a record goes on in the next."""
   names = {i: spelling for spelling, i in tokenizer.special.items()}
   names |= rules.chat.encoder.spellings if rules.chat else {}
   for kind in ("pad", "eos", "bos"):
@@ -144,7 +147,8 @@ def _shown(
     if document.ids is not None:
       learned = _learned(document)
       parts = tuple(_parts(document.ids.tolist(), learned.tolist(), tokenizer, names, image))
-      kept = None if row is None or len(learned) <= row else int(learned[:row].sum())
+      end = len(learned) if row is None else first_part(document, *row)
+      kept = None if end == len(learned) else int(learned[:end].sum())
       found.append(ShownRecord(documents.place(number), parts, len(learned), int(learned.sum()), kept))
   return found
 
@@ -213,8 +217,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     bad=got["bad"],
     tokens=got["tokens"],
     learned=learned,
-    truncated=got.get("truncated", 0),
-    unlearned=got.get("unlearned", 0),
+    **{name: got.get(name, 0) for name in LOSSES},
     rows=rows,
     filled=filled / max(1, rows * length),
     reasons=tuple(reasons),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
   from maxtext_like.data.images import TowerImage, UnreadImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
+LOSSES = ("truncated", "cut_at_image", "unlearned")
+"""Counts of conversations: cut where a row ends, cut where a row has no place for an image, left out with nothing to learn."""
 
 
 @dataclass
@@ -82,6 +84,29 @@ class Rows(Protocol):
 
   def counts(self) -> dict[str, int]: ...
 
+  def given(self) -> dict[str, float]: ...
+
+
+def _part_end(length: int, images: tuple[ImageSpan, ...], begin: int, room: int, places: int) -> int:
+  """Where in a document of `length` tokens the part from `begin` ends, see `Packer._end`."""
+  end = min(begin + room, length)
+  ahead = [span for span in images if span.start >= begin]
+  for i, span in enumerate(ahead):
+    if span.start < end and (span.end > end or i >= places):
+      return span.start
+  return end
+
+
+def first_part(document: Document, length: int, max_images: int) -> int:
+  """How many tokens of a document an empty row takes."""
+  assert document.ids is not None
+  return _part_end(len(document.ids), document.images, 0, length, max_images)
+
+
+def is_learned(document: Document, length: int, max_images: int) -> bool:
+  """Whether anything is learned of what an empty row takes of a document."""
+  return document.learned is None or bool(document.learned[1 : first_part(document, length, max_images)].any())
+
 
 class Packer:
   """Rows from a DocumentStream or a Mixture.
@@ -92,8 +117,8 @@ class Packer:
   place for it, it moves to the next row, and the rest of this row is padding.
 
   `whole`: documents are not cut either, for what a conversation learns follows from its beginning: one that does not fit
-  into the rest of a row begins the next. Of one that is longer than a row the rest is dropped; where nothing that is learned
-  is left of it, it is left out. Both are counted.
+  into the rest of a row begins the next. Of one that is longer than a row, or has more images than a row has places for, the
+  rest is dropped; where nothing that is learned is left of it, it is left out. All are counted (`LOSSES`).
 
   `by_epoch`: no row has documents of two passes.
 
@@ -132,13 +157,14 @@ class Packer:
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
     if whole:
-      self._tally |= {"learned_tokens": 0, "truncated": 0, "unlearned": 0}
+      self._tally |= {"learned_tokens": 0, **dict.fromkeys(LOSSES, 0)}
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
     self._fruitless = 0  # documents since the last one with tokens
     self.epoch = 0  # of the newest row
     self.first_epoch: dict[str, int] | None = None  # the counts when the first epoch had been used up
     self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
+    self.on_loss: Callable[[str], None] = lambda loss: None  # called with the name of the count that goes up
 
   def __next__(self) -> Row:
     row = Row.empty(self._length, self._pad_id)
@@ -158,7 +184,9 @@ class Packer:
       row.place(at, self._ids[self._used : end], segment, learned)
       if self._whole:
         self._tally["learned_tokens"] += count - 1 if learned is None else int(learned[1:].sum())
-        self._tally["truncated"] += end < len(self._ids)
+        if end < len(self._ids):
+          at_image = len(self._images) > self._max_images and end == self._images[self._max_images].start
+          self._count("cut_at_image" if at_image else "truncated")
       self._used = end
       at += count
       if self._whole or not self._packing:
@@ -173,12 +201,12 @@ class Packer:
 
   def _end(self, room: int, places: int) -> int:
     """Where in the document the part ends that fits into `room` tokens and `places` for images of a row."""
-    end = min(self._used + room, len(self._ids))
-    ahead = [span for span in self._images if span.start >= self._used]
-    for i, span in enumerate(ahead):
-      if span.start < end and (span.end > end or i >= places):
-        return span.start
-    return end
+    return _part_end(len(self._ids), self._images, self._used, room, places)
+
+  def _count(self, loss: str) -> None:
+    """Counts a conversation that is not, or not all, in the rows."""
+    self._tally[loss] += 1
+    self.on_loss(loss)
 
   def _pull(self, *, begun: bool) -> bool:
     """Takes the next document with tokens; False at the end of the source. `begun`: something is in the row already."""
@@ -198,8 +226,8 @@ class Packer:
         self._count_bad(document.number, document.bad)
       elif document.ids is None:
         self._tally["empty"] += 1
-      elif self._whole and document.learned is not None and not document.learned[1 : self._length].any():
-        self._tally["unlearned"] += 1
+      elif self._whole and not is_learned(document, self._length, self._max_images):
+        self._count("unlearned")
       else:
         self._before, self._ids, self._used = before, document.ids, 0
         self._images, self._learned = document.images, document.learned
@@ -229,6 +257,10 @@ class Packer:
         f"at least 10); the last one: {bad}"
       )
 
+  def given(self) -> dict[str, float]:
+    """The counts: a row is given when it is made."""
+    return {**self.counts()}
+
   def counts(self) -> dict[str, int]:
     return {**self._tally, "bad": len(self._bad), **self._documents.counts()}
 
@@ -252,7 +284,7 @@ class Packer:
         raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
       self._before, self._ids, self._used = state["documents"], document.ids, state["used"]
       self._images, self._learned = document.images, document.learned
-    self._tally = dict(state["tally"])
+    self._tally = dict.fromkeys(self._tally, 0) | state["tally"]  # an earlier version had fewer
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)
     self._fruitless = state["fruitless"]
@@ -268,12 +300,12 @@ class ShuffleBuffer:
   def __init__(self, rows: Packer, *, size: int, seed: int, by_epoch: bool = False):
     self._rows, self._size, self._seed, self._by_epoch = rows, size, seed, by_epoch
     self._number, self._next = 0, 0
-    self._start = rows.get_state()
+    self._start, self._begun = rows.get_state(), rows.counts()
     self._buffer: list[Row] = []
 
   def __next__(self) -> Row:
     if not self._buffer:
-      self._start = self._rows.get_state()
+      self._start, self._begun = self._rows.get_state(), self._rows.counts()
       self._fill()
     row = self._buffer[self._next]
     self._next += 1
@@ -304,6 +336,15 @@ class ShuffleBuffer:
   def counts(self) -> dict[str, int]:
     return self._rows.counts()
 
+  def given(self) -> dict[str, float]:
+    """Of what the buffer was filled with, the share of its rows that has been given: which of its documents they have is not
+    known, nor does it matter on the average."""
+    counts = self._rows.counts()
+    if not self._buffer:
+      return {**counts}
+    share = self._next / len(self._buffer)
+    return {name: self._begun[name] + (number - self._begun[name]) * share for name, number in counts.items()}
+
   def get_state(self) -> dict[str, Any]:
     # "block" is what checkpoints call the number of the buffer.
     return {"block": self._number, "next": self._next, "rows": self._start}
@@ -311,6 +352,6 @@ class ShuffleBuffer:
   def set_state(self, state: dict[str, Any]) -> None:
     self._rows.set_state(state["rows"])
     self._start, self._number, self._next = state["rows"], state["block"], state["next"]
-    self._buffer = []
+    self._buffer, self._begun = [], self._rows.counts()
     if self._next:
       self._fill()

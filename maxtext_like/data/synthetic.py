@@ -41,5 +41,9 @@ class SyntheticRows:
   def set_state(self, state: dict[str, Any]) -> None:
     self._row = int(state["row"])
 
+  def given(self) -> dict[str, float]:
+    """The counts."""
+    return {**self.counts()}
+
   def counts(self) -> dict[str, int]:
     return {"rows": self._row}

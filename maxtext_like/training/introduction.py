@@ -139,6 +139,17 @@ def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: D
   return f"data    {total:,} documents train, {sum(evaluated.values()):,} evaluate ({whence})"
 
 
+def cut_conversations(counts: Mapping[str, int], config: Config) -> str | None:
+  """A line that says at the end how many conversations were not, or not all, in the rows that were read; None: all were."""
+  losses = {
+    "truncated": f"cut at max_target_length={config.training.max_target_length}",
+    "cut_at_image": f"cut where they have more images than max_images_per_row={config.vision.max_images_per_row}",
+    "unlearned": "left out with nothing to learn",
+  }
+  told = ", ".join(f"{counts[name]:,} {what}" for name, what in losses.items() if counts.get(name))
+  return f"data    of {counts['documents']:,} conversations read: {told}" if told else None
+
+
 def never_evaluated(config: Config) -> str | None:
   """A line where evaluations are asked for and the run ends before the first; None: it does not."""
   every, last = config.data.eval_interval, config.training.last_step

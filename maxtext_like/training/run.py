@@ -35,7 +35,7 @@ from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
-from maxtext_like.training.introduction import introduction, never_evaluated, passes, shares
+from maxtext_like.training.introduction import cut_conversations, introduction, never_evaluated, passes, shares
 from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
@@ -302,6 +302,8 @@ class _Run:
       raise
     finally:
       self._watchdog.leave()
+      if (line := cut_conversations(loop.data.counts(), self._config)) is not None:
+        self._progress.say(line)
       loop.write_goodput()
       page.outcome, page.goodput, page.output = masked(outcome), self._goodput.to_json(), self._progress.unwritten
       unwritten = loop.files.end(REPORT, page.render)

@@ -147,6 +147,21 @@ def test_every_epoch_has_every_document(make, path):
   assert first != TEXTS
 
 
+def test_progress_counts_what_was_given_and_not_what_lies_in_the_shuffle_buffer(make, path):
+  keys = {"dataset_path": path, "length": 64, "global_batch": 1, "eval_interval": 0, "epochs": 2}
+  source, seen = make(**keys), []
+  for _ in range(source.rows):
+    next(source)
+    seen.append(source.progress()["epoch"])
+  assert seen == pytest.approx([2 * (i + 1) / source.rows for i in range(source.rows)], abs=0.05)
+  assert seen[-1] == 2
+  begun, resumed = make(**keys), make(**keys)
+  take(begun, 5)
+  resumed.set_state(begun.get_state())
+  next(resumed)
+  assert resumed.progress()["epoch"] == seen[5]
+
+
 def test_the_held_out_documents_are_never_trained_on(make, path):
   given_ = {"dataset_path": path, "packing": False, "length": 64, "global_batch": 4, "eval_fraction": 0.2}
   held_out = make(**given_, split="eval")

@@ -297,6 +297,16 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   assert ("the restore", "read", threading.get_ident()) in events
 
 
+def test_conversations_that_were_cut_are_told_at_the_end(workplace, unbroken, tmp_path, capsys):
+  said = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
+  (tmp_path / "a.jsonl").write_text((json.dumps(said) + "\n") * 4)
+  words = ["dataset=jsonl", f"dataset_path={tmp_path}/a.jsonl", "data_format=chat", "chat_template=gemma3", "train_on=all"]
+  assert train(workplace, "cut", *words, "packing=false", "shuffle=false", "eval_fraction=0", "epochs=1") == 0
+  shown = capsys.readouterr().out
+  assert "\ndata    of 4 conversations read: 4 cut at max_target_length=16\n" in shown
+  assert "finished: 1 steps" in shown
+
+
 def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplace, unbroken, tmp_path, capsys):
   texts = [f"{i} " + "fox " * (i % 5 + 1) for i in range(12)]
   (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,5 +1,6 @@
 """Conversations as a run's data: whole in their rows, learned where the assistant speaks, the same from every kind of file."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from maxtext_like.config.load import load_config
+from maxtext_like.data.pack import LOSSES
 from maxtext_like.data.tokenizer import BytesTokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
@@ -89,10 +91,13 @@ def test_what_is_learned(train_on, expected, make, tmp_path):
   assert learned(row) == (expected if expected else decode(row["tokens"][0][1:]))
 
 
-def test_long_ones_are_cut_and_counted(make, tmp_path):
-  records = [said("a" * 200, "b"), said("c", "d" * 200), *RECORDS]
-  data = make(**CHAT, dataset_path=write(tmp_path, records))
-  row = next(data)
+def test_long_ones_are_cut_counted_and_told(make, tmp_path, caplog):
+  records = [said("a" * 200, "b"), said("c", "d" * 200), *RECORDS, said("e", "f" * 200)]
+  with caplog.at_level(logging.WARNING):
+    data = make(**CHAT, dataset_path=write(tmp_path, records))
+    row = next(data)
+  assert caplog.text.count("a conversation is longer than max_target_length=160: what comes after is not trained") == 1
+  assert caplog.text.count("a conversation is left out: nothing is learned in what a row of max_target_length=160") == 1
   assert "a" not in decode(row["tokens"][0]).replace("start", "")
   assert set(learned(row)) == {"d"}
   counts = data.counts()
@@ -211,6 +216,28 @@ def test_thoughts_that_are_lost_are_told_once(make, tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     next(make(**CHAT | {"chat_template": "gemma4"}, dataset_path=write(tmp_path, [record] * 3)))
   assert caplog.text.count("drops the thoughts of earlier turns, and their answers are learned without them") == 1
+
+
+def test_more_images_than_a_row_has_places_for(make, tmp_path, caplog):
+  """One is cut at the second, which is said to be the reason; one that has learned nothing until then is left out."""
+  Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
+  vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
+  length = 2 * vision.vision_output_length + 200
+  settings = CHAT | {"length": length, "vocab_size": 2**20, "packing": False}
+  first = said("<image>What?", "Blue.", "<image>And this?", "Blue, too.") | {"images": ["a.png", "a.png"]}
+  late = said("<image><image>Alike?", "Yes.") | {"images": ["a.png", "a.png"]}
+  path = write(tmp_path, [late, first, said("c", "d")])
+  with caplog.at_level(logging.WARNING):
+    data = make(**settings, vision=vision, dataset_path=path)
+    assert learned(next(data)) == "Blue.<end_of_turn>"
+  counts = data.counts()
+  assert {name: counts[name] for name in LOSSES} == {"truncated": 0, "cut_at_image": 1, "unlearned": 1}
+  assert "a conversation has more images than max_images_per_row=1: it ends before the next one" in caplog.text
+  by_epoch = make(**settings, vision=vision, dataset_path=path, epochs=1)
+  assert by_epoch.rows == 2
+  both = make(**settings, vision=dataclasses.replace(vision, max_images_per_row=2), dataset_path=path)
+  assert learned(next(both)) == "Yes.<end_of_turn>"
+  assert learned(next(both)) == "Blue.<end_of_turn>Blue, too.<end_of_turn>"
 
 
 def test_images_and_text_in_one_batch(make, tmp_path):
