@@ -79,7 +79,7 @@ class Pretrained:
       return weights
     from maxtext_like.checkpoint.added_adapters import with_adapters
 
-    return with_adapters(weights, self.model, self.adapters)
+    return with_adapters(weights, self.model, self.adapters, self.directory)
 
   @functools.cached_property
   def decoder(self) -> "Decoder":

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, with_base
-from maxtext_like.checkpoint.fingerprint import fingerprint
+from maxtext_like.checkpoint.fingerprint import fingerprint, of_files
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.errors import UserError
@@ -33,11 +33,13 @@ class Base:
     source: where they are, an absolute path or a URL; None: they were drawn.
     seed: that they were drawn from; of no meaning with a source.
     fingerprint: see the function of this name.
+    files: see ``fingerprint.of_files``; None: unknown, as where an earlier version wrote it.
   """
 
   source: str | None
   seed: int
   fingerprint: str
+  files: str | None = None
 
   @classmethod
   def of(cls, params: dict[str, Any], init_from: str | None, seed: int) -> "Base":
@@ -51,7 +53,7 @@ class Base:
     weights = {name: value for name, value in params.items() if name != ADAPTER}
     place = None if init_from is None else located(init_from)
     source = str(place.resolve()) if isinstance(place, Path) else init_from
-    return cls(source, seed, fingerprint(weights))
+    return cls(source, seed, fingerprint(weights), None if place is None else of_files(place))
 
   def to_json(self) -> dict[str, Any]:
     """As ``from_json`` reads it."""
@@ -62,13 +64,24 @@ class Base:
     """Of what ``to_json`` gave."""
     return cls(**values)
 
-  def require(self, found: "Base", step: Path | Place) -> None:
+  def same_files(self, found: str | None) -> bool | None:
+    """Whether the files are those of ``found`` (``fingerprint.of_files``); None: nobody knows."""
+    if self.files is None or found is None or self.files.split()[0] != found.split()[0]:
+      return None
+    return self.files == found
+
+  def require(self, found: "Base", step: Path | Place, *, same_form: bool = True) -> None:
     """Refuses other weights than those that an adapter was trained on.
+
+    Args:
+      found: what is there.
+      step: of the adapter.
+      same_form: they are in the dtype of then; else every number may be another, and only the files tell.
 
     Raises:
       UserError: they are others.
     """
-    if self.fingerprint != found.fingerprint:
+    if self.fingerprint != found.fingerprint if same_form else self.same_files(found.files) is False:
       raise UserError(
         f"{step}: the weights below this adapter are others now\n"
         f"  then: {self}\n  now:  {found}\n"
@@ -144,8 +157,8 @@ def read_merged(
   below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
   base = Base.from_json(stored.extra[EXTRA])
   params, found = read_base(below, base.source, base.seed, read_weights)
-  if model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype"):
-    base.require(found, step)  # in another dtype every number may be another
+  same_form = model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype")
+  base.require(found, step, same_form=same_form)
   return merged(params, step, stored, below, dtype)
 
 

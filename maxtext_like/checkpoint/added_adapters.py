@@ -1,5 +1,6 @@
 """Adapters added to the weights they are for: of peft, and of runs here; several of them, one after another."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, manifest
 from maxtext_like.checkpoint.adapted_weights import with_base
+from maxtext_like.checkpoint.adapter_step import EXTRA, Base
+from maxtext_like.checkpoint.fingerprint import of_files
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.tree import flatten
@@ -19,14 +22,17 @@ from maxtext_like.layers.low_rank import Layout, factors, with_magnitude
 from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.models.placed import Model
 
+_log = logging.getLogger(__name__)
 
-def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any:
-  """The weights with adapters added, in their own dtype.
+
+def with_adapters(params: Any, model: Model, directories: Sequence[Path], weights: Path) -> Any:
+  """The weights with adapters added, in their own dtype. Others than those that a run's adapter was trained on are warned of.
 
   Args:
     params: of the model; their memory is taken where an adapter is of a run.
     model: whose they are.
     directories: what peft wrote, runs with ``lora_rank``, or steps of them.
+    weights: where they were read.
 
   Raises:
     UserError: one is neither, is damaged, or is of another model.
@@ -41,6 +47,7 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
       f"{', '.join(str(d) for d in apart)}: each has arrays of its own, as a vision tower, its projector, embedding or head\n"
       "  why: one would take the other's place\n  fix: one of them, and adapters that were trained without"
     )
+  _compare(directories, weights)
   params = _rounded(params, model, directories)
   for directory in sorted(directories, key=lambda d: d not in apart):  # others add to what one of them puts there
     if peft.is_adapter(directory):
@@ -48,6 +55,16 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path]) -> Any
     else:
       params = _of_a_run(params, model, directory)
   return params
+
+
+def _compare(directories: Sequence[Path], weights: Path) -> None:
+  found = of_files(weights)
+  for directory in directories:
+    if peft.is_adapter(directory):
+      continue
+    then = Base.from_json(step_of_adapter(directory)[1].extra[EXTRA])
+    if then.same_files(found) is False:
+      _log.warning("%s was trained on %s, and the weights in %s are others: it says nothing of those", directory, then, weights)
 
 
 def _has_magnitudes(directory: Path) -> bool:

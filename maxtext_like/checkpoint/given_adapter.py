@@ -117,7 +117,9 @@ def require_base(model: Model, below: Base) -> None:
   stored_as = (form.base_weights, form.base_weights_modules, stored.config.get("precision", {}).get("weight_dtype"))
   if stored_as == (own.base_weights, own.base_weights_modules, model.config.precision.weight_dtype):
     same = then.fingerprint == below.fingerprint
-  else:  # every bit is another, so that where they come from says it alone
+  elif (files := then.same_files(below.files)) is not None:  # every bit is another
+    same = files
+  else:
     same = then.source == below.source and (then.source is not None or then.seed == below.seed)
   if not same:
     raise UserError(

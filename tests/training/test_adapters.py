@@ -15,6 +15,7 @@ import pytest
 import maxtext_like
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.adapter_step import Base
+from maxtext_like.checkpoint.fingerprint import of_files
 from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.cli.main import main
@@ -395,6 +396,21 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
   require_base(model, Base(str(workplace / "base"), 0, "0"))
   with pytest.raises(UserError, match="was trained on other weights"):
     require_base(model, Base(str(workplace / "elsewhere"), 0, "0"))
+  # What its files say goes before their place.
+  files = of_files(workplace / "base")
+  require_base(model, Base(str(workplace / "moved"), 0, "0", files))
+  with pytest.raises(UserError, match="was trained on other weights"):
+    require_base(model, Base(str(workplace / "base"), 0, "0", f"step {'0' * 64}"))
+
+
+def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, capsys):
+  ask = ["--prompt", "ab", "--max-tokens", "1", "--adapter", f"{workplace}/adapter"]
+  told = "adapter was trained on "
+  assert main(["generate", "--checkpoint", f"{workplace}/base", *ask]) == 0
+  assert told not in capsys.readouterr().err
+  assert train(workplace, "other-base", "seed=9", "steps=1") == 0
+  assert main(["generate", "--checkpoint", f"{workplace}/other-base", *ask]) == 0
+  assert told in capsys.readouterr().err
 
 
 def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_path, caplog):
