@@ -43,16 +43,30 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
     UserError: they are gone, or others; the adapter is of other ranks or scales now; as ``read_weights``.
   """
   c = program.config
-  _require_same_sizes(program, restored)
+  _require_same_sizes(program, restored.config, restored.directory)
   weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
   adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory)
   return weights, found
 
 
-def _require_same_sizes(program: TrainProgram, restored: restore.Restored) -> None:
+def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.Manifest) -> dict[str, Any]:
+  """The parameters of a step that holds an adapter alone, in the dtype and form of a program that need not be the run's: the
+  weights that it was trained on, read anew, and its factors.
+
+  Raises:
+    UserError: the weights are gone, or others; the adapter is of other ranks or scales; as ``read_weights``.
+  """
+  _require_same_sizes(program, stored.config, step)
+  base = adapter_step.Base.from_json(stored.extra[adapter_step.EXTRA])
+  weights, found = adapter_step.read_base(program.model, base.source, base.seed, read_weights)
+  base.require(found, step, same_form=False)
+  return {**weights, ADAPTER: adapter_step.read_adapter(step, stored, program.model)[1]}
+
+
+def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Path | Place) -> None:
   """Refuses ranks and scales that the stored factors were not trained with, where all shapes agree: the model would jump."""
-  tower = restored.config.get("training", {}).get("vision_tower")
-  stored, own = section(ADAPTER, restored.config), program.config.adapter
+  tower = config.get("training", {}).get("vision_tower")
+  stored, own = section(ADAPTER, config), program.config.adapter
   then, now = (configured_adapter(program.model, stored, tower), program.adapter)
   assert now is not None
   if any(then.sizes[path] != now.sizes[path] for path in then.sizes.keys() & now.sizes.keys()):
@@ -60,7 +74,7 @@ def _require_same_sizes(program: TrainProgram, restored: restore.Restored) -> No
     differ = [(key, getattr(stored, key), getattr(own, key)) for key in keys]
     lines = "\n".join(f"  {key}: checkpoint {was}, this run {is_}" for key, was, is_ in differ if was != is_)
     raise UserError(
-      f"{restored.directory}: the adapter is of other ranks or scales than this run's\n{lines}\n"
+      f"{step}: the adapter is of other ranks or scales than this run's\n{lines}\n"
       "  why: what it has learned would count more or less than it did\n"
       "  fix: use the checkpoint's values, or start a new run with another run_name"
     )

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import maxtext_like
+from maxtext_like.analysis import key_bisection
 from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.adapter_step import Base
+from maxtext_like.checkpoint.adapter_step import Base, read_adapter
 from maxtext_like.checkpoint.fingerprint import of_files
 from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.huggingface import peft
@@ -411,6 +412,25 @@ def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, capsys)
   assert train(workplace, "other-base", "seed=9", "steps=1") == 0
   assert main(["generate", "--checkpoint", f"{workplace}/other-base", *ask]) == 0
   assert told in capsys.readouterr().err
+
+
+class TakenError(Exception):
+  """Carries what a search would begin with."""
+
+
+def test_bisect_measures_the_trained_adapter_on_its_own_weights(workplace, monkeypatch):
+  def take(*given):
+    raise TakenError(given[1])
+
+  monkeypatch.setattr(key_bisection, "Bisection", take)
+  run = workplace / "adapter"
+  with pytest.raises(TakenError) as taken:
+    maxtext_like.bisect(f"{run}/config.yml", checkpoint=run, base_weights="int8")
+  (params,) = taken.value.args
+  step = run / "checkpoints/4"
+  factors = read_adapter(step, manifest.read(step), make_program(load_config(str(run / "config.yml")).config).model)[1]
+  jax.tree.map(np.testing.assert_array_equal, params["adapter"], factors)
+  assert params["stack_0"]["layer_0"]["attention"]["q"]["codes"].dtype == np.int8
 
 
 def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_path, caplog):
