@@ -85,7 +85,7 @@ class Chat:
       # The end of the turn would be learned, right after the question, or after what is not learned: an image, a tool's answer.
       unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
       if message.blank or (not unlearned and rendered.only_ends(i)):
-        why = "" if message.blank else ": the chat template drops all that it has, as thoughts of earlier turns"
+        why = "" if message.blank else ": the chat template drops all that it has, a thought"
         remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:

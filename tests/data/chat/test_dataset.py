@@ -168,7 +168,8 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
   thought = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
   path = write(tmp_path, [*RECORDS, {"messages": [question, thought, question, answer]}])
   with pytest.raises(
-    UserError, match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all"
+    UserError,
+    match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all that it has, a thought",
   ):
     make(**settings, dataset_path=path)
   make(**settings | {"train_on": "last"}, dataset_path=path)
