@@ -15,12 +15,14 @@ from maxtext_like.data.image_names import located
 
 _ROLES: dict[str, Role] = {
   "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",
+  "function": "tool",
 }  # fmt: skip
 _SPEAKERS: dict[str, Role] = {
   "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
-  "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool",
+  "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 """ShareGPT's names of who speaks."""
+_CALLERS = ("function_call", "tool_call")  # the assistant, whose value is the JSON of calls
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 
 
@@ -61,7 +63,7 @@ class _Reader:
         messages.insert(0, Message("system", self._text(record["system"], "system")))
     elif "prompt" in record and "completion" in record:
       messages = self._side(record["prompt"], "prompt", "user") + self._side(record["completion"], "completion", "assistant")
-    elif "instruction" in record and "output" in record:
+    elif "instruction" in record and ("output" in record or "response" in record):
       messages = self._alpaca(record)
     else:
       fields = ", ".join(f"'{strict_json.printable(key)}'" for key in list(record)[:8]) or "none"
@@ -122,9 +124,11 @@ class _Reader:
     elif role == "assistant" and isinstance(content, str) and (found := _THOUGHT.fullmatch(content)):
       thinking, content = found[1] or None, found[2]
     weight = self._weight(value, where)
-    if value.get("function_call"):
-      raise self._bad(f"{where} has a function_call, OpenAI's older form, expected tool_calls")
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
+    if older := value.get("function_call"):
+      if calls:
+        raise self._bad(f"{where} has tool_calls and a function_call, OpenAI's older form of them; which is meant?")
+      calls = [older]
     if role != "assistant" and (calls or responses or thinking):
       raise self._bad(f"{where}: only the assistant calls tools and thinks")
     return Message(
@@ -211,16 +215,18 @@ class _Reader:
         messages.append(self._message(turn, where))
         continue
       text = self._text(turn.get("value"), f"{where}.value")
-      if turn["from"] == "function_call":
+      speaker = turn["from"] if isinstance(turn["from"], str) else ""
+      if speaker in _CALLERS:
         calls = self._json(text, where)
         calls = calls if isinstance(calls, list) else [calls]
         made = tuple(self._call(call, where) for call in calls)
         messages.append(Message("assistant", None, tool_calls=made, trained=self._weight(turn, where), where=where))
-      elif turn["from"] in _SPEAKERS:
-        said = {"role": _SPEAKERS[turn["from"]], "content": text, "weight": turn.get("weight")}
+      elif speaker in _SPEAKERS:
+        said = {"role": _SPEAKERS[speaker], "content": text, "weight": turn.get("weight")}
         messages.append(self._message(said, where))
       else:
-        raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {', '.join(_SPEAKERS)}")
+        known = ", ".join((*_SPEAKERS, *_CALLERS))
+        raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {known}")
     return messages
 
   def _side(self, value: object, field: str, role: Role) -> list[Message]:
@@ -238,9 +244,11 @@ class _Reader:
         raise self._bad(f"history[{i}] is no pair of what was asked and answered")
       for side, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True)):
         messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", weighable=False))
-    asked = [self._text(record.get(field) or "", field) for field in ("instruction", "input")]
+    answer = "output" if "output" in record else "response"
+    fields = ("instruction", "input") if answer == "output" else ("instruction", "input", "context")  # as Dolly has it
+    asked = [self._text(record.get(field) or "", field) for field in fields]
     messages.append(Message("user", "\n".join(text for text in asked if text)))
-    messages.append(self._message({"role": "assistant", "content": record["output"]}, "output", weighable=False))
+    messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, weighable=False))
     return messages
 
   # Images, and what holds for all
