@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -43,7 +44,7 @@ class JsonLines:
     """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any;
     `key`: where the files are named; `read`: makes records of the objects, in place of text and images.
 
-    Raises UserError when they hold no line at all.
+    Raises UserError when they hold no line at all, or one list in place of lines.
     """
     self._files = list(files)
     self._field, self._images_field, self._take_images = text_field, images_field, take_images
@@ -63,6 +64,8 @@ class JsonLines:
       raise UserError(
         f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
       )
+    for lines in self._lines:
+      _refuse_one_list(lines)
 
   def __len__(self) -> int:
     return self._stops[-1]
@@ -133,6 +136,26 @@ class JsonLines:
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
+
+
+def _refuse_one_list(lines: LineFile) -> None:
+  """UserError for a file that is one JSON list of records, of which its lines are no objects."""
+  if not lines.head().lstrip().startswith(b"["):
+    return
+  if len(lines) > 1:
+    try:
+      strict_json.loads(lines.read(0))
+      return  # a line that is a list by itself: each such line is a bad record
+    except strict_json.NotJsonError:
+      pass
+  program = 'python -c "import json,sys; [print(json.dumps(r)) for r in json.load(sys.stdin.buffer)]"'
+  folder, name = os.path.split(lines.path)
+  source, made = shlex.quote(lines.path), shlex.quote(os.path.join(folder, f"{name.split('.json')[0]}.lines.jsonl"))
+  command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
+  raise UserError(
+    f"{lines.path}: begins with '[', as a file that is one JSON list: dataset=jsonl wants an object a line\n"
+    f"  fix: {command} > {made}"
+  )
 
 
 def open_documents(
