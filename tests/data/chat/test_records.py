@@ -7,9 +7,11 @@ import pytest
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, ToolCall
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.image_names import ImageFields
 
 ASK, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
 BOTH = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHOWN = [{"role": "user", "content": "<image>?"}]
 CALL = ToolCall("f", {"x": [1, None]})
 
 
@@ -78,7 +80,33 @@ def test_images():
   marked = [{"type": "image"}, {"type": "text", "text": "<image>?"}]
   found = read({"messages": [{"role": "user", "content": marked}], "images": ["a.png"]})
   assert found.messages[0].content == (Picture("/data/a.png"), "<image>?")
-  assert read({"messages": [{"role": "user", "content": "<image>"}]}).messages[0].content == "<image>"
+
+
+@pytest.mark.parametrize(
+  "more", [{}, {"images": []}, {"images": ""}, {"image": None, "id": "7", "image_id": 7, "pics": [1, 2]}]
+)
+def test_a_placeholder_without_images_is_text(more):
+  assert read({"messages": SHOWN} | more).messages[0].content == "<image>?"
+
+
+def test_one_image_and_fields_of_another_name():
+  llava = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]}
+  assert read(llava).messages[0].content == (Picture("/data/a.png"), "\nWhat?")
+  assert read({"messages": SHOWN, "images": "a.png", "image": "b.png"}).images == ("/data/a.png",)
+  own = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+  assert read({"messages": own, "image": "thumbnail.png"}).images == ("/data/a.png",)
+  record = {"messages": [{"role": "user", "content": "[IMG]?"}], "pics": ["a.png"], "image": "b.png"}
+  assert read_conversation(record, "", "/data", ImageFields("pics", "[IMG]")).images == ("/data/a.png",)
+
+
+def test_images_with_their_bytes():
+  uri = "data:application/octet-stream;base64,UE5H"
+  for stored in (b"PNG", {"bytes": b"PNG", "path": "gone.png"}, [{"bytes": b"PNG"}]):
+    assert read({"messages": SHOWN, "images": stored}).images == (uri,)
+  part = {"type": "image", "image": {"bytes": b"PNG", "path": None}}
+  assert read({"messages": [{"role": "user", "content": [part]}]}).images == (uri,)
+  empty = {"type": "image", "image": {"bytes": None, "path": None}}
+  assert read({"messages": [{"role": "user", "content": [empty]}], "images": ["a.png"]}).images == ("/data/a.png",)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,17 @@ def test_images():
       "has tool_calls and a function_call",
     ),
     ({"messages": [BOTH[0] | {"function_call": {"name": "f"}}]}, "only the assistant calls tools"),
+    ({"messages": SHOWN, "images": 7}, "images: expected an image"),
+    ({"messages": BOTH, "image": "a.png"}, "0 places for images, and 'image' lists 1"),
+    ({"messages": BOTH, "images": [b"a" * 13_000_000]}, "images: the images inside it have 17333333 bytes in base64, more"),
+    ({"messages": SHOWN * 2, "images": [b"a" * 7_000_000] * 2}, "the images inside it have 18666\\d+ bytes"),
+    ({"messages": SHOWN, "pics": ["a.png"]}, r"the text has '<image>' and no image is read, but 'pics' .*\(images_field=pics"),
+    ({"messages": SHOWN, "shot": "x/A.JPEG"}, "'shot' looks like images"),
+    ({"messages": SHOWN, "shot": [{"bytes": b"a", "path": None}]}, "'shot' looks like images"),
+    ({"messages": SHOWN, "shot": "data:image/png;base64,aa"}, "'shot' looks like images"),
+    ({"messages": SHOWN, "image_path": "a"}, "'image_path' looks like images"),
+    ({"messages": [SHOWN[0] | {"images": ["a"]}]}, r"'messages\[0\].images' looks like images \(list them in the record's own"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "pics": ["a.png"]}, "lists 0, but 'pics' looks like"),
     ({"messages": BOTH, "tools": [{"type": "function"}]}, r"tools\[0\]: expected a function with a name"),
   ],
 )
