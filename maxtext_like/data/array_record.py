@@ -10,6 +10,7 @@ from typing import Any
 
 from maxtext_like import strict_json
 from maxtext_like.data import input_files, tf_example
+from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.input_files import Unchanged
@@ -26,13 +27,21 @@ _END_BYTES = 2**17  # of a file, where the places of its chunks stand
 class ArrayRecord:
   """The records of the files. What they are is seen from the first ones; any other after them is a bad record."""
 
-  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path", read: ReadRecord | None = None):
-    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects; `read`: makes records of JSON objects,
-    in place of the field's text.
+  def __init__(
+    self,
+    files: Sequence[str],
+    text_field: str,
+    captions: Captions | None = None,
+    *,
+    key: str = "dataset_path",
+    read: ReadRecord | None = None,
+  ):
+    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects; `captions`: finds the images of JSON
+    objects; None: they have none; `read`: makes records of JSON objects, in place of text and images.
 
     Raises UserError: no ArrayRecord file, cut off, no records, no such field.
     """
-    self._files, self._field, self._make = list(files), text_field, read
+    self._files, self._field, self._captions, self._make = list(files), text_field, captions, read
     self._state = [Unchanged(path, _end, str) for path in self._files]
     self._open: OrderedDict[int, Any] = OrderedDict()
     self._cache: OrderedDict[int, list[bytes]] = OrderedDict()
@@ -102,7 +111,7 @@ class ArrayRecord:
     return f"{self._files[file]}, record {row}"
 
   def read(self, index: int) -> Record:
-    return self._record(self._bytes(index), self.place(index))
+    return self._record(self._bytes(index), index)
 
   def scan(self) -> Iterator[Record | BadRecordError]:
     for index in range(len(self)):
@@ -136,7 +145,8 @@ class ArrayRecord:
       raise UserError(f"{self._files[file]}: damaged array_record file: {len(records)} of {stop - start} records from {start}")
     return records
 
-  def _record(self, data: bytes, place: str) -> Record:
+  def _record(self, data: bytes, index: int) -> Record:
+    place = self.place(index)
     if len(data) > MAX_RECORD_BYTES:
       raise BadRecordError(place, f"the record has {len(data)} bytes, more than the limit of {MAX_RECORD_BYTES}")
     if not data.strip():
@@ -146,11 +156,13 @@ class ArrayRecord:
         record = strict_json.loads(data)
       except strict_json.NotJsonError as error:
         raise BadRecordError(place, f"{error}, and {'conversations' if self._make else 'the first records'} are JSON") from None
+      folder = os.path.dirname(os.path.abspath(self._files[self._locate(index)[0]]))
       if self._make is not None:
-        return self._make(record, place, os.path.dirname(os.path.abspath(self._files[0])))
+        return self._make(record, place, folder)
       if not isinstance(record, dict) or self._field not in record:
         raise BadRecordError(place, f"no object with the field '{self._field}' (data.text_field)")
-      return Record(check_text(record[self._field], place, self._field))
+      text = check_text(record[self._field], place, self._field)
+      return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
     try:
       return Record((_feature(data, self._field) if self.form == "tf.train.Example" else data).decode("utf-8"))
     except tf_example.NotExampleError as error:
@@ -199,4 +211,4 @@ def _end(path: str) -> str:
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:
   """The files of dataset=arrayrecord."""
   del whole  # a record is never cut
-  return ArrayRecord(files, data.text_field, key=key, read=record_reader(data, vision))
+  return ArrayRecord(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from maxtext_like.data import input_files
+from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record, locate
 from maxtext_like.data.input_files import Unchanged
@@ -248,4 +249,29 @@ def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Itera
 
   del whole  # a record is never cut
   read = record_reader(data, vision)
+  captions = Captions.of(data, vision)
+  if read is None and captions is not None and (found := _with_images(saved_by_datasets(files, key), captions)):
+    if captions.take:
+      read = captions
+    else:
+      captions.leave_out(*found)
   return Arrow(files, data.text_field, key=key) if read is None else ArrowRows(files, read, key=key)
+
+
+def _with_images(files: Sequence[str], captions: Captions) -> tuple[str, str] | None:
+  """The first column with images and its file; None: there is none, or no pyarrow or arrow file, which is told afterwards."""
+  try:
+    import pyarrow
+  except ImportError:
+    return None
+  try:
+    for path in files:
+      input_files.require_regular(path, os.stat(path).st_mode)
+      with pyarrow.OSFile(path) as file:
+        file.seek(len(FILE_MAGIC) if file.read(len(FILE_MAGIC)) == FILE_MAGIC else 0)
+        schema = pyarrow.ipc.open_stream(file).schema
+      if name := captions.column((field.name, str(field.type)) for field in schema):
+        return name, path
+  except (OSError, pyarrow.ArrowException):
+    return None
+  return None

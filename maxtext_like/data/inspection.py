@@ -27,7 +27,7 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of a kept entry, and of the rules: what an older one says may not hold any more
+FORMAT = 2  # of a kept entry, and of the rules: what an older one says may not hold any more
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
 SHOWN = 10
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
@@ -61,12 +61,14 @@ class Rules:
     special: data.special_tokens_in_text.
     multimodal: how images enter; None: not at all.
     chat: what makes tokens of conversations; None: records are text.
+    naming: how conversations name images, which decides whether a record is bad whatever the model takes.
   """
 
   spellings: Spellings
   special: str | None
   multimodal: Multimodal | None
   chat: Chat | None = None
+  naming: tuple[str, ...] = ()
 
   def check(self, record: Record, place: str) -> list[str]:
     """The special tokens that a record spells out.
@@ -107,7 +109,7 @@ def inspect(
   Raises UserError and RetryableError as reading does.
   """
   special = None if rules.special == "literal" else rules.special  # which finds the same
-  identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings]
+  identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings, rules.naming]
   identity.append(rules.multimodal.identity() if rules.multimodal else None)
   identity.append(rules.chat.identity() if rules.chat else None)
   entry = _entry(identity)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import input_files
+from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
-from maxtext_like.data.image_names import located
 from maxtext_like.data.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.data.packed import SUFFIXES as PACKED
 from maxtext_like.errors import UserError
@@ -34,21 +35,18 @@ class JsonLines:
     self,
     files: Sequence[str],
     text_field: str,
-    images_field: str | None = None,
+    captions: Captions | None = None,
     *,
-    take_images: bool = True,
     key: str = "dataset_path",
     read: ReadRecord | None = None,
   ):
-    """`files`: paths; `images_field`: the field with the image files; not `take_images`: one warning where there are any;
-    `key`: where the files are named; `read`: makes records of the objects, in place of text and images.
+    """`files`: paths; `captions`: finds the images of a text; None: it has none; `key`: where the files are named; `read`:
+    makes records of the objects, in place of text and images.
 
-    Raises UserError when they hold no line at all.
+    Raises UserError when they hold no line at all, or one list in place of lines.
     """
     self._files = list(files)
-    self._field, self._images_field, self._take_images = text_field, images_field, take_images
-    self._warned = False
-    self._make = read
+    self._field, self._captions, self._make = text_field, captions, read
     cache = ChunkCache()
     self._lines = [LineFile(file, cache) for file in self._files]
     self._stops = list(accumulate(map(len, self._lines)))
@@ -63,6 +61,8 @@ class JsonLines:
       raise UserError(
         f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
       )
+    for lines in self._lines:
+      _refuse_one_list(lines)
 
   def __len__(self) -> int:
     return self._stops[-1]
@@ -110,29 +110,34 @@ class JsonLines:
     if self._field not in record:
       keys = ", ".join(f"'{key}'" for key in list(record)[:8]) or "none"
       raise BadRecordError(place, f"no field '{self._field}' (data.text_field); fields: {keys}")
-    images = self._images(record.get(self._images_field), place, file) if self._images_field is not None else ()
-    return Record(check_text(record[self._field], place, self._field), images=images)
-
-  def _images(self, value: Any, place: str, file: int) -> tuple[str, ...]:
-    """Images as ``image_names.located`` has them."""
-    if value is None:
-      return ()
-    if not self._take_images:
-      if value and not self._warned:
-        self._warned = True
-        logger.warning("%s: images ('%s') are left out, the text is taken as it stands; use_multimodal=true takes them",
-                       place, self._images_field)  # fmt: skip
-      return ()
-    if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
-      raise BadRecordError(place, f"field '{self._images_field}' is not a list of file names")
+    text = check_text(record[self._field], place, self._field)
+    if self._captions is None:
+      return Record(text)
     folder = os.path.dirname(os.path.abspath(self._files[file]))
-    try:
-      return tuple(located(path, folder) for path in value)
-    except ValueError as error:
-      raise BadRecordError(place, str(error)) from None
+    return Record(text, images=self._captions.images(record, text, place, folder))
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [lines.index.digest for lines in self._lines])
+
+
+def _refuse_one_list(lines: LineFile) -> None:
+  """UserError for a file that is one JSON list of records, of which its lines are no objects."""
+  if not lines.head().lstrip().startswith(b"["):
+    return
+  if len(lines) > 1:
+    try:
+      strict_json.loads(lines.read(0))
+      return  # a line that is a list by itself: each such line is a bad record
+    except strict_json.NotJsonError:
+      pass
+  program = 'python -c "import json,sys; [print(json.dumps(r)) for r in json.load(sys.stdin.buffer)]"'
+  folder, name = os.path.split(lines.path)
+  source, made = shlex.quote(lines.path), shlex.quote(os.path.join(folder, f"{name.split('.json')[0]}.lines.jsonl"))
+  command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
+  raise UserError(
+    f"{lines.path}: begins with '[', as a file that is one JSON list: dataset=jsonl wants an object a line\n"
+    f"  fix: {command} > {made}"
+  )
 
 
 def open_documents(
@@ -145,6 +150,4 @@ def open_documents(
       "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
       key, twice[0], os.path.splitext(twice[0])[0], len(twice),
     )  # fmt: skip
-  if vision is None or data.data_format == "chat":
-    return JsonLines(files, data.text_field, key=key, read=record_reader(data, vision))
-  return JsonLines(files, data.text_field, vision.images_field, take_images=vision.use_multimodal, key=key)
+  return JsonLines(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**22  # a chunk of newlines takes 40 times its size to look through
 KEPT_BYTES = 2**28  # of what compressed files hold, kept in memory by one data set
+HEAD_BYTES = 2**12
 TRUST_SECONDS = 60.0  # a file that is written to all the time is compared no more often than that
 
 
@@ -44,13 +45,15 @@ class LineFile:
   """The lines of one file as it was when this was made.
 
   A compressed file is unpacked in chunks of about SPACING_BYTES that begin at a line; chunks[i] is the first line of chunk i.
-  Lines of one chunk should be asked for together. A plain file is one chunk of which nothing is kept.
+  Lines of one chunk should be asked for together. A plain file is one chunk of which nothing is kept. `kind` is the
+  program that unpacks it; None: it is plain.
   """
 
   def __init__(self, path: str, cache: ChunkCache):
     """Reads all of the file, unless its index is kept. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
     self.path, self._cache = path, cache
     kind = kind_of(path)
+    self.kind = kind
     self._packed = None if kind is None else Packed(path, kind)
     state = os.stat(path)
     self._stamp = _stamp(state)
@@ -72,6 +75,15 @@ class LineFile:
   def size(self, row: int) -> int:
     """Bytes of a line."""
     return self.index.end(row) - self.index.start(row)
+
+  def head(self) -> bytes:
+    """The beginning of the first line that is not empty, and of what follows. Raises as ``read``."""
+    if not len(self):
+      return b""
+    start = self.index.start(0)
+    if self._packed is None:
+      return input_files.read_bytes(self.path, start, HEAD_BYTES, check=self._check)
+    return next(self._packed.pieces(start), b"")[:HEAD_BYTES]
 
   def read(self, row: int) -> bytes:
     """One line. UserError: the file has changed; else as `files.read_bytes`."""

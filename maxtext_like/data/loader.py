@@ -182,7 +182,9 @@ def make_data(
     unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # no pixels are wanted
     outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
     in_all = count_rows(
-      Packer(DocumentStream(part.order, outlines), **packed), identity | {"skip": data.on_bad_record}, epochs or 0
+      Packer(DocumentStream(part.order, outlines), **packed),
+      identity | {"skip": data.on_bad_record, "naming": rules.naming},
+      epochs or 0,
     )
   opened = DataSource(
     rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
@@ -252,7 +254,8 @@ def make_rules(
   encode = tokenizer.encode_special if data.special_tokens_in_text == "parse" else tokenizer.encode
   multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
   chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
-  return Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat)
+  naming = (vision.images_field, vision.image_placeholder) if chat and vision else ()
+  return Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat, naming)
 
 
 def _multimodal(

@@ -125,8 +125,7 @@ class Multimodal:
     if len(parts) - 1 != len(record.images):
       raise BadRecordError(
         place,
-        f"the text has {len(parts) - 1} '{self.vision.image_placeholder}' for the {len(record.images)} entries of "
-        f"'{self.vision.images_field}'",
+        f"the text has {len(parts) - 1} '{self.vision.image_placeholder}' for the {len(record.images)} images of the record",
       )
     return parts
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from maxtext_like.data import input_files
+from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.input_files import Unchanged
@@ -25,8 +26,17 @@ class Parquet:
   A null or undecodable value is a bad record; a damaged page is an error, as it takes a whole row group with it.
   """
 
-  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path", read: ReadRecord | None = None):
-    """`files`: paths, named by data.`key`; `read`: makes records of whole rows, in place of the column's text.
+  def __init__(
+    self,
+    files: Sequence[str],
+    text_field: str,
+    captions: Captions | None = None,
+    *,
+    key: str = "dataset_path",
+    read: ReadRecord | None = None,
+  ):
+    """`files`: paths, named by data.`key`; `captions`: finds the images of the text in files with a column for them; None:
+    there are none; `read`: makes records of whole rows, in place of text and images.
 
     Raises UserError: pyarrow missing, no parquet file, no such string column, no rows.
     """
@@ -38,13 +48,14 @@ class Parquet:
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field
-    self._make = read
+    self._make: list[ReadRecord | None] = []  # of each file; None: the column alone is read
     self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
     self._state: list[Unchanged[str]] = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
         if read is None:
           self._check_column(reader, path)
+        self._make.append(read or self._with_images(reader.schema_arrow, captions, path))
         self._groups += self._row_groups(number, reader.metadata)
       self._state.append(Unchanged(path, _footer, str))
     if not self._groups:
@@ -62,10 +73,11 @@ class Parquet:
     for group in range(metadata.num_row_groups):
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
-      unpacked = sum(column.total_uncompressed_size for column in columns if self._make or column.path_in_schema == self._field)
+      whole = self._make[number] is not None
+      unpacked = sum(column.total_uncompressed_size for column in columns if whole or column.path_in_schema == self._field)
       input_files.check_expansion(f"{path}, row group {group}", size, unpacked)
       if row_group.num_rows:
-        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and self._make is None
+        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and not whole
 
   def _open(self, path: str, *, dictionary: bool = False) -> Any:
     try:
@@ -95,6 +107,14 @@ class Parquet:
     if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
       raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
 
+  def _with_images(self, schema: Any, captions: Captions | None, path: str) -> Captions | None:
+    """What makes records of a file's rows where it has images that the model takes."""
+    found = captions and captions.column((name, str(schema.field(i).type)) for i, name in enumerate(schema.names))
+    if not captions or not found or captions.take:
+      return captions if found else None
+    captions.leave_out(found, path)
+    return None
+
   def __len__(self) -> int:
     return self._stops[-1]
 
@@ -116,9 +136,9 @@ class Parquet:
         raise input_files.reading_failed(path, error) from error
       with self._open(path, dictionary=dictionary) as reader:
         try:
-          columns = None if self._make else [self._field]
-          table = reader.read_row_group(inner, columns=columns, use_threads=False)
-          column = table if self._make else table.column(self._field)
+          whole = self._make[number] is not None
+          table = reader.read_row_group(inner, columns=None if whole else [self._field], use_threads=False)
+          column = table if whole else table.column(self._field)
         except self._arrow.ArrowException as error:
           raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}") from error
         except OSError as error:
@@ -133,11 +153,11 @@ class Parquet:
 
   def read(self, index: int) -> Record:
     group, row = self._locate(index)
-    place = self.place(index)
+    number, place = self._groups[group][0], self.place(index)
     try:
-      if self._make is not None:
+      if (make := self._make[number]) is not None:
         (values,) = self._column(group).slice(row, 1).to_pylist()
-        return self._make(values, place, os.path.dirname(os.path.abspath(self._files[self._groups[group][0]])))
+        return make(values, place, os.path.dirname(os.path.abspath(self._files[number])))
       text = self._column(group)[row].as_py()
     except UnicodeDecodeError as error:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the value") from None
@@ -171,4 +191,4 @@ def _footer(path: str) -> str:
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
   """The files of dataset=parquet."""
   del whole  # a record is never cut
-  return Parquet(files, data.text_field, key=key, read=record_reader(data, vision))
+  return Parquet(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -1,6 +1,9 @@
 """JSON lines: what is accepted, and every kind of bad record with its file and line."""
 
+import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +112,28 @@ def test_a_long_line_is_refused_unread(tmp_path, monkeypatch):
 def test_a_file_without_lines(tmp_path, content):
   with pytest.raises(UserError, match=rf"no records: 1 file\(s\), {len(content)} bytes"):
     lines(tmp_path / "a.jsonl", content)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_one_list_is_refused_with_the_command_that_makes_lines(tmp_path, indent, packed):
+  tmp_path = tmp_path / "of .json"
+  tmp_path.mkdir()
+  path, records = tmp_path / ("a.json.gz" if packed else "a.json"), [{"text": "é"}, {"text": "b"}]
+  data = b"\xef\xbb\xbf\n  " + json.dumps(records, indent=indent, ensure_ascii=False).encode()
+  path.write_bytes(gzip.compress(data) if packed else data)
+  with pytest.raises(UserError, match=r"a\.json.*: begins with '\[', as a file that is one JSON list") as error:
+    JsonLines([str(path)], "text")
+  command = str(error.value).split("fix: ")[1].replace("python", sys.executable)
+  subprocess.run(command, shell=True, check=True)
+  assert texts(JsonLines([str(tmp_path / "a.lines.jsonl")], "text")) == ["é", "b"]
+
+
+def test_a_line_that_is_a_list_is_one_bad_record(tmp_path):
+  documents = lines(tmp_path / "a.jsonl", b'["a"]\n{"text": "b"}\n')
+  with pytest.raises(BadRecordError, match="the line is list, expected an object"):
+    documents.read(0)
+  assert documents.read(1).text == "b"
 
 
 def test_several_files_and_another_field(tmp_path):

@@ -197,10 +197,12 @@ def test_the_header_says_how_many_tokens(name: str, folder: Path):
 
 
 FAULTS = {
-  "the text has 2 '<image>' for the 1 entries of 'images'": {"text": "<image><image>", "images": ["a.png"]},
-  "the text has 0 '<image>' for the 1 entries of 'images'": {"text": "none", "images": ["a.png"]},
-  "field 'images' is not a list of file names": {"text": "<image>", "images": "a.png"},
-  "field 'images' is not a list of file names.": {"text": "<image>", "images": [7]},
+  "the text has 2 '<image>' for the 1 images of the record": {"text": "<image><image>", "images": ["a.png"]},
+  "the text has 0 '<image>' for the 1 images of the record": {"text": "none", "images": ["a.png"]},
+  "the text has 0 '<image>' for the 1 images of the record.": {"text": "none", "image": "a.png"},
+  "images: expected an image: the name of a file": {"text": "<image>", "images": [7]},
+  "image: an image has neither bytes nor a path": {"text": "<image>", "image": {"bytes": None}},
+  r"'pics' looks like images \(images_field=pics reads it": {"text": "<image>", "pics": ["a.png"]},
   "image '../a.png' leads out of the folder": {"text": "<image>", "images": ["../a.png"]},
   "image 'x/../../a.png' leads out of the folder": {"text": "<image>", "images": ["x/../../a.png"]},
   "missing.png: no such file": {"text": "<image>", "images": ["missing.png"]},
@@ -256,6 +258,21 @@ def test_without_use_multimodal_images_are_left_out_with_a_warning(rows, caplog:
   assert batch["tokens"][0, 1:11].tolist() == encoded("an <image>")
   assert [r.message for r in caplog.records if "data.jsonl:1: images ('images') are left out" in r.message]
   assert len(caplog.records) == 1
+  caplog.clear()
+  next(rows([{"text": "an <image>", "pics": "missing.png"}, {"text": "a <image>"}], off, packing=False))
+  assert [r.message for r in caplog.records if "data.jsonl:1: images ('pics') are left out" in r.message]
+
+
+def test_one_image_needs_no_list_and_a_field_may_be_named(rows, folder: Path):
+  named = [({"images": ["a.png"]}, GEMMA4), ({"images": "a.png"}, GEMMA4), ({"image": "a.png"}, GEMMA4)]
+  named += [({"images": [{"bytes": None, "path": "a.png"}]}, GEMMA4)]
+  named += [({"pics": "a.png"}, dataclasses.replace(GEMMA4, images_field="pics"))]
+  found = [next(rows([{"text": "see <image>!"} | given], vision, packing=False)) for given, vision in named]
+  for other in found[1:]:
+    for key, array in found[0].items():
+      np.testing.assert_array_equal(other[key], array)
+  literal = next(rows([{"text": "see <image>!", "source": "a text", "images": []}], GEMMA4, packing=False))
+  assert not literal["token_types"].any()
 
 
 def test_synthetic_tokens_never_stand_for_an_image(make):
@@ -287,7 +304,7 @@ def test_an_image_may_stand_in_its_record_and_nothing_is_fetched(name: str, rows
   for image, said in (
     (
       "https://example.com/a.png",
-      r"data\.jsonl:1: an image has to be a file or a data: URI, found https:... \(nothing is fetched\)",
+      r"data\.jsonl:1: images: an image has to be a file or a data: URI, found https:... \(nothing is fetched\)",
     ),
     ("data:image/png;base64,@@", r"image data:image/png;base64,@@... \(24 characters\): cannot be read"),
     ("data:image/png,abc", r"a data: URI has to be base64"),

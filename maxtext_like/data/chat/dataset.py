@@ -13,6 +13,7 @@ from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
+from maxtext_like.data.image_names import ImageFields
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
 
@@ -26,10 +27,10 @@ def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord
   """What makes conversations of the records of a data set's files; None: they are text."""
   if data.data_format != "chat":
     return None
-  placeholder = "<image>" if vision is None else vision.image_placeholder
+  fields = ImageFields() if vision is None else ImageFields(vision.images_field, vision.image_placeholder)
 
   def read(record: object, place: str, folder: str) -> Record:
-    conversation = read_conversation(record, place, folder, placeholder)
+    conversation = read_conversation(record, place, folder, fields)
     return Record("", images=conversation.images, conversation=conversation)
 
   return read
@@ -85,7 +86,7 @@ class Chat:
       # The end of the turn would be learned, right after the question, or after what is not learned: an image, a tool's answer.
       unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
       if message.blank or (not unlearned and rendered.only_ends(i)):
-        why = "" if message.blank else ": the chat template drops all that it has, as thoughts of earlier turns"
+        why = "" if message.blank else ": the chat template drops all that it has, a thought"
         remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:

@@ -88,6 +88,7 @@ class Jinja:
       tools = self._broken([dict(tool) for tool in conversation.tools]) or None
       messages = [self._message(message) for message in conversation.messages]
       whole = self._text(messages, tools, conversation.thinks, purpose == "prompt")
+      self._require_all(conversation, messages, tools, whole, purpose == "prompt")
       spans = self._spans(conversation, messages, tools, whole) if purpose == "training" else []
     out, at, lost = Writer(self.special), 0, 0
     for number, (start, end) in spans:
@@ -106,6 +107,27 @@ class Jinja:
     return self._template(
       messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=thinks, documents=None, **self._tokens
     )
+
+  def _require_all(
+    self, conversation: Conversation, messages: list[dict[str, Any]], tools: Any, whole: str, prompt: bool
+  ) -> None:
+    """RenderError where the template drops tools or calls of them, which shows in that it gives the same text without."""
+
+    def dropped(fewer: list[dict[str, Any]], tools: Any) -> bool:
+      try:
+        return self._text(fewer, tools, conversation.thinks, prompt) == whole
+      except RenderError:  # it looks at them
+        return False
+
+    if tools and dropped(messages, None):
+      raise RenderError("the record has tools, which the chat template drops (it gives the same text without them)")
+    for number, message in enumerate(messages):
+      if "tool_calls" not in message:
+        continue
+      silent = {key: value for key, value in message.items() if key != "tool_calls"}
+      if dropped([*messages[:number], silent, *messages[number + 1 :]], tools):
+        where = conversation.messages[number].where or f"message {number + 1}"
+        raise RenderError(f"{where} has calls of tools, which the chat template drops (it gives the same text without them)")
 
   def _broken(self, value: Any) -> Any:
     """JSON in whose texts no spelling is whole."""

@@ -1,6 +1,7 @@
 """Records as people have them to conversations: OpenAI's messages, ShareGPT, Alpaca, prompt and completion.
 
-What a record has decides which it is. Paths of images are relative to the folder of the record's file.
+What a record has decides which it is. Paths of images are relative to the folder of the record's file; what has to do with
+images is at the end.
 """
 
 import json
@@ -11,37 +12,48 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
 from maxtext_like.data.documents import BadRecordError, check_text
-from maxtext_like.data.image_names import located
+from maxtext_like.data.image_names import ImageFields, check_all, located
 
 _ROLES: dict[str, Role] = {
   "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",
+  "function": "tool",
 }  # fmt: skip
 _SPEAKERS: dict[str, Role] = {
   "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
-  "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool",
+  "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 """ShareGPT's names of who speaks."""
+_CALLERS = ("function_call", "tool_call")  # the assistant, whose value is the JSON of calls
+_LISTS = ("messages", "conversations", "conversation", "prompt", "completion")
+_READ = frozenset({
+  *_LISTS, "instruction", "input", "context", "output", "response", "history", "system", "tools", "chat_template_kwargs",
+  "enable_thinking",
+})  # fmt: skip
+_READ_OF_MESSAGE = frozenset({
+  "role", "content", "from", "value", "reasoning", "reasoning_content", "thinking", "weight", "tool_calls", "function_call",
+  "tool_responses", "name", "tool_call_id",
+})  # fmt: skip
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 
 
-def read_conversation(record: object, place: str, folder: str, placeholder: str = "<image>") -> Conversation:
+def read_conversation(record: object, place: str, folder: str, fields: ImageFields | None = None) -> Conversation:
   """The conversation that a record holds.
 
   Args:
     record: an object of JSON, a row of a table.
     place: names it in errors.
     folder: that paths of images are relative to.
-    placeholder: stands for an image in a text, where the record lists "images"; without such a list it is text.
+    fields: what names images, and what stands for one in a text; where a record lists none, that is text.
 
   Raises:
-    BadRecordError: none of the known forms, or something in it that no conversation has.
+    BadRecordError: none of the known forms, or something in it that no conversation has; images that would be lost.
   """
-  return _Reader(place, folder, placeholder).read(record)
+  return _Reader(place, folder, fields or ImageFields()).read(record)
 
 
 class _Reader:
-  def __init__(self, place: str, folder: str, placeholder: str):
-    self._place, self._folder, self._placeholder = place, folder, placeholder
+  def __init__(self, place: str, folder: str, fields: ImageFields):
+    self._place, self._folder, self._fields = place, folder, fields
 
   def _bad(self, reason: str) -> BadRecordError:
     return BadRecordError(self._place, reason)
@@ -61,17 +73,17 @@ class _Reader:
         messages.insert(0, Message("system", self._text(record["system"], "system")))
     elif "prompt" in record and "completion" in record:
       messages = self._side(record["prompt"], "prompt", "user") + self._side(record["completion"], "completion", "assistant")
-    elif "instruction" in record and "output" in record:
+    elif "instruction" in record and ("output" in record or "response" in record):
       messages = self._alpaca(record)
     else:
       fields = ", ".join(f"'{strict_json.printable(key)}'" for key in list(record)[:8]) or "none"
       raise self._bad(
-        f"no conversation: expected 'messages', 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
+        "no conversation: expected 'messages', 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
         f"fields: {fields}"
       )
     if not messages:
       raise self._bad("the conversation has no messages")
-    messages = self._with_images(messages, record.get("images"))
+    messages = self._with_images(messages, record)
     self._check(messages)
     given = self._json(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(given, Mapping):
@@ -122,9 +134,11 @@ class _Reader:
     elif role == "assistant" and isinstance(content, str) and (found := _THOUGHT.fullmatch(content)):
       thinking, content = found[1] or None, found[2]
     weight = self._weight(value, where)
-    if value.get("function_call"):
-      raise self._bad(f"{where} has a function_call, OpenAI's older form, expected tool_calls")
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
+    if older := value.get("function_call"):
+      if calls:
+        raise self._bad(f"{where} has tool_calls and a function_call, OpenAI's older form of them; which is meant?")
+      calls = [older]
     if role != "assistant" and (calls or responses or thinking):
       raise self._bad(f"{where}: only the assistant calls tools and thinks")
     return Message(
@@ -153,9 +167,9 @@ class _Reader:
       if kind == "text":
         return self._text(part.get("text"), f"{where}.text")
       if kind in ("image", "image_url", "input_image"):
-        given = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
-        if isinstance(given, Mapping):
-          given = given.get("path") or given.get("url")
+        given = next((part[key] for key in ("image", "image_url", "path", "url", "bytes") if part.get(key)), None)
+        if isinstance(given, Mapping) and all(value is None for value in given.values()):
+          given = None
         return Picture("" if given is None else self._path(given, where))
       raise self._bad(f"{where} has the type {strict_json.printable(kind)!r}, expected text or image")
     raise self._bad(f"{where} is {type(part).__name__}, expected an object with a type")
@@ -211,16 +225,18 @@ class _Reader:
         messages.append(self._message(turn, where))
         continue
       text = self._text(turn.get("value"), f"{where}.value")
-      if turn["from"] == "function_call":
+      speaker = turn["from"] if isinstance(turn["from"], str) else ""
+      if speaker in _CALLERS:
         calls = self._json(text, where)
         calls = calls if isinstance(calls, list) else [calls]
         made = tuple(self._call(call, where) for call in calls)
         messages.append(Message("assistant", None, tool_calls=made, trained=self._weight(turn, where), where=where))
-      elif turn["from"] in _SPEAKERS:
-        said = {"role": _SPEAKERS[turn["from"]], "content": text, "weight": turn.get("weight")}
+      elif speaker in _SPEAKERS:
+        said = {"role": _SPEAKERS[speaker], "content": text, "weight": turn.get("weight")}
         messages.append(self._message(said, where))
       else:
-        raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {', '.join(_SPEAKERS)}")
+        known = ", ".join((*_SPEAKERS, *_CALLERS))
+        raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {known}")
     return messages
 
   def _side(self, value: object, field: str, role: Role) -> list[Message]:
@@ -238,9 +254,11 @@ class _Reader:
         raise self._bad(f"history[{i}] is no pair of what was asked and answered")
       for side, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True)):
         messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", weighable=False))
-    asked = [self._text(record.get(field) or "", field) for field in ("instruction", "input")]
+    answer = "output" if "output" in record else "response"
+    fields = ("instruction", "input") if answer == "output" else ("instruction", "input", "context")  # as Dolly has it
+    asked = [self._text(record.get(field) or "", field) for field in fields]
     messages.append(Message("user", "\n".join(text for text in asked if text)))
-    messages.append(self._message({"role": "assistant", "content": record["output"]}, "output", weighable=False))
+    messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, weighable=False))
     return messages
 
   # Images, and what holds for all
@@ -251,17 +269,21 @@ class _Reader:
     except ValueError as error:
       raise self._bad(f"{where}: {error}") from None
 
-  def _with_images(self, messages: list[Message], given: object) -> list[Message]:
+  def _with_images(self, messages: list[Message], record: Mapping[str, Any]) -> list[Message]:
     """The messages with the images that the record lists, where messages have places for them."""
-    paths = [self._path(path, "images") for path in self._list(given, "images")] if given is not None else []
-    marks = any(part == Picture("") for message in messages for part in message.parts)
+    pictures = [part for message in messages for part in message.parts if isinstance(part, Picture)]
+    marks = Picture("") in pictures
+    field, given = self._fields.listed(record, singular=not pictures or marks)
+    paths = [self._path(image, field) for image in given]
+    if not pictures and not paths and self._spells_places(messages) and (other := self._unread(record)):
+      raise self._bad(self._fields.unread_reason(*other))
     left = iter(paths)
     placed, used = [], 0
     for message in messages:
       parts: list[str | Picture] = []
       for part in message.parts:
         if part == Picture("") or (isinstance(part, str) and paths and not marks and message.role in ("user", "tool")):
-          pieces = ["", ""] if isinstance(part, Picture) else part.split(self._placeholder)
+          pieces = ["", ""] if isinstance(part, Picture) else part.split(self._fields.placeholder)
           for i, piece in enumerate(pieces):
             if i:
               used += 1
@@ -273,8 +295,28 @@ class _Reader:
       changed = any(isinstance(part, Picture) for part in parts)
       placed.append(Message(**{**vars(message), "content": tuple(parts)}) if changed else message)
     if used != len(paths):
-      raise self._bad(f"the messages have {used} places for images, and 'images' lists {len(paths)}")
+      other = None if paths else self._unread(record)
+      hint = f", but '{strict_json.printable(other[0])}' looks like images ({self._fields.remedy(other[1])})" if other else ""
+      raise self._bad(f"the messages have {used} places for images, and '{field}' lists {len(paths)}{hint}")
+    try:
+      check_all(part.path for message in placed for part in message.parts if isinstance(part, Picture))
+    except ValueError as error:
+      raise self._bad(str(error)) from None
     return placed
+
+  def _spells_places(self, messages: list[Message]) -> bool:
+    """Whether a text has the placeholder."""
+    return any(isinstance(part, str) and self._fields.placeholder in part for m in messages for part in m.parts)
+
+  def _unread(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A field that looks like images, of those that nobody reads: its name in errors, and in the record; "": a message's."""
+    if name := self._fields.unread(record, _READ | {self._fields.field}):
+      return name, name
+    for field in _LISTS:
+      for i, message in enumerate(record[field] if isinstance(record.get(field), list | tuple) else ()):
+        if isinstance(message, Mapping) and (name := self._fields.unread(message, _READ_OF_MESSAGE)):
+          return f"{field}[{i}].{name}", ""
+    return None
 
   def _check(self, messages: list[Message]) -> None:
     calls = False

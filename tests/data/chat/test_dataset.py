@@ -173,7 +173,8 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
   thought = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
   path = write(tmp_path, [*RECORDS, {"messages": [question, thought, question, answer]}])
   with pytest.raises(
-    UserError, match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all"
+    UserError,
+    match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all that it has, a thought",
   ):
     make(**settings, dataset_path=path)
   make(**settings | {"train_on": "last"}, dataset_path=path)
@@ -260,3 +261,51 @@ def test_images_and_text_in_one_batch(make, tmp_path):
     make(**settings | {"vision": None}, dataset_path=write(tmp_path, records))
   with pytest.raises(UserError, match=r"data.jsonl:1: image .*b.png: no such file"):
     make(**settings, dataset_path=write(tmp_path, [shown | {"images": ["b.png"]}, *records]))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("form", ["listed", "one", "path", "part"])
+def test_images_as_tables_store_them(form, kind, make, tmp_path):
+  """Hugging Face's Image: an object with bytes and path, of which the path is no file where there are bytes."""
+  Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
+  vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
+  stored = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "lost.png"}
+  mark = {"type": "image", "text": None}
+  record: dict[str, Any] = {
+    "listed": {"images": [stored]},
+    "one": {"image": stored},
+    "path": {"images": [{"bytes": None, "path": "a.png"}]},
+    "part": {},
+  }[form]
+  if form == "part":
+    mark["image"] = stored
+  record["messages"] = [
+    {"role": "user", "content": [mark, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
+  ]
+  settings = CHAT | {"length": vision.vision_output_length + 120, "vocab_size": 2**20, "vision": vision, "packing": False}
+  row = next(make(**settings, dataset=kind, dataset_path=write(tmp_path, [record], kind)))
+  named = {
+    "messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Blue."}],
+    "image": "a.png",
+  }
+  for key, array in next(make(**settings, dataset_path=write(tmp_path, [named]))).items():
+    np.testing.assert_array_equal(row[key], array)
+  assert row["token_types"].sum() == vision.vision_output_length
+
+
+def test_images_are_named_by_the_key_or_told(make, tmp_path):
+  """And what was found when another field was looked at holds no more."""
+  Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
+  record = said("<image>What?", "Blue.") | {"pics": ["a.png"]}
+  path = write(tmp_path, [record])
+  vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
+  off = dataclasses.replace(vision, use_multimodal=False)
+  settings = CHAT | {"length": vision.vision_output_length + 120, "vocab_size": 2**20, "packing": False, "dataset_path": path}
+  for given in (vision, off):
+    with pytest.raises(UserError, match=r"data.jsonl:1: the text has '<image>' and no image is read, but 'pics' looks like"):
+      make(**settings, vision=given)
+  row = next(make(**settings, vision=dataclasses.replace(vision, images_field="pics")))
+  assert row["token_types"].sum() == vision.vision_output_length
+  with pytest.raises(UserError, match=r"has images, but the model takes none \(use_multimodal is false\)"):
+    make(**settings, vision=dataclasses.replace(off, images_field="pics"))

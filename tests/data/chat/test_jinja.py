@@ -78,6 +78,23 @@ def test_what_the_assistant_says(tokenizer):
   ]
 
 
+def test_tools_and_calls_that_a_template_drops_are_refused(tokenizer):
+  call = {"role": "assistant", "content": "One moment.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+  answered = [ASK, call, {"role": "tool", "content": "1"}, ANSWER]
+  deaf = CHATML.replace("m.tool_calls or []", "[]")
+  with pytest.raises(RenderError, match=r"messages\[1\] has calls of tools, which the chat template drops"):
+    learned(tokenizer, *answered, source=deaf)
+  assert learned(tokenizer, ASK, ANSWER, source=deaf) == ["Hi.<|im_end|>"]
+  conversation = read_conversation({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, "", "/")
+  Jinja(CHATML, "x.jinja", tokenizer).render(conversation, "training")
+  blind = Jinja(CHATML.replace("{%- if tools %}", "{%- if false %}"), "x.jinja", tokenizer)
+  for purpose in ("training", "prompt"):
+    with pytest.raises(RenderError, match="the record has tools, which the chat template drops"):
+      blind.render(conversation, purpose)
+  strict = CHATML + "{% if tools is none %}{{ raise_exception('tools are needed') }}{% endif %}"
+  Jinja(strict, "x.jinja", tokenizer).render(conversation, "training")
+
+
 def test_prompts_and_thoughts_that_are_dropped(tokenizer):
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
   asked = read_conversation({"messages": [ASK], "tools": [{"name": "f"}]}, "", "/")

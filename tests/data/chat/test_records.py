@@ -7,9 +7,11 @@ import pytest
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, ToolCall
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.image_names import ImageFields
 
 ASK, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
 BOTH = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHOWN = [{"role": "user", "content": "<image>?"}]
 CALL = ToolCall("f", {"x": [1, None]})
 
 
@@ -32,12 +34,20 @@ def call(arguments: Any) -> dict[str, Any]:
     ({"instruction": "Hi", "input": "", "output": "Hello"}, (ASK, ANSWER)),
     ({"instruction": "A", "input": "B", "output": "Hello", "history": [["Hi", "Hello"]]},
      (ASK, ANSWER, Message("user", "A\nB"), ANSWER)),
+    ({"instruction": "Hi", "context": "", "response": "Hello"}, (ASK, ANSWER)),
+    ({"instruction": "A", "context": "B", "response": "Hello"}, (Message("user", "A\nB"), ANSWER)),
     ({"prompt": "Hi", "completion": "Hello"}, (ASK, ANSWER)),
     ({"prompt": BOTH[:1], "completion": BOTH[1:]}, (ASK, ANSWER)),
     ({"prompt": "Hi", "completion": "<think>\nHm.\n</think>\n\nHello"}, (ASK, Message("assistant", "Hello", "Hm."))),
     ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
                         {"from": "observation", "value": "1"}]},
      (ASK, Message("assistant", None, tool_calls=(ToolCall("f", {}),)), Message("tool", "1"))),
+    ({"conversations": [{"from": "tool_call", "value": '[{"name": "f", "arguments": {}}]'},
+                        {"from": "tool_response", "value": "1"}]},
+     (Message("assistant", None, tool_calls=(ToolCall("f", {}),)), Message("tool", "1"))),
+    ({"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                   {"role": "function", "name": "f", "content": "1"}]},
+     (Message("assistant", None, tool_calls=(ToolCall("f", {}, "{}"),)), Message("tool", "1", name="f"))),
   ],
 )  # fmt: skip
 def test_forms(record, expected):
@@ -70,7 +80,33 @@ def test_images():
   marked = [{"type": "image"}, {"type": "text", "text": "<image>?"}]
   found = read({"messages": [{"role": "user", "content": marked}], "images": ["a.png"]})
   assert found.messages[0].content == (Picture("/data/a.png"), "<image>?")
-  assert read({"messages": [{"role": "user", "content": "<image>"}]}).messages[0].content == "<image>"
+
+
+@pytest.mark.parametrize(
+  "more", [{}, {"images": []}, {"images": ""}, {"image": None, "id": "7", "image_id": 7, "pics": [1, 2]}]
+)
+def test_a_placeholder_without_images_is_text(more):
+  assert read({"messages": SHOWN} | more).messages[0].content == "<image>?"
+
+
+def test_one_image_and_fields_of_another_name():
+  llava = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]}
+  assert read(llava).messages[0].content == (Picture("/data/a.png"), "\nWhat?")
+  assert read({"messages": SHOWN, "images": "a.png", "image": "b.png"}).images == ("/data/a.png",)
+  own = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+  assert read({"messages": own, "image": "thumbnail.png"}).images == ("/data/a.png",)
+  record = {"messages": [{"role": "user", "content": "[IMG]?"}], "pics": ["a.png"], "image": "b.png"}
+  assert read_conversation(record, "", "/data", ImageFields("pics", "[IMG]")).images == ("/data/a.png",)
+
+
+def test_images_with_their_bytes():
+  uri = "data:application/octet-stream;base64,UE5H"
+  for stored in (b"PNG", {"bytes": b"PNG", "path": "gone.png"}, [{"bytes": b"PNG"}]):
+    assert read({"messages": SHOWN, "images": stored}).images == (uri,)
+  part = {"type": "image", "image": {"bytes": b"PNG", "path": None}}
+  assert read({"messages": [{"role": "user", "content": [part]}]}).images == (uri,)
+  empty = {"type": "image", "image": {"bytes": None, "path": None}}
+  assert read({"messages": [{"role": "user", "content": [empty]}], "images": ["a.png"]}).images == ("/data/a.png",)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +129,8 @@ def test_images():
     (call("[1]"), "the arguments are list, expected an object"),
     (call('{"x"'), "arguments: not valid JSON"),
     (call('{"x": 1, "x": 2}'), "'x' is listed twice"),
-    ({"conversations": [{"from": "narrator", "value": "a"}]}, "is from 'narrator'"),
+    ({"conversations": [{"from": "narrator", "value": "a"}]}, "is from 'narrator'.*function_call, tool_call"),
+    ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r"conversations\[0\] is from \"\['gpt'\]\""),
     ({"conversations": [{"from": "gpt", "value": "a", "weight": 2}]}, r"conversations\[0\].weight is 2, expected 0 or 1"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "https://x.y/z.png"}]}]}, "nothing is fetched"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "../z.png"}]}]}, "leads out of the folder"),
@@ -102,7 +139,22 @@ def test_images():
     ({"messages": BOTH, "enable_thinking": "yes"}, "enable_thinking is yes"),
     ({"messages": BOTH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs: not valid JSON"),
     ({"messages": BOTH, "chat_template_kwargs": [1]}, "chat_template_kwargs is list, expected an object"),
-    ({"messages": [BOTH[0], BOTH[1] | {"function_call": {"name": "f", "arguments": "{}"}}]}, "older form, expected tool_calls"),
+    (
+      {"messages": [BOTH[0], BOTH[1] | {"function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "f"}}]}]},
+      "has tool_calls and a function_call",
+    ),
+    ({"messages": [BOTH[0] | {"function_call": {"name": "f"}}]}, "only the assistant calls tools"),
+    ({"messages": SHOWN, "images": 7}, "images: expected an image"),
+    ({"messages": BOTH, "image": "a.png"}, "0 places for images, and 'image' lists 1"),
+    ({"messages": BOTH, "images": [b"a" * 13_000_000]}, "images: the images inside it have 17333333 bytes in base64, more"),
+    ({"messages": SHOWN * 2, "images": [b"a" * 7_000_000] * 2}, "the images inside it have 18666\\d+ bytes"),
+    ({"messages": SHOWN, "pics": ["a.png"]}, r"the text has '<image>' and no image is read, but 'pics' .*\(images_field=pics"),
+    ({"messages": SHOWN, "shot": "x/A.JPEG"}, "'shot' looks like images"),
+    ({"messages": SHOWN, "shot": [{"bytes": b"a", "path": None}]}, "'shot' looks like images"),
+    ({"messages": SHOWN, "shot": "data:image/png;base64,aa"}, "'shot' looks like images"),
+    ({"messages": SHOWN, "image_path": "a"}, "'image_path' looks like images"),
+    ({"messages": [SHOWN[0] | {"images": ["a"]}]}, r"'messages\[0\].images' looks like images \(list them in the record's own"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "pics": ["a.png"]}, "lists 0, but 'pics' looks like"),
     ({"messages": BOTH, "tools": [{"type": "function"}]}, r"tools\[0\]: expected a function with a name"),
   ],
 )
