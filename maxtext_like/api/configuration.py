@@ -47,3 +47,19 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
     f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
     '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
   )
+
+
+def load_for_sft(config: "Configuration", given: list[str]) -> Loaded:
+  """The configuration of a run on conversations: what ``train`` would need beside the words is laid under them.
+
+  That is ``data_format=chat``, and the ``dataset`` that the files of ``dataset_path`` are of. Raises as ``load_config``.
+  """
+  from maxtext_like.data.registry import DATASETS
+  from maxtext_like.data.sources import kind_of_files
+
+  chat = "data_format=chat"
+  if DATASETS[load_config(config).config.data.dataset].fields:  # somebody has chosen one that has conversations
+    return load_config(config, chat, *given)
+  loaded = load_config(config, chat, "dataset=jsonl", *given)
+  kind = kind_of_files(loaded.config.data)
+  return loaded if kind == "jsonl" else load_config(config, chat, f"dataset={kind}", *given)

@@ -4,7 +4,7 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.configuration import load_config, load_for_sft
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
   from maxtext_like.data.look import DataLook
 
 
-def look_at_data(config: "Configuration", *overrides: str, show: int = 3, documents: int = 10_000, **keys: Any) -> "DataLook":
+def look_at_data(
+  config: "Configuration", *overrides: str, show: int = 3, documents: int = 10_000, for_sft: bool = False, **keys: Any
+) -> "DataLook":
   """What a run would make of its training data: records as they are tokenised, with what is learned, and counts of a pass.
 
   Args:
@@ -20,6 +22,7 @@ def look_at_data(config: "Configuration", *overrides: str, show: int = 3, docume
     overrides: words laid over it, as ``"data_format=chat"``.
     show: records of each source that are shown, the first.
     documents: of each source that are counted, the first.
+    for_sft: the words are those of ``sft``, which adds what it needs.
     keys: values laid over it, as ``data_format="chat"``.
 
   Returns:
@@ -36,7 +39,8 @@ def look_at_data(config: "Configuration", *overrides: str, show: int = 3, docume
   from maxtext_like.training import chosen_tokenizer
   from maxtext_like.training.first_look import run_directory
 
-  c = load_config(config, *words(overrides, keys, look_at_data)).config
+  given = words(overrides, keys, look_at_data)
+  c = (load_for_sft(config, given) if for_sft else load_config(config, *given)).config
   return look(
     chosen_tokenizer.resolve(c.data, c.checkpoint, run_directory(c).checkpoints),
     vocab_size=c.model.vocab_size,

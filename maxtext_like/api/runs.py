@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import Saved, require_shown, words
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.configuration import load_config, load_for_sft
 from maxtext_like.local_copies import copy_file
 
 if TYPE_CHECKING:
@@ -110,26 +110,11 @@ def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **ke
   Raises:
     ExitError: as ``train``.
   """
-  from maxtext_like.data.registry import DATASETS
   from maxtext_like.training.progress import Progress
 
   require_shown(progress)
-  given = words(overrides, keys, sft)
-  base = load_config(config)
-  laid_under = ["data_format=chat"]
-  if not DATASETS[base.config.data.dataset].fields:  # nobody has chosen one that has conversations
-    laid_under.append(f"dataset={_kind_of_files(given)}")
-  loaded = load_config(config, *laid_under, *given)
+  loaded = load_for_sft(config, words(overrides, keys, sft))
   with Progress(0, 1, progress) as shown:
     for note in loaded.notes:
       shown.say(f"note    {note}")
   return train(loaded, progress=progress)
-
-
-def _kind_of_files(given: list[str]) -> str:
-  """The kind of data set of the files that words name; jsonl where they do not tell."""
-  from maxtext_like.data.registry import DATASETS
-
-  paths = " ".join(word for word in given if "dataset_path" in word)
-  kinds = [name for name, kind in DATASETS.items() if kind.fields]
-  return next((name for name in kinds if any(f"{suffix}" in paths for suffix in DATASETS[name].load("SUFFIXES"))), "jsonl")

@@ -13,7 +13,7 @@ DESCRIPTION = """Shows the first records as a run takes them, rendered and token
 (green on a terminal, else between ⟦ and ⟧), and counts of a pass: tokens, learned tokens, what is cut or left out, bad
 records with file, line and reason. It is the first thing to look at when a loss is not what it should be."""
 EXAMPLES = """examples:
-  maxtext-like data gemma3-4b init_from=gemma-3-4b-it dataset=jsonl dataset_path=chats.jsonl data_format=chat --show 3
+  maxtext-like data --sft gemma3-4b init_from=gemma-3-4b-it dataset_path=chats.jsonl --show 3
   maxtext-like data gemma4-tiny --show 1
 
 exit codes: 2 wrong usage, configuration or input, also where records are bad, or a source has nothing to learn"""
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
   config, overrides = split_configuration("data", DESCRIPTION, rest, EXAMPLES)
   from maxtext_like import look_at_data
 
-  found = look_at_data(config, *overrides, show=options.show, documents=options.documents)
+  found = look_at_data(config, *overrides, show=options.show, documents=options.documents, for_sft=options.sft)
   colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
   for record in found.records:
     print(_record(record, found.length, colour))
@@ -45,6 +45,9 @@ def run(argv: list[str]) -> int:
 
 
 def _options(parser):
+  parser.add_argument(
+    "--sft", action="store_true", help="as `sft` takes the same words: data_format=chat, and dataset as the files say"
+  )
   parser.add_argument("--show", type=int, default=3, metavar="N", help="records of each source that are shown (3)")
   parser.add_argument("--documents", type=int, default=10_000, metavar="N", help="of each source that are counted (10,000)")
   return parser

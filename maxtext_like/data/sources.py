@@ -1,5 +1,6 @@
 """Which documents a configuration names, for training and for evaluation."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,6 +99,20 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
           "it is read"
         )
   return found
+
+
+def kind_of_files(data: DataConfig) -> str:
+  """The kind of data set of the files of data.dataset_path, by the first name or first file there that says it; jsonl where
+  none does. Of those kinds whose records have several fields."""
+  kinds = {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
+  for paths in by_source(data.dataset_path).values():
+    names = [paths] if isinstance(paths, str) else [*(paths or ())]
+    with contextlib.suppress(UserError):  # of what is not there: told when it is opened
+      names += input_files.find(paths, tuple(kinds), "sft", "dataset_path")[:1]
+    for name in names:
+      if found := next((kind for suffix, kind in kinds.items() if name.endswith(suffix)), None):
+        return found
+  return "jsonl"
 
 
 def _other_dataset(file: str, dataset: str, suffixes: tuple[str, ...]) -> str | None:

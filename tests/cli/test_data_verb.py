@@ -106,6 +106,27 @@ def test_text_and_several_sources(chats, tmp_path, capsys):
     maxtext_like.look_at_data("gemma3-tiny", dataset="synthetic")
 
 
+@pytest.mark.parametrize("there", ["a.parquet", "sub/a.parquet", "data-00000-of-00001.arrow", "a.jsonl", "a.jsonl.gz"])
+def test_sft_looks_into_folders_and_overlays_for_the_kind_of_files(there, tmp_path, monkeypatch):
+  (tmp_path / "d" / there).parent.mkdir(parents=True)
+  (tmp_path / "d" / there).touch()
+  taken = []
+  monkeypatch.setattr(runs, "train", lambda loaded, **_: taken.append(loaded.config.data.dataset))
+  overlay = tmp_path / "over.yml"
+  overlay.write_text(f"data:\n  dataset_path: {tmp_path}/d\n")
+  for words in ([f"dataset_path={tmp_path}/d"], [str(overlay)], [f"dataset_path={tmp_path}/d/**/*"]):
+    assert main(["sft", "gemma3-tiny", *words]) == 0
+  assert taken == [next(kind for kind in ("parquet", "arrow", "jsonl") if kind in there)] * 3
+
+
+def test_data_takes_the_words_of_sft(chats, capsys):
+  words = ["gemma3-tiny", f"dataset_path={chats}", "max_target_length=96", "--show", "1"]
+  assert main(["data", *words]) == 2  # of text nobody chose a kind
+  capsys.readouterr()
+  assert main(["data", "--sft", *words]) == main(["data", *words, "dataset=jsonl", "data_format=chat"])
+  assert "template gemma3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
   ("words", "expected"),
   [
