@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import maxtext_like
+from maxtext_like.checkpoint import given_adapter
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.huggingface.peft_places import places
 from maxtext_like.config.load import load_config
@@ -104,6 +105,9 @@ def test_modules_and_parameters_of_each_kind_of_model(model, modules, words, as_
   told = ("lora_dropout = 0.1 is written as 0: peft has none beside target_parameters",) if as_parameters else ()
   assert done.notes == (told if adapter.dropout else ())
   assert_read_alike(program, adapter, factors, tmp_path / "out")
+  read = peft.read_adapter(tmp_path / "out", program.model.decoder, program.config.model.decoder_block)
+  again = given_adapter.factors(read, jax.tree.map(jnp.zeros_like, factors))
+  jax.tree.map(np.testing.assert_array_equal, again, factors)
 
 
 def test_a_pattern_is_held_against_the_name_that_peft_has_for_it(tmp_path):
