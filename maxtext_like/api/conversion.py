@@ -238,6 +238,7 @@ class ExportedAdapter(Saved):
     base: the weights that it was trained on; None: they were drawn.
     seed: that they were drawn from; of no meaning with a base.
     base_weights: the form that they were quantised to; None: they were not.
+    notes: what peft's settings have no place for.
   """
 
   directory: "Path | Place"
@@ -246,6 +247,7 @@ class ExportedAdapter(Saved):
   base: str | None
   seed: int
   base_weights: str | None
+  notes: tuple[str, ...] = ()
 
   @property
   def below(self) -> str:
@@ -277,7 +279,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   base = Base.from_json(stored.extra[EXTRA])
   nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested
   settings = section("adapter", stored.config)
-  maps = write_adapter(
+  written = write_adapter(
     target,
     adapter,
     factors,
@@ -287,7 +289,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     nested=nested,
     settings=settings,
   )
-  return ExportedAdapter(target, maps, settings.lora_rank, base.source, base.seed, settings.base_weights)
+  return ExportedAdapter(target, written.maps, settings.lora_rank, base.source, base.seed, settings.base_weights, written.notes)
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

@@ -14,7 +14,7 @@ from maxtext_like.checkpoint import adapter_step
 from maxtext_like.checkpoint.adapted_weights import adapted_names, configured_adapter
 from maxtext_like.checkpoint.adapter_step import EXTRA, Base
 from maxtext_like.checkpoint.added_adapters import step_of_adapter
-from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.checkpoint.huggingface import peft, peft_places
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
 from maxtext_like.config.hub import name_of
@@ -179,7 +179,7 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
     own.tensor.name for own in given.maps if len({piece.half for piece in own.tensor.pieces}) < len(own.tensor.pieces)
   ]:
     raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
-  maps = {peft.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
+  maps = {peft_places.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
   rslora = bool(config.get("use_rslora"))
   ranks = {name: own.rank for name, own in maps.items()}
   alphas = {name: float(f"{own.scale * (ranks[name] ** 0.5 if rslora else ranks[name]):.9g}") for name, own in maps.items()}

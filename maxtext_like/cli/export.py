@@ -55,6 +55,8 @@ def run(argv: list[str]) -> int:
     if options.dtype is not None:
       raise UserError("export: --dtype with --adapter, which is float32\n  fix: leave one of them out")
     written = export_adapter(options.source, options.out)
+    for note in written.notes:
+      print(f"note: {note}")
     print(f"{written.directory}: an adapter of {written.maps} linear maps, rank {written.rank}, of {written.below}")
     return 0
   done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size, merge=options.merge)

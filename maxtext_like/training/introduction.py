@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.checkpoint.huggingface.peft_places import places
 from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import Config, DataConfig
 from maxtext_like.data.loader import DataSource
@@ -50,6 +51,9 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines.append(f"note    {copied}")
   if program.adapter is not None:
     lines.append(f"adapter {described(program.adapter)}")
+    # Said before the training: what it is for may be an adapter for peft.
+    if refusal := places(program.adapter, program.model.decoder, program.config.model.decoder_block).refusal:
+      lines.append(f"note    export --adapter will refuse this run: {refusal}; export --merge writes its weights")
   if "vision" in program.model.spec:
     lines.append(f"vision  {tower_described(program)}")
   if (base := program.model.base) is not None:

@@ -23,14 +23,18 @@ MODELS = [
   ("gemma4_e2b", "[all-linear]"),
   ("gemma4_moe", "[all-linear]"),
   ("qwen3", "[q_proj, down_proj]"),
-  ("deepseek3", "[attention, lm_head]"),
+  ("deepseek3", "[all-linear, lm_head]"),
 ]
 EXPERTS = [
   ("gemma4_moe", "[experts, q_proj]", ["lora_rank_pattern={experts.up: 2}", "lora_alpha_pattern={experts.up: 9}"]),
-  ("gemma4_moe", "[experts.down]", ["lora_rslora=true"]),
-  ("qwen3_moe", "[experts]", []),
+  ("gemma4_moe", "[experts.down, router]", ["lora_rslora=true"]),
+  ("qwen3_moe", "[experts, router]", []),
   ("qwen3_moe", "[layers.1.moe.experts.up, o_proj]", []),
-  ("deepseek3", "[experts, attention]", []),
+  (
+    "deepseek3",
+    "[experts, router, all-linear]",
+    ["lora_rslora=true", "lora_rank_pattern={layers.0.mlp.down: 2, router: 1}", "lora_alpha_pattern={shared.up: 9, router: 4}"],
+  ),
 ]
 DORA = ["lora_dora=true", "lora_rslora=true"]
 WITH_DORA = [("gemma3_text", "[all-linear]", DORA), ("deepseek3", "[attention, lm_head]", DORA)]
@@ -57,6 +61,9 @@ def test_an_exported_adapter_is_what_peft_computes_with(name, modules, more, tmp
   ours = maxtext_like.load(checkpoint, adapters=tmp_path / "run", dtype="float32").logits(TOKENS)
   assert np.abs(theirs - reference(checkpoint)).max() > 0.1
   np.testing.assert_allclose(ours, theirs, atol=1e-4)
+  if "target_parameters" in json.loads((tmp_path / "adapter/adapter_config.json").read_text()):
+    read = maxtext_like.load(checkpoint, adapters=tmp_path / "adapter", dtype="float32").logits(TOKENS)
+    np.testing.assert_allclose(read, ours, atol=1e-5)
 
 
 def trained_on(checkpoint, tmp_path, *words) -> tuple[np.ndarray, np.ndarray]:
@@ -100,15 +107,18 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   [
     ("gemma4_moe", ["experts.gate_up_proj", "experts.down_proj"]),
     ("qwen3_moe", ["mlp.experts.gate_up_proj"]),
-    ("deepseek3", ["model.layers.1.mlp.experts.down_proj", "experts.gate_up_proj"]),
+    (
+      "deepseek3",
+      ["model.layers.1.mlp.experts.down_proj", "experts.gate_up_proj", "gate.weight", "shared_experts.up_proj.weight"],
+    ),
   ],
 )
-def test_additions_of_peft_s_own_to_experts(name, targets, tmp_path):
+def test_additions_of_peft_s_own_to_parameters(name, targets, tmp_path):
   checkpoint = f"{GOLDEN}/{name}/checkpoint"
   model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
   config = peft.LoraConfig(
     r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets, init_lora_weights=False,
-    rank_pattern={"experts.down_proj": 2}, alpha_pattern={"experts.gate_up_proj": 5},
+    rank_pattern={"experts.down_proj": 2}, alpha_pattern={"experts.gate_up_proj": 5, "up_proj": 50},
   )  # fmt: skip
   torch.manual_seed(0)
   adapted = peft.get_peft_model(model, config)

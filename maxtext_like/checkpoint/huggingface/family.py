@@ -92,6 +92,7 @@ class HuggingFace:
     layer: our parameters of a layer, as ``mlp.down``, to how they stand in a file.
     stacked: those that are others as transformers holds them in memory: one array for all experts, which it splits when it
       saves.
+    dense_is_moe: a model without experts has the model_type of those with.
     unchecked: keys that do not make another model; the argument says whether the checkpoint has a tower.
     unused: (the file's values, layers of the model, number of a layer, rest of the name) to why a tensor that is not expected
       is not needed; None: it is.
@@ -104,6 +105,7 @@ class HuggingFace:
   names: Mapping[str, str]
   layer: Mapping[str, Rule]
   stacked: Mapping[str, Rule] = field(default_factory=dict)
+  dense_is_moe: bool = False
   unchecked: Callable[[bool], tuple[str, ...]] = lambda tower: ()
   unused: Callable[[Mapping[str, Any], int, int, str], str | None] = lambda values, count, layer, rest: None
   tower: Tower | None = None

@@ -1,11 +1,12 @@
 """Adapters as peft writes and loads them: adapter_config.json and adapter_model.safetensors (peft 0.21, ``LoraConfig``).
 
-Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R];
-what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector``
-[out] has the norm of each row of the sum. Experts, which are arrays of a module and no linear maps, have theirs in another form
-(``peft_experts``). What ``modules_to_save`` names is there whole, under the names it has in the model:
-here the vision tower, or its projector, the embedding and the head. Where those two are one, peft trains it as one with
-``ensure_weight_tying`` alone, and copies apart without.
+Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out,
+R]; what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA
+``...lora_magnitude_vector`` [out] has the norm of each row of the sum. Whether the settings name a map as a module or as a
+parameter says ``peft_places``; experts, which are arrays of a module and no linear maps, have theirs in another form
+(``peft_experts``). What ``modules_to_save`` names is there whole, under the names it has in the model: here the vision tower,
+or its projector, the embedding and the head. Where those two are one, peft trains it as one with ``ensure_weight_tying``
+alone, and copies apart without.
 """
 
 import math
@@ -20,6 +21,7 @@ import numpy as np
 from maxtext_like.checkpoint.huggingface import peft_experts
 from maxtext_like.checkpoint.huggingface.export import write_json
 from maxtext_like.checkpoint.huggingface.new_directory import new_directory
+from maxtext_like.checkpoint.huggingface.peft_places import LINEAR, name_in_transformers, places
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
@@ -28,7 +30,6 @@ from maxtext_like.config.schema import TABLES, AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import WHOLE, Adapter
-from maxtext_like.models.naming import row_names
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.storage import Place
 from maxtext_like.strict_json import parse_file, printable
@@ -44,11 +45,22 @@ _UNSUPPORTED = (
 _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Beginnings of an adapter (``init_lora_weights``) that leave the weights below as they are; PiSSA, OLoRA, CorDA, LoftQ and
 LoRA-GA do not."""
-_LINEAR = ("linear", "linear2")
 _EMBEDDING, _HEAD = TABLES
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
+
+
+class Written(NamedTuple):
+  """What was written of an adapter.
+
+  Attributes:
+    maps: how many maps it adds to.
+    notes: what peft's form has no place for, and is left out of its settings.
+  """
+
+  maps: int
+  notes: tuple[str, ...]
 
 
 def write_adapter(
@@ -61,7 +73,7 @@ def write_adapter(
   base: str | None,
   nested: bool,
   settings: AdapterConfig,
-) -> int:
+) -> Written:
   """Writes an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads.
 
   Args:
@@ -73,32 +85,30 @@ def write_adapter(
     nested: transformers has the text model inside of another.
     settings: of the adapter.
 
-  Returns:
-    The number of adapted maps.
-
   Raises:
     UserError: a weight that peft has no place for, or ``out`` cannot be written.
   """
   found = places(adapter, decoder, decoder_block, nested=nested)
-  if found.refused:
+  if refusal := found.refusal:
     raise UserError(
-      f"{printable(out)}: peft has no place for additions to {', '.join(found.refused)} in this family\n"
-      "  fix: export the weights with the additions added, or train with other lora_modules, as the projections of attention"
+      f"{printable(out)}: {refusal}\n"
+      "  fix: export the weights with the additions added (export --merge), or train with other lora_modules"
     )
   sources, rank, alpha = [], settings.lora_rank, settings.alpha
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
 
-  def note(module: str, own: int, scale: float) -> None:
-    ranks.update({module: own} if own != rank else {})
+  def note(target: str, own: int, scale: float) -> None:
+    ranks.update({target: own} if own != rank else {})
     own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
-    alphas.update({module: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {})
+    alphas.update({target: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {})
 
-  for module, piece in found.maps:
+  for adapted in found.maps:
+    module, piece = adapted.module, adapted.piece
     ab = _at(factors, piece.path)
     shapes = piece.hf_shape()
     own, scale = adapter.size(piece.path, piece.index[0] if piece.index else None)
-    note(module, own, scale)
+    note(adapted.target, own, scale)
     sources.append(Source(f"{_PREFIX}{module}.lora_A.weight", "F32", (own, shapes[1]), _a(ab, piece, own)))
     sources.append(Source(f"{_PREFIX}{module}.lora_B.weight", "F32", (shapes[0], own), _b(ab, piece, own)))
     if adapter.dora:
@@ -114,8 +124,9 @@ def write_adapter(
   arrays = {path: _at(factors, path)[WHOLE] for path in adapter.whole}
   for tensor in found.whole:
     values = lambda tensor=tensor: tensor.from_params(arrays).astype(np.float32)
-    names = [_of_model(tensor, nested), *([HEAD] if tensor.name == EMBEDDING and decoder.cfg.tied else [])]
+    names = [name_in_transformers(tensor, nested=nested), *([HEAD] if tensor.name == EMBEDDING and decoder.cfg.tied else [])]
     sources += [Source(f"{_PREFIX}{name}", "F32", tensor.shape, values) for name in names]
+  parameters = sorted([*found.experts, *(m.target for m in found.maps if m.as_parameter)])
   config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -124,7 +135,7 @@ def write_adapter(
     "lora_alpha": alpha,
     "rank_pattern": ranks,
     "alpha_pattern": alphas,
-    "lora_dropout": 0.0 if found.experts else adapter.dropout,  # of experts' inputs peft drops none, and refuses to load
+    "lora_dropout": 0.0 if parameters else adapter.dropout,  # beside parameters peft has none, and refuses to load
     "use_rslora": settings.lora_rslora,
     "use_dora": adapter.dora,
     "bias": "none",
@@ -132,10 +143,10 @@ def write_adapter(
     "inference_mode": True,
     "init_lora_weights": True,
     # Whole paths: a tower may have modules of the same names.
-    "target_modules": sorted(module for module, _ in found.maps),
+    "target_modules": sorted(m.target for m in found.maps if not m.as_parameter),
   }
-  if found.experts:
-    config["target_parameters"] = sorted(found.experts)
+  if parameters:
+    config["target_parameters"] = parameters
   if found.whole:
     config["modules_to_save"] = sorted({tensor.name.partition(".")[0] for tensor in found.whole})
   if decoder.cfg.tied and any(tensor.name == EMBEDDING for tensor in found.whole):
@@ -143,65 +154,8 @@ def write_adapter(
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
-  return len(found.maps) + len(found.experts)
-
-
-class Places(NamedTuple):
-  """Where peft has the additions of an adapter.
-
-  Attributes:
-    maps: module and piece of each linear map.
-    experts: arrays of experts that have an addition, by name, with their pieces that have it.
-    refused: names, of all layers at once, of what peft has no place for.
-    whole: tensors that are trained whole.
-  """
-
-  maps: list[tuple[str, Piece]]
-  experts: dict[str, tuple[Tensor, list[Piece]]]
-  refused: list[str]
-  whole: list[Tensor]
-
-
-def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool) -> Places:
-  """Where peft has the additions of an adapter. Args: as of ``write_adapter``."""
-  family = FAMILIES[decoder_block].huggingface
-  fused = bool(family.stacked) and any(layer.cfg.ffn.experts for layer in decoder.layers)
-  found, refused = Places([], {}, [], []), dict[str, None]()
-  adapted = lambda piece: piece.path in adapter.weights and name_of(decoder, piece) in adapter.names
-  for tensor in tensor_table(decoder, family, stacked=True):
-    if tensor.pieces[0].path in adapter.whole:
-      found.whole.append(tensor)
-      continue
-    own = [piece for piece in tensor.pieces if adapted(piece)]
-    if own and tensor.rule.kind == "experts" and not adapter.dora:
-      found.experts[_of_model(tensor, nested)] = tensor, own
-      continue
-    for piece in own:
-      # Beside fused experts peft 0.21 takes every gate_proj, up_proj and down_proj for theirs, and leaves out the others.
-      taken = fused and re.search(r"(gate|up|down)_proj\.weight$", tensor.name) is not None
-      if tensor.rule.kind not in _LINEAR or taken or "router" in piece.path:
-        refused[re.sub(r"\d+", "N", tensor.name)] = None
-      else:
-        found.maps.append((_module(tensor, nested), piece))
-  return found._replace(refused=list(refused))
-
-
-def name_of(decoder: Decoder, piece: Piece) -> str:
-  """Our name of the weight that a piece is, ``layers.7.attention.q``."""
-  names = row_names(decoder, piece.path)
-  return names[piece.index[0]] if len(names) > 1 else names[0]
-
-
-def _of_model(tensor: Tensor, nested: bool) -> str:
-  """The name of a tensor in transformers' class."""
-  return (
-    tensor.name if tensor.name == HEAD else f"model.{'language_model.' if nested and not tensor.vision else ''}{tensor.name}"
-  )
-
-
-def _module(tensor: Tensor, nested: bool) -> str:
-  """The path of its module there."""
-  return _of_model(tensor, nested).removesuffix(".weight")
+  lost = f"lora_dropout = {adapter.dropout:g} is written as 0: peft has none beside target_parameters"
+  return Written(len(found.maps) + len(found.experts), (lost,) if parameters and adapter.dropout else ())
 
 
 def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -345,7 +299,7 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   file = SafetensorsFile(directory / WEIGHTS)
   family = FAMILIES[decoder_block].huggingface
   table = tensor_table(decoder, family)
-  tensors = {_bare(t.name): t for t in table if t.rule.kind in _LINEAR}
+  tensors = {_bare(t.name): t for t in table if t.rule.kind in LINEAR}
   stacked = {_bare(t.name): t for t in tensor_table(decoder, family, stacked=True) if t.rule.kind == "experts"}
   apart = {_bare(t.name): t for t in table if t.vision or t.name in (EMBEDDING, HEAD)} if config.get("modules_to_save") else {}
   same = _of_one_table(file, apart, bool(config.get("ensure_weight_tying")), where) if _EMBEDDING in apart else None
@@ -368,7 +322,8 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     part = match[2] or "magnitude_vector"
     found.setdefault(match[1], {})[f"lora_{part}"] = np.asarray(file.tensor(name), np.float32)
   parts = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config.get("use_dora") else [])]
-  of_experts = peft_experts.matched(found, stacked, config.get("target_parameters") or [], _bare, printable(file.path))
+  targets = config.get("target_parameters") or []
+  of_experts = peft_experts.matched(found, stacked, targets, _bare, printable(file.path))
   maps = []
   for module, own in sorted(found.items()):
     name, tensor = of_experts.get(module) or (module, tensors.get(_bare(module)))
@@ -390,6 +345,8 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     magnitude = None if magnitude is None else magnitude.reshape(-1)
     if module in of_experts:
       a, b = peft_experts.apart(a, b, each)
+    if any(f".{name}.weight".endswith(f".{target}") for target in targets):
+      name += ".weight"  # what the patterns of peft are held against
     maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
@@ -458,12 +415,12 @@ def _bare(module: str) -> str:
   return re.sub(r"^(?:(?:model|language_model)\.)+", "", name)
 
 
-def _scale(config: dict[str, Any], module: str, rank: int, where: str) -> float:
-  """What multiplies B A; patterns of ranks and alphas are by the end of a module's name, or regular expressions (peft)."""
+def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
+  """What multiplies B A; patterns of ranks and alphas are by the end of what peft targets, or regular expressions (peft)."""
   alpha = config.get("lora_alpha", 8)
   for pattern, value in (config.get("alpha_pattern") or {}).items():
     try:
-      if re.match(rf"(?:.*\.)?({pattern})$", module):
+      if re.match(rf"(?:.*\.)?({pattern})$", target):
         alpha = value
         break
     except re.error as error:

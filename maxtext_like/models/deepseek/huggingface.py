@@ -228,5 +228,6 @@ HUGGING_FACE = HuggingFace(
   names=_NAMES,
   layer=_LAYER,
   stacked=STACKED_EXPERTS,
+  dense_is_moe=True,
   unused=_unused,
 )
