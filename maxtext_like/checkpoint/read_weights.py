@@ -1,5 +1,6 @@
 """The parameters that a model begins with, from a checkpoint of ours or of Hugging Face."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.models.placed import Model
 from maxtext_like.models.row_norms import row_labels, row_squares
 from maxtext_like.storage import Place
+
+_log = logging.getLogger(__name__)
+_TOLD_ROUNDING = 0.05  # of what an adapter adds
 
 
 def read_weights(directory: Path | Place, model: Model) -> Any:
@@ -56,7 +60,13 @@ def read_weights(directory: Path | Place, model: Model) -> Any:
         f"init_from: {step}: an adapter on weights of its own, below another adapter on base_weights={model.base.form.name}\n"
         "  fix: export it first, and name what export writes; or leave base_weights out"
       )
-    return _finite(adapter_step.read_merged(step, stored, model, read_weights).params, step, model)
+    found = adapter_step.read_merged(step, stored, model, read_weights)
+    if found.rounding > _TOLD_ROUNDING:
+      _log.warning(
+        "%s: the adapter is added to weights in %s, and what rounding changes is %.2g of what it adds; weight_dtype=float32 "
+        "has all of it", step, model.config.precision.weight_dtype, found.rounding,
+      )  # fmt: skip
+    return _finite(found.params, step, model)
   allow = model.config.checkpoint.allow_dtype_change
   quantised = set() if model.base is None else set(model.base.weights)
   wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantised}

@@ -107,11 +107,15 @@ def test_another_rank_is_refused(workplace, capsys):
 
 
 @pytest.mark.slow
-def test_weights_that_were_cast_are_cast_again(workplace, tmp_path):
+def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   """A recipe's bfloat16 over a run of float32: whoever reads the adapter has to read what it was trained on."""
   words = (f"init_from={workplace}/base", *LORA, "weight_dtype=bfloat16", "allow_dtype_change=true", "base_weights=nf4")
-  assert train(workplace, "cast", *words, "steps=2") == 0
+  assert train(workplace, "cast", *words, "steps=2", "learning_rate=1e-3") == 0
   merged = maxtext_like.load(workplace / "cast", dtype="float32").logits([[5, 6, 7]])
+  assert "cast/checkpoints/2: the adapter is added to weights in bfloat16, and what rounding changes is 0." in caplog.text
+  caplog.clear()
+  maxtext_like.load(workplace / "cast", dtype="float32", weight_dtype="float32").logits([[5, 6, 7]])
+  assert "rounding" not in caplog.text
   maxtext_like.export_checkpoint(workplace / "cast", tmp_path / "hf", dtype="bfloat16")
   exported = maxtext_like.load(tmp_path / "hf", dtype="float32", weight_dtype="bfloat16", tokenizer="bytes").logits([[5, 6, 7]])
   np.testing.assert_array_equal(exported, merged)
