@@ -110,11 +110,12 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   given = {
     "shape": [round(config.training.per_device_batch_size), config.training.max_target_length],
     "form": form, "rank": config.adapter.lora_rank, "alpha": config.adapter.alpha, "steps": steps,
-    "modules": sorted({module for module, _ in found.maps}), "parameters": sorted(found.experts),
+    "modules": sorted({m.target for m in found.maps if not m.as_parameter}),
+    "parameters": sorted({*found.experts, *(m.target for m in found.maps if m.as_parameter)}),
   }  # fmt: skip
   with tempfile.TemporaryDirectory() as directory:
     write_config(config.model, "bfloat16", directory)
-    return ask(python, "adapter", given | {"directory": directory}) | {"without": found.refused}
+    return ask(python, "adapter", given | {"directory": directory}) | {"without": [*found.without_dora, *found.unwritten]}
 
 
 def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
