@@ -128,7 +128,7 @@ def _prepare(
   from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.read_weights import read_weights
-  from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located
+  from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, readable_step
   from maxtext_like.sharding import launchers
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
   from maxtext_like.training import memory
@@ -153,7 +153,7 @@ def _prepare(
   seed = np.uint32(config.training.seed % 2**32)
   step = None if checkpoint is None or is_hugging_face(checkpoint) else find_step(checkpoint)
   if program.adapter is not None and step is not None and holds_adapter_alone(stored := manifest.read(step)):
-    return Bisection(config, trained_params(program, step, stored), batch, tolerance, steps, say)
+    return Bisection(config, trained_params(program, readable_step(step), stored), batch, tolerance, steps, say)
   params: Any = read_weights(source, program.model) if source else program.model.lower_init().compile()(seed)
   if program.adapter is not None:
     params = with_given_adapter(program, program.lower_around().compile()(params, seed))["params"]

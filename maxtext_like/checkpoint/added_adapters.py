@@ -64,7 +64,9 @@ def _compare(directories: Sequence[Path], weights: Path) -> None:
       continue
     then = Base.from_json(step_of_adapter(directory)[1].extra[EXTRA])
     if then.same_files(found) is False:
-      _log.warning("%s was trained on %s, and the weights in %s are others: it says nothing of those", directory, then, weights)
+      _log.warning(
+        "%s was trained on %s, and the files of weights in %s are others: it says nothing of those", directory, then, weights
+      )
 
 
 def _has_magnitudes(directory: Path) -> bool:

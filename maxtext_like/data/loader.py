@@ -152,7 +152,7 @@ def make_data(
     "by_epoch": by_epoch,
   }
   packer = Packer(documents, **packed)
-  packer.on_skip, packer.on_loss = _SkipLog(), _LossLog(length, packed["max_images"])
+  packer.on_skip, packer.on_loss = _SkipLog(), _LossLog(split, length, packed["max_images"])
   rows = packer
   if shuffle and data.packing:
     size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
@@ -305,7 +305,11 @@ class _SkipLog:
 class _LossLog:
   """Says of conversations that are not, or not all, in the rows, once of each kind; all are counted in DataSource.counts."""
 
-  def __init__(self, length: int, max_images: int) -> None:
+  def __init__(self, split: Split, length: int, max_images: int) -> None:
+    # A run tells the counts of what it trains on alone.
+    self._more = (
+      "how many of them: at the end of the run, or with maxtext-like data" if split == "train" else "in the evaluation"
+    )
     self._unsaid = {
       "truncated": f"a conversation is longer than max_target_length={length}: what comes after is not trained",
       "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it ends before the next one",
@@ -314,7 +318,7 @@ class _LossLog:
 
   def __call__(self, loss: str) -> None:
     if (said := self._unsaid.pop(loss, None)) is not None:
-      logger.warning("%s; how many of them: at the end of the run, or with maxtext-like data", said)
+      logger.warning("%s; %s", said, self._more)
 
 
 class DataSource:
