@@ -1,17 +1,13 @@
-"""TensorBoard: the numbers of metrics.jsonl as event files.
-
-Only the format is tensorboardX's. Its own writer hands events to a thread through a short queue; that thread ends at the
-first error, and then the queue is full for ever and whoever logs waits with it.
-"""
+"""TensorBoard: the numbers of metrics.jsonl as event files."""
 
 import math
 import os
 import platform
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from maxtext_like.training.sinks import event_format
 from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.metrics import Row
 
@@ -41,20 +37,15 @@ class Events:
 
   def write(self, row: Row) -> None:
     """A finite row (``metrics.finite``) as one event. Raises OSError as ``AppendedFile.append``."""
-    # Here and not at the top: the import takes a third of a second, and the first step is done by now.
-    from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
-    from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
-
     now = time.time()
     self._directory.mkdir(exist_ok=True)
     if self._file is None:
-      header = _record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+      header = event_format.record(event_format.file_version(now))
       if self._step:
         header += _start(self._step)
       name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}"
       self._file = AppendedFile(self._directory / name, header)
-    summary = Summary(value=[Summary.Value(tag=tag, simple_value=number) for tag, number in scalars(row)])
-    self._file.append(_record(Event(wall_time=now, step=row["step"], summary=summary).SerializeToString()))
+    self._file.append(event_format.record(event_format.scalars(now, row["step"], scalars(row))))
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
@@ -76,15 +67,4 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 def _start(step: int) -> bytes:
   """The event at which TensorBoard forgets what comes after ``step``."""
-  from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
-
-  start = SessionLog(status=SessionLog.START)
-  return _record(Event(wall_time=time.time(), step=step + 1, session_log=start).SerializeToString())
-
-
-def _record(event: bytes) -> bytes:
-  """An event as TFRecord has it: its length and its bytes, each with a checksum."""
-  from tensorboardX.record_writer import masked_crc32c
-
-  length = struct.pack("<Q", len(event))
-  return length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
+  return event_format.record(event_format.session_start(time.time(), step + 1))
