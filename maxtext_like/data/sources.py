@@ -82,16 +82,16 @@ def source_names(data: DataConfig, split: Split) -> tuple[str, ...]:
 
 def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
   """The files of each source of a split. UserError: as `input_files.find`; a file that two sources have."""
-  key, owners, suffixes = path_key(data, split), {}, kind_of(data).load("SUFFIXES")
-  found = {
-    name: input_files.find(paths, suffixes, data.dataset, dotted(key, name))
-    for name, paths in sorted(by_source(getattr(data, key)).items() or {"": None}.items())
-  }
-  for name, files in found.items():
-    for file in files:
-      if (kind := _other_dataset(file, data.dataset, suffixes)) is not None:
+  key, owners, found = path_key(data, split), {}, {}
+  for name, paths in sorted(by_source(getattr(data, key)).items() or {"": None}.items()):
+    dataset = _dataset_of(data, key, name)
+    suffixes = DATASETS[dataset].load("SUFFIXES")
+    found[name] = input_files.find(paths, suffixes, dataset, dotted(key, name))
+    for file in found[name]:
+      if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
-          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={data.dataset}\n  fix: files of one kind"
+          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={dataset}\n  fix: files of one kind, or "
+          "sources by name, of which each may have its own"
         )
       if (other := owners.setdefault(os.path.realpath(file), name)) != name:
         raise UserError(
@@ -104,15 +104,31 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
 def kind_of_files(data: DataConfig) -> str:
   """The kind of data set of the files of data.dataset_path, by the first name or first file there that says it; jsonl where
   none does. Of those kinds whose records have several fields."""
-  kinds = {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
   for paths in by_source(data.dataset_path).values():
-    names = [paths] if isinstance(paths, str) else [*(paths or ())]
-    with contextlib.suppress(UserError):  # of what is not there: told when it is opened
-      names += input_files.find(paths, tuple(kinds), "sft", "dataset_path")[:1]
-    for name in names:
-      if found := next((kind for suffix, kind in kinds.items() if name.endswith(suffix)), None):
-        return found
+    if named := _kinds_named(paths):
+      return named[0]
   return "jsonl"
+
+
+def _dataset_of(data: DataConfig, key: str, source: str) -> str:
+  """The kind of data set of a source: data.dataset, but for one that stands beside others, or is for evaluation, and has files
+  of one other kind alone, whose records have fields as those of data.dataset do."""
+  if kind_of(data).fields and (source or key == "eval_path"):
+    named = _kinds_named(by_source(getattr(data, key))[source])
+    if data.dataset not in named and len(named) == 1:
+      return named[0]
+  return data.dataset
+
+
+def _kinds_named(paths: str | Sequence[str] | None) -> list[str]:
+  """The kinds of data sets that entries of data.dataset_path name, each once: those whose records have several fields. By the
+  names, else by the files in the folders."""
+  entries = [paths] if isinstance(paths, str) else [*(paths or ())]
+  kinds = {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
+  if not all(entry.endswith(tuple(kinds)) for entry in entries):
+    with contextlib.suppress(UserError):  # of what is not there: told when it is opened
+      entries += input_files.find(paths, tuple(kinds), "sft", "dataset_path")
+  return list(dict.fromkeys(kind for entry in entries for suffix, kind in kinds.items() if entry.endswith(suffix)))
 
 
 def _other_dataset(file: str, dataset: str, suffixes: tuple[str, ...]) -> str | None:
@@ -144,11 +160,12 @@ def open_documents(
     trained = {file for files in find_files(data, "train").values() for file in files}
     if common := sorted(set(files) & trained):
       logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
-  return {
-    name: kind.load(kind.opens)(files, data, vision=vision, whole=whole, key=dotted(key, name))
-    for name, files in found.items()
-    if only in (None, name)
-  }
+  opened = {}
+  for name, files in found.items():
+    if only in (None, name):
+      own = DATASETS[_dataset_of(data, key, name)]
+      opened[name] = own.load(own.opens)(files, data, vision=vision, whole=whole, key=dotted(key, name))
+  return opened
 
 
 def dotted(key: str, source: str) -> str:

@@ -2,11 +2,14 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from maxtext_like.data.pack import KEYS
 from maxtext_like.data.tokenizer import BytesTokenizer
@@ -154,6 +157,25 @@ def test_each_source_is_evaluated_by_itself(make, paths, tmp_path):
   own = write(tmp_path / "own.jsonl", ["own"])
   assert make(**keys, eval_path={"own": own, "web": paths["web"]}, split="eval", source="own").documents == {"own": 1}
   assert make(**keys, eval_path=own, split="eval", source="").documents == {"": 1}
+
+
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_a_source_may_be_of_another_kind_of_files(make, paths, tmp_path, named):
+  (tmp_path / "web").mkdir()
+  texts = [json.loads(line)["text"] for line in Path(paths["web"]).read_text().splitlines()]
+  other = tmp_path / "web" / "texts.parquet"
+  parquet.write_table(pyarrow.table({"text": texts}), other)
+  other = str(other if named == "file" else other.parent)
+  keys = {"dataset_weights": WEIGHTS, "eval_fraction": 0.2}
+  mixed, plain = make(dataset_path=paths | {"web": other}, **keys), make(dataset_path=paths, **keys)
+  same(take(mixed, 20), take(plain, 20))
+  held_out = {"split": "eval", "source": "web"}
+  same(
+    take(make(dataset_path=paths | {"web": other}, **keys, **held_out), 2),
+    take(make(dataset_path=paths, **keys, **held_out), 2),
+  )
+  own = {"eval_path": other, "split": "eval", "source": ""}
+  assert make(dataset_path=paths["code"], **own).documents == {"": 40}
 
 
 def test_sources_that_cannot_be_mixed(make, paths, tmp_path):
