@@ -18,6 +18,8 @@ from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training.program import make_program
 
+pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
+
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 WORDS += ["dataset=text", "eval_fraction=0", "weight_dtype=bfloat16", "learning_rate=0.02", "checkpoint_interval=2"]

@@ -39,7 +39,7 @@ def slow(*values):
     slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
     # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
-    ("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
+    slow("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
     slow("gemma4-e4b", "v6e-8", [], 16.24, 154.8),
     slow("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
     slow("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 6.88, 79.06),

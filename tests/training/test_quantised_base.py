@@ -12,6 +12,8 @@ from maxtext_like.checkpoint import manifest
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 
+pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
+
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 WORDS += ["dataset=text", "eval_fraction=0", "dtype=float32"]
@@ -78,7 +80,6 @@ def maxtext_like_base(workplace: Path, form: str) -> str:
   return fingerprint(read_weights(workplace / "base", make_program(config).model))
 
 
-@pytest.mark.slow
 def test_it_is_the_same_model_however_it_is_loaded(workplace):
   """The run, its adapter on the base that it was trained on, and what export writes; not its adapter on other weights."""
   load = lambda *args, **more: maxtext_like.load(*args, dtype="float32", **more).logits(TOKENS)
@@ -100,7 +101,6 @@ def test_what_merging_rounds_is_told(workplace, tmp_path):
   assert 1e-3 < share < 0.3
 
 
-@pytest.mark.slow
 def test_several_adapters_on_one_base(workplace):
   words = (f"init_from={workplace}/base", *LORA, "steps=2", "lora_modules=[q_proj, down_proj]", "seed=5")
   assert train(workplace, "second", *words) == 0

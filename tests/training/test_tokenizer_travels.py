@@ -152,6 +152,7 @@ def test_generate_and_export_need_no_tokenizer(place: Path, trained: Path, tmp_p
   assert "no tokenizer" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_told(place: Path, trained: Path, capsys: pytest.CaptureFixture):
   write_letters(place / "another", user=9)
   words = ["--checkpoint", str(trained), "--prompt", "a", f"compilation_cache_dir={place}/cache"]
@@ -167,6 +168,7 @@ def test_a_damaged_tokenizer_is_refused(trained: Path, tmp_path: Path, capsys: p
   assert "tokenizer.json has changed since it was written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_tokenizer_or_is_refused(place: Path, trained: Path, capsys: pytest.CaptureFixture):
   write_letters(place / "another", user=9)
   for other, extra in (("bytes", "vocab_size=61"), (f"{place}/another", "allow_data_change=true")):
@@ -196,6 +198,7 @@ def test_a_damaged_tokenizer_in_the_newest_step_is_not_the_one_that_a_run_goes_o
   assert fresh.tokenizer == "bytes"
 
 
+@pytest.mark.slow
 def test_a_new_run_takes_that_of_the_weights_it_begins_with(place: Path, trained: Path):
   assert train(place, "second", "steps=4", f"init_from={trained}") == 0
   assert files_of(place / "runs/second/checkpoints/4") == files_of(trained / "checkpoints/4")

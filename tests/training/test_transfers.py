@@ -32,6 +32,7 @@ def test_what_libtpus_programs_move(words, gb):
     assert sum(t.bytes for t in moved if t.kind in kinds.split()) / 1e9 == pytest.approx(wanted, rel=0.02), kinds
 
 
+@pytest.mark.slow
 def test_an_axis_of_experts_gathers_what_is_no_expert():
   """A mesh of nothing else: dense weights lie over it too, and come whole to every device."""
   alone = planned("gemma4-moe-tiny", "h200-8", "ici_fsdp_parallelism=1", "ici_expert_parallelism=8")
@@ -46,6 +47,7 @@ def test_what_cannot_be_split_is_added_up_whole():
   assert sum(t.bytes for t in p.transfers) == pytest.approx(twice, rel=0.3)  # and the table in more than one piece
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_a_table_that_is_trained_whole_is_added_up_like_the_models_own(axis):
   """For each piece of the logits, and split or not as it lies."""
