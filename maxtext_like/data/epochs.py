@@ -80,6 +80,36 @@ def _outline(number: int, size: int, learned: bool, images: tuple[ImageSpan, ...
   return Document(number, ids, images=images, learned=flags)
 
 
+class Ending:
+  """Where data end: how many rows there are, from the beginning or from a position.
+
+  Args:
+    packer: over outlines, of ``epochs`` passes.
+    identity: JSON of all that the rows follow from.
+    epochs: passes.
+  """
+
+  def __init__(self, packer: Packer, identity: dict[str, Any], epochs: int):
+    self._packer = packer
+    self.rows = count_rows(packer, identity, epochs)
+
+  def rows_left(self, position: dict[str, Any], *, counted: bool) -> int:
+    """Rows behind a position.
+
+    Args:
+      position: state of a ``Packer`` over the documents themselves, or of a ``ShuffleBuffer`` of one.
+      counted: ``rows`` are of the same data from the beginning. Else what follows is packed once more.
+
+    Raises:
+      KeyError, TypeError, IndexError, StopIteration, UserError: it is no such state, or of other data.
+    """
+    inner, taken = (position["rows"], position["next"]) if "block" in position else (position, 0)
+    if counted:
+      return max(self.rows - inner["tally"]["rows"] - taken, 0)
+    self._packer.set_state(inner)
+    return _rest(self._packer) - taken
+
+
 def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
   """The rows of a packer that ends, or what they were when the same data were counted before.
 
@@ -94,14 +124,20 @@ def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
   entry = cache_folder() / f"rows-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogateescape'))}.json"
   with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is no whole entry is counted again
     return int(json.loads(entry.read_bytes())["rows"])
-  rows = 0
-  with contextlib.suppress(StopIteration):
-    while True:
-      next(packer)
-      rows += 1
+  rows = _rest(packer)
   try:
     entry.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(entry, json.dumps({"rows": rows}) + "\n")
   except OSError as error:
     logger.warning("%s: cannot be written (%s), so rows are counted again at every start", entry.parent, error.strerror)
+  return rows
+
+
+def _rest(packer: Packer) -> int:
+  """The rows that a packer has until its end."""
+  rows = 0
+  with contextlib.suppress(StopIteration):
+    while True:
+      next(packer)
+      rows += 1
   return rows

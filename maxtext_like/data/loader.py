@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data import going_on
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
-from maxtext_like.data.epochs import Outlines, count_rows
+from maxtext_like.data.epochs import Ending, Outlines
 from maxtext_like.data.inspection import Rules, inspect, judge
 from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.multimodal import Multimodal
@@ -50,10 +51,6 @@ Batch = dict[str, np.ndarray]
 FORMAT = 1  # of the state; changes when the same settings give another stream of rows
 BUFFER_ROWS, BUFFER_TOKENS = 128, 2**18  # ShuffleBuffer: rows a buffer, within this many tokens
 SKIPS_LOGGED = 10
-HELD_OUT = (
-  "(eval_fraction counts where eval_interval is set: eval_interval=N goes on with the documents that were held out from "
-  "training, whether or not anything evaluated them)"
-)
 STALL_WARN_SECONDS, STALL_LIMIT_SECONDS = 60.0, 600.0
 
 
@@ -175,21 +172,18 @@ def make_data(
     identity |= {"chat": chat.identity(), "text_field": None}
   if multimodal:
     identity["vision"] = multimodal.identity()
-  in_all = None
+  ending = None
   if by_epoch:
     identity["by_epoch"] = True
     (part,) = parts.values()
     unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # no pixels are wanted
     outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
-    in_all = count_rows(
-      Packer(DocumentStream(part.order, outlines), **packed),
-      identity | {"skip": data.on_bad_record, "naming": rules.naming},
-      epochs or 0,
-    )
+    outlined = Packer(DocumentStream(part.order, outlines), **packed)
+    ending = Ending(outlined, identity | {"skip": data.on_bad_record, "naming": rules.naming}, epochs or 0)
   opened = DataSource(
     rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
     stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents={name: part.count for name, part in parts.items()},
-    in_all=in_all,
+    ending=ending,
   )  # fmt: skip
   if split == "train" and not by_epoch and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
     opened.close()
@@ -339,15 +333,15 @@ class DataSource:
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
     documents: dict[str, int] | None = None,
-    in_all: int | None = None,
+    ending: Ending | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
   ):
     """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of each source;
-    `in_all`: how many rows there are until the end, where that is known."""
+    `ending`: of data that have an end."""
     self.tokenizer = tokenizer
-    self.rows = in_all
+    self._ending = ending
     self.documents = documents or {}
     self.identity = identity
     self._multimodal = multimodal
@@ -416,6 +410,19 @@ class DataSource:
     epochs = {f"epoch/{name}": self._given[f"documents/{name}"] / count for name, count in self.documents.items()}
     return epochs | {name: round(number) for name, number in self._given.items() if name.startswith("tokens/")}
 
+  @property
+  def rows(self) -> int | None:
+    """How many there are from the beginning to the end; None: there is no end."""
+    return None if self._ending is None else self._ending.rows
+
+  def rows_left(self, state: dict[str, Any], *, accept_changes: bool = False) -> int | None:
+    """How many rows there are from where `state` was taken to the end; None: there is no end. Raises as `set_state`."""
+    if self._ending is None:
+      return None
+    position, changed = self._going_on(state, accept_changes)
+    with going_on.damage_told():
+      return self._ending.rows_left(position["rows"], counted=not changed)
+
   def get_state(self) -> dict[str, Any]:
     """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
     return {"identity": self.identity, "state": self._state}
@@ -427,27 +434,14 @@ class DataSource:
     takes other differences as well, with a warning: reading goes on at the start of the document where it was (by its
     position), or with the first document when packing, shuffling or the kind of data set changed.
     """
-    if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
-      raise UserError("the checkpoint's data state is damaged: it has no identity and state")
-    position = state["state"]
-    saved = {"special_tokens_in_text": "literal"} | state["identity"]  # what there was before the key
-    if self.tokenizer is None:
-      saved = dict(state["identity"])
-    saved.pop("process", None)  # when each process had a stream of its own; a run was one process then
-    if "vision" in self.identity and "vision" in saved:  # once it had the keys of every tower
-      saved = saved | {"vision": {key: value for key, value in saved["vision"].items() if key in self.identity["vision"]}}
-    if changed := differences(saved, self.identity):
-      listed = "\n  ".join(changed)
-      if saved.get("eval_fraction") != self.identity.get("eval_fraction"):
-        listed += "\n  " + HELD_OUT
-      if not accept_changes:
-        raise UserError(
-          f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"
-          "Restore them, start a new run (init_from takes the weights without the data position), or allow_data_change=true"
-        )
-      logger.warning("resuming although the data are not those of the checkpoint:\n  %s", listed)
-      position = _to_document_start(position, self._initial)
+    position, changed = self._going_on(state, accept_changes)
+    if changed:
+      onward = "the document where it was, by its number" if position is not self._initial else "the first document"
+      logger.warning("resuming although the data are not those of the checkpoint, from %s:\n  %s", onward, changed)
     self._restart(position)
+
+  def _going_on(self, state: dict[str, Any], accept_changes: bool) -> tuple[dict[str, Any], str]:
+    return going_on.position(state, self.identity, self._initial, accept_changes=accept_changes)
 
   def reset(self) -> None:
     """Starts again from the first batch."""
@@ -460,11 +454,9 @@ class DataSource:
       self._waiting()
       raise RetryableError("the data source stalls: its thread does not stop")
     self._prefetch = self._head = None
-    try:
+    with going_on.damage_told():
       self._rows.set_state(state["rows"])
-      self._ended = bool(state["ended"]) and self.rows is None  # with more epochs it goes on
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
-      raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
+      self._ended = bool(state["ended"]) and self._ending is None  # with more epochs it goes on
     self._state, self._counts, self._given = state, self._rows.counts(), self._rows.given()
 
   def close(self) -> None:
@@ -474,30 +466,3 @@ class DataSource:
     if self._prefetch is not None:
       self._prefetch.stop()
       self._prefetch = None
-
-
-def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dict[str, Any]:
-  """`position` moved back to a document start if the rows of the present settings can go on there; else `initial`."""
-  rows = position["rows"]
-  if rows.keys() != initial["rows"].keys() or _of_mixture(rows) != _of_mixture(initial["rows"]):
-    return initial
-  if "block" in rows:
-    return {"rows": {**rows, "next": 0, "rows": {**rows["rows"], "used": 0}}, "ended": False}
-  return {"rows": {**rows, "used": 0} if "used" in rows else rows, "ended": False}
-
-
-def _of_mixture(rows: dict[str, Any]) -> bool:
-  """Whether a state is one of several sources."""
-  return "sources" in rows.get("rows", rows).get("documents", {})
-
-
-def differences(saved: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
-  """One line for each key whose value differs: what it was, what it is."""
-  lines = []
-  for key in sorted(saved.keys() | present.keys()):
-    was, now = saved.get(key, "absent"), present.get(key, "absent")
-    if isinstance(was, dict) and isinstance(now, dict):
-      lines += differences(was, now, f"{prefix}{key} ")
-    elif was != now:
-      lines.append(f"{prefix}{key}: was {was}, is {now}")
-  return lines

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,28 @@ def open_data(
   )
 
 
-def counted(program: TrainProgram, data: DataSource) -> TrainProgram:
-  """The program with the number of its steps: of a run by epochs as many as its data's rows take, the last one filled up."""
+@dataclass(frozen=True)
+class Begun:
+  """A run that goes on: its finished steps, and the state of its training data behind them."""
+
+  step: int
+  data: dict[str, Any]
+
+
+def counted(program: TrainProgram, data: DataSource, begun: Begun | None = None) -> TrainProgram:
+  """The program with the number of its steps: of a run by epochs as many as its data's rows take, the last one filled up.
+
+  What was trained before counts as it was, whatever its batches were.
+
+  Raises:
+    UserError: the data are not those of ``begun``, and allow_data_change is false.
+  """
   if data.rows is None:
     return program
-  return program.with_steps(-(-data.rows // program.global_batch))
+  step, left = 0, data.rows
+  if begun is not None:
+    step, left = begun.step, data.rows_left(begun.data, accept_changes=program.config.checkpoint.allow_data_change) or 0
+  return program.with_steps(step - (-left // program.global_batch))
 
 
 def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path | Place) -> tuple[TrainProgram, Batch]:

@@ -68,10 +68,11 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   return "\n".join(lines)
 
 
-def passes(program: TrainProgram, data: DataSource) -> str:
-  """How the steps of a run by epochs come about."""
+def passes(program: TrainProgram, data: DataSource, begun: int) -> str:
+  """How the steps of a run by epochs come about; ``begun``: steps that are finished, which may have had other batches."""
   t, documents = program.config.training, sum(data.documents.values())
-  return f"epochs  {t.epochs} of {documents:,} documents: {data.rows:,} rows, {t.last_step:,} steps of {program.global_batch:,}"
+  steps = f"{t.last_step:,} steps, {t.last_step - begun:,} more of" if begun else f"{t.last_step:,} steps of"
+  return f"epochs  {t.epochs} of {documents:,} documents: {data.rows:,} rows, {steps} {program.global_batch:,}"
 
 
 def described(adapter: Adapter) -> str:

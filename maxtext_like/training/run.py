@@ -28,7 +28,7 @@ from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
 from maxtext_like.storage import Place
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
-from maxtext_like.training.batches import counted, open_data
+from maxtext_like.training.batches import Begun, counted, open_data
 from maxtext_like.training.best import Best
 from maxtext_like.training.evaluation import Evaluation
 from maxtext_like.training.finiteness import FinitenessGuard
@@ -42,7 +42,7 @@ from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.progress import Progress, Shown, duration
 from maxtext_like.training.restarts import Restarts
-from maxtext_like.training.run_checkpoints import finished, open_manager, open_mirror
+from maxtext_like.training.run_checkpoints import finished, newest_begun, open_manager, open_mirror
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import Samples
 from maxtext_like.training.signals import StopAsked, StopRequest
@@ -97,6 +97,7 @@ class _Opened:
   """What a run has open before its first step."""
 
   program: TrainProgram
+  begun: int  # finished steps of the newest checkpoint
   need: memory.MemoryEstimate
   limit: memory.Limit | None
   settings: DataConfig
@@ -147,7 +148,7 @@ class _Run:
       stack.callback(watchdog.leave)
       progress.say(introduction(opened.program, directory.shown, opened.need, opened.limit))
       if opened.data.rows is not None:
-        progress.say(passes(opened.program, opened.data))
+        progress.say(passes(opened.program, opened.data, opened.begun))
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
@@ -189,7 +190,9 @@ class _Run:
       return stack.enter_context(contextlib.closing(opened))
 
     data = open_split("train")
-    program = counted(program, data)
+    newest = self._first(lambda: newest_begun(self._directory, c.checkpoint))
+    begun = None if newest is None else Begun(**newest)
+    program = stop.interruptible(lambda: counted(program, data, begun))
     self._config = c = program.config
     self._progress.last_step = c.training.last_step
     held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
@@ -205,7 +208,7 @@ class _Run:
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, next(iter(mirrors), None)))
-    return _Opened(program, need, limit, settings, data, held_out, samples, manager)
+    return _Opened(program, begun.step if begun else 0, need, limit, settings, data, held_out, samples, manager)
 
   def _look_at_checkpoints(self, opened: _Opened) -> str | None:
     """Judges the steps that are there. The line that says that the run is finished; None: there is work to do."""

@@ -1,13 +1,14 @@
 """The checkpoints of a run: what stands there before it begins, who writes them, and their second place."""
 
 from pathlib import Path
+from typing import Any
 
 from maxtext_like.checkpoint import accompanying_files, manifest, restore
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.tree import flatten
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import CheckpointConfig, Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.training import standing
 from maxtext_like.training.best import stopped_early
@@ -59,6 +60,21 @@ def open_manager(
     mirror_seconds=min(watchdog.limit("exit") / 2, 24 * 3600),
     peers_seconds=min(watchdog.limit("save"), 24 * 3600),
   )
+
+
+def newest_begun(directory: RunDirectory, settings: CheckpointConfig) -> dict[str, Any] | None:
+  """The fields of ``Begun`` of the newest complete step, as JSON; None: there is none to go on from.
+
+  Raises:
+    UserError, RetryableError: as ``standing.look``.
+  """
+  newest = standing.look(directory.path, directory.checkpoints).newest
+  if newest is None or not (settings.enable_checkpointing and settings.resume):
+    return None
+  try:
+    return {"step": newest, "data": manifest.read(directory.checkpoints / str(newest)).extra["data"]}
+  except manifest.DamageError:  # which the restore tells, and takes the one before
+    return None
 
 
 def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, str | None] | None:

@@ -16,7 +16,9 @@ from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.restore import Restored
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.data.loader import DataSource
+from maxtext_like.errors import RetryableError
 from maxtext_like.masking import masked
+from maxtext_like.training.batches import Begun, counted
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
@@ -70,6 +72,7 @@ def prepare(
         progress.say(masked(line))
       with goodput.phase("restore"):
         data.set_state(restored.extra["data"], accept_changes=program.config.checkpoint.allow_data_change)
+        _require_counted_from(program, data, restored)
       if spikes is not None:
         spikes.set_state(restored.extra.get(SPIKES))
       if best is not None:
@@ -103,6 +106,15 @@ def prepare(
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, look, step, state, base)
+
+
+def _require_counted_from(program: TrainProgram, data: DataSource, restored: Restored) -> None:
+  """RetryableError where a run by epochs ends elsewhere than it was counted, as the newest step was no longer to be read."""
+  last = counted(program, data, Begun(restored.step, restored.extra["data"])).config.training.last_step
+  if last != program.config.training.last_step:
+    raise RetryableError(
+      f"the newest step is damaged, and from step {restored.step} on the epochs end with step {last}; the same command goes on"
+    )
 
 
 def _below(program: TrainProgram, params: Any) -> Base:

@@ -78,9 +78,42 @@ def test_every_document_is_in_each_pass_once_and_the_rows_are_known(make, text, 
   same(take(resumed, len(batches) - at), batches[at:])
   longer = make(**keys, length=length, global_batch=batch, epochs=passes + 1)
   longer.set_state(state)
-  assert len(rows_of(longer)[0]) >= max(longer.rows - at * batch, 1)  # a last batch was filled up
-  for source in (whole, begun, resumed, longer):
+  left = longer.rows_left(state)
+  assert len(rows_of(longer)[0]) == left >= max(longer.rows - at * batch, 1)  # a last batch was filled up
+  other = make(**keys, length=length, global_batch=data.draw(st.integers(1, 5)), epochs=passes)
+  other.set_state(state)
+  assert len(rows_of(other)[0]) == other.rows_left(state) == max(whole.rows - at * batch, 0)
+  for source in (whole, begun, resumed, longer, other):
     source.close()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("change", ["files", "packing"])
+def test_of_other_data_the_rows_that_are_left_are_counted_from_where_they_go_on(make, text, tmp_path, caplog, shuffle, change):
+  keys = {"shuffle": shuffle, "eval_interval": 0, "length": 97, "global_batch": 2}
+  begun = make(dataset_path=text, **keys, epochs=2)
+  take(begun, 7)
+  state = begun.get_state()
+  more = write(tmp_path / "b.jsonl", [f"{i} more" * (i % 9) for i in range(50)])
+  changed = {"dataset_path": [text, more]} if change == "files" else {"dataset_path": text, "packing": False}
+  other = make(**keys, **changed, epochs=3)
+  with pytest.raises(UserError, match="cannot resume: the data are not those of the checkpoint"):
+    other.rows_left(state)
+  left = other.rows_left(state, accept_changes=True)
+  anew = change == "packing" and shuffle  # there is no buffer to go on in
+  assert left == other.rows if anew else 0 < left < other.rows
+  with caplog.at_level(logging.WARNING):
+    other.set_state(state, accept_changes=True)
+  where = "the first document" if anew else "the document where it was, by its number"
+  assert f"not those of the checkpoint, from {where}:" in caplog.text
+  assert len(rows_of(other)[0]) == left
+
+
+def test_a_damaged_position_is_told(make, text):
+  source = make(dataset_path=text, epochs=1)
+  state = source.get_state()
+  with pytest.raises(UserError, match="data state is damaged: KeyError"):
+    source.rows_left(state | {"state": {"ended": False}})
 
 
 def test_a_number_that_was_counted_is_not_counted_again(make, text, cache, monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -321,9 +322,32 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
   assert main(["train", str(workplace / "epochs/config.yml"), "epochs=2"]) == 0  # the last batch of one was filled up
   shown = capsys.readouterr().out
   assert "changed epochs: was 1, is 2" in shown
-  assert "epochs  2 of 11 documents: 22 rows, 6 steps of 4" in shown
+  assert "epochs  2 of 11 documents: 22 rows, 6 steps, 3 more of 4" in shown
   rows = metrics(workplace, "epochs")
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
   assert [row["epoch"] for row in rows][-1] == 2
   once = sum(min(len(text) + 2, 16) - 1 for text in texts[:11])
   assert [sum(row["tokens"] for row in part) for part in (rows[:3], rows[3:])] == [once, once]
+
+
+@pytest.mark.parametrize(
+  ("size", "steps", "shown"),
+  [(1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1"), (7, 3, "11 rows, 3 steps, 1 more of 7")],
+)
+def test_with_other_batches_a_run_by_epochs_trains_the_rows_that_are_left(
+  workplace, unbroken, tmp_path, capsys, size, steps, shown
+):
+  texts = [f"{i} fox" for i in range(11)]
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  words = ["dataset=jsonl", f"dataset_path={tmp_path}/a.jsonl", "packing=false", "eval_fraction=0", "epochs=1"]
+  name = f"batches-of-{size}"
+  assert train(workplace, name, *words, "per_device_batch_size=2", "checkpoint_interval=1", "max_to_keep=9") == 0
+  for step in range(3, 7):
+    shutil.rmtree(workplace / name / "checkpoints" / str(step), ignore_errors=True)
+  capsys.readouterr()
+  assert train(workplace, name, *words, f"per_device_batch_size={size}") == 0
+  assert shown in capsys.readouterr().out
+  rows = metrics(workplace, name)
+  assert [row["step"] for row in rows] == list(range(1, steps + 1))
+  assert sum(row["tokens"] for row in rows) == sum(len(text) + 1 for text in texts)
+  assert rows[-1]["epoch"] == 1
