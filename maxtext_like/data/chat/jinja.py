@@ -22,6 +22,7 @@ from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 
 MAX_BYTES = 2**20  # of a template; the longest known has 30 KiB
+DEFAULT, TOOL_USE = "default", "tool_use"  # as transformers names templates; the second is for conversations with tools
 BREAK = "\ufdd0"  # no character, and in no record: set into a spelling that is to stay text
 
 
@@ -29,20 +30,41 @@ def find_template(folder: Path) -> tuple[str, str] | None:
   """The template that lies beside a tokenizer, and the file that it is from; None: there is none.
 
   Raises:
-    UserError: a file that cannot be read or used.
+    UserError: a file that cannot be read or used; several templates by name, none of which is the default.
   """
+  found = _named_templates(folder)
+  if found and DEFAULT not in found:
+    path = next(iter(found.values()))[1]
+    raise UserError(
+      f"{path}: the chat templates there are {', '.join(map(strict_json.printable, found))}, none is named {DEFAULT}\n"
+      f"  fix: chat_template=FILE with one of them in a file of its own, or name the one that is meant {DEFAULT}"
+    )
+  return found.get(DEFAULT)
+
+
+def template_beside(tokenizer: Tokenizer) -> "Jinja | None":
+  """The template that lies beside a tokenizer, with the one that is there for tools; None: there is none. Raises UserError."""
+  folder = tokenizer.files[0].parent if tokenizer.files else None
+  if folder is None or (found := find_template(folder)) is None:
+    return None
+  tools = _named_templates(folder).get(TOOL_USE)
+  return Jinja(*found, tokenizer, Jinja(*tools, tokenizer) if tools else None)
+
+
+def _named_templates(folder: Path) -> dict[str, tuple[str, str]]:
+  """The templates beside a tokenizer by the names that transformers gives them, each with its file."""
   if (path := folder / "chat_template.jinja").is_file():
-    return read_template(path), str(path)
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return {name: (read_template(path), str(path)) for name, path in ((DEFAULT, path), *((path.stem, path) for path in more))}
   for name in ("chat_template.json", "tokenizer_config.json"):
     path = folder / name
     found = strict_json.parse_file(path, limit=16 * MAX_BYTES).get("chat_template") if path.is_file() else None
-    if isinstance(found, list):  # several by name
-      found = next(
-        (entry.get("template") for entry in found if isinstance(entry, dict) and entry.get("name") == "default"), None
-      )
-    if isinstance(found, str):
-      return found, str(path)
-  return None
+    entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
+    pairs = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
+    named = {key: (text, str(path)) for key, text in pairs if isinstance(key, str) and isinstance(text, str)}
+    if named:
+      return named
+  return {}
 
 
 def read_template(path: Path) -> str:
@@ -65,9 +87,22 @@ class Jinja:
   needed: tuple[str, ...] = ()
   ends: tuple[str, ...] = ()  # generation_config.json says them
 
-  def __init__(self, source: str, name: str, tokenizer: Tokenizer):
-    """`name`: of its file. Raises UserError: no jinja2, or none that can be run."""
+  def __init__(self, source: str, name: str, tokenizer: Tokenizer, for_tools: "Jinja | None" = None):
+    """A template.
+
+    Args:
+      source: the template.
+      name: of its file.
+      tokenizer: whose special tokens it writes.
+      for_tools: renders conversations with tools in its place.
+
+    Raises:
+      UserError: no jinja2, or none that can be run.
+    """
     self.name = f"{Path(name).name}, xxh3 {xxhash.xxh3_128_hexdigest(source.encode('utf-8', 'surrogatepass'))}"
+    if for_tools is not None:
+      self.name += f", with tools {for_tools.name}"
+    self._for_tools = for_tools
     spelt = {id_: text for text, id_ in tokenizer.special.items()}
     self._tokens = {
       f"{kind}_token": spelt.get(id_ if id_ is not None else -1, "")
@@ -78,12 +113,16 @@ class Jinja:
       text for text in set(re.findall(r"<[^<>\s]{1,40}>|\[[A-Z_/]{1,40}\]", source)) if tokenizer.find(text) is not None
     ]
     self.special = frozenset(tokenizer.special) | frozenset(marked)
+    if for_tools is not None:
+      self.special |= for_tools.special
     if not self.special:
       raise UserError(f"{name}: the tokenizer has no special tokens, so nothing would tell a turn from its text")
     self._spelling = re.compile("|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True)))
     self._template: Callable[..., str] = compile_template(source, name)
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    if conversation.tools and self._for_tools is not None:
+      return self._for_tools.render(conversation, purpose)
     with bounded_time():
       tools = self._broken([dict(tool) for tool in conversation.tools]) or None
       messages = [self._message(message) for message in conversation.messages]

@@ -5,7 +5,7 @@ from pathlib import Path
 from maxtext_like.data.chat.deepseek3 import DeepSeek3, DeepSeek32
 from maxtext_like.data.chat.gemma3 import Gemma3
 from maxtext_like.data.chat.gemma4 import Gemma4
-from maxtext_like.data.chat.jinja import Jinja, find_template, read_template
+from maxtext_like.data.chat.jinja import Jinja, read_template, template_beside
 from maxtext_like.data.chat.rendering import Renderer
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
@@ -34,14 +34,14 @@ def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
   if name in RENDERERS:
     return RENDERERS[name]
   if name == AUTO:
-    found = find_template(tokenizer.files[0].parent) if tokenizer.files else None
+    found = template_beside(tokenizer)
     if found is None:
       raise UserError(
         "chat_template is auto, but no chat template is published for the model's family that is known here, and none lies "
         f"beside the tokenizer\n  fix: a tokenizer with its chat_template.jinja, or chat_template= one of "
         f"{', '.join(RENDERERS)} or the path of a jinja file"
       )
-    return Jinja(*found, tokenizer)
+    return found
   path = Path(name).expanduser()
   if not path.is_file():
     raise UserError(f"chat_template is '{name}', expected {AUTO}, {', '.join(RENDERERS)} or the path of a jinja file")

@@ -8,7 +8,7 @@ import pytest
 
 from maxtext_like.data.chat import sandbox
 from maxtext_like.data.chat.encode import ChatEncoder, answers_to_learn
-from maxtext_like.data.chat.jinja import Jinja, find_template
+from maxtext_like.data.chat.jinja import Jinja, find_template, template_beside
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.rendering import RenderError
 from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
@@ -161,3 +161,31 @@ def test_where_a_template_lies(tokenizer, tmp_path: Path):
   assert find_template(tmp_path) == ("c", str(tmp_path / "chat_template.jinja"))
   with pytest.raises(UserError, match=r"y.jinja: not a jinja template that can be run: Encountered unknown tag"):
     Jinja("{% nonsense %}", "y.jinja", tokenizer)
+
+
+def test_the_template_for_tools_renders_conversations_with_tools(tokenizer, tmp_path: Path):
+  (tmp_path / "tokenizer.json").write_bytes(tokenizer.files[0].read_bytes())
+  blind = CHATML.replace("{%- if tools %}", "{%- if false %}")  # the default refuses tools, as those of such lists do
+  plain = read_conversation({"messages": [ASK, ANSWER]}, "", "/")
+  tools = read_conversation({"messages": [ASK, ANSWER], "tools": [{"function": {"name": "add"}}]}, "", "/")
+  entries = {"rag": "r", "tool_use": CHATML, "default": blind}
+
+  def check() -> None:
+    renderer = template_beside(load_tokenizer(str(tmp_path / "tokenizer.json")))
+    assert renderer is not None
+    assert renderer.name.count("xxh3") == 2
+    for conversation, source in ((plain, blind), (tools, CHATML)):
+      assert renderer.render(conversation, "training") == Jinja(source, "x", tokenizer).render(conversation, "training")
+
+  listed = [{"name": name, "template": source} for name, source in entries.items()]
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+  check()
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed[:2]}))
+  with pytest.raises(
+    UserError, match=r"tokenizer_config.json: the chat templates there are rag, tool_use, none is named default"
+  ):
+    template_beside(load_tokenizer(str(tmp_path / "tokenizer.json")))
+  (tmp_path / "chat_template.jinja").write_text(blind)
+  (tmp_path / "additional_chat_templates").mkdir()
+  (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
+  check()
