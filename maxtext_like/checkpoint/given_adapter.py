@@ -170,7 +170,7 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   """The settings of an adapter of peft as keys of ours.
 
   Raises:
-    UserError: as ``peft.read_adapter``; maps that two weights of ours share.
+    UserError: as ``peft.read_adapter``; maps that two weights of ours share; a ``lora_alpha`` that is not above 0.
   """
   config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
   where = printable(directory / peft.CONFIG)
@@ -183,6 +183,13 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   rslora = bool(config.get("use_rslora"))
   ranks = {name: own.rank for name, own in maps.items()}
   alphas = {name: float(f"{own.scale * (ranks[name] ** 0.5 if rslora else ranks[name]):.9g}") for name, own in maps.items()}
+  if (low := next((name for name, value in alphas.items() if value <= 0), None)) is not None:
+    key = "lora_alpha" if config.get("lora_alpha") == alphas[low] else "alpha_pattern"
+    raise UserError(
+      f"{where}: {key} = {alphas[low]:g} for {printable(low)} is not above 0\n"
+      "  why: with 0 nothing of an addition is trained, and below 0 it is taken away\n"
+      "  fix: begin afresh where it is 0 (lora_rank= in the place of lora_from); else write -lora_B and a lora_alpha above 0"
+    )
   (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
   return dataclasses.replace(
     model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),

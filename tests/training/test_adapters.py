@@ -377,6 +377,8 @@ def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
     (["lora_rank=3", "lora_alpha=6"], {"alpha_pattern": {"q_proj": 3}}, "6.0 but for {'attention.q': 3.0} there, 6.0 here"),
     (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_from: the adapter there brings its own"),
     ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
+    ([], {"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0 for layers.0."),
+    ([], {"alpha_pattern": {"q_proj": -1}}, "adapter_config.json: alpha_pattern = -1 for layers.0.attention.q is not above 0"),
     (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_from"),
   ],
 )

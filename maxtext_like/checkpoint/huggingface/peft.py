@@ -333,7 +333,7 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     a, b, magnitude = own["lora_A"], own["lora_B"], own.get("lora_magnitude_vector")
     each = tensor.shape[0] if module in of_experts else 1
     fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] and (b.shape[0], a.shape[1]) == tensor.shape[-2:]
-    if not fits or a.shape[0] % each:
+    if not fits or a.shape[0] % each or not a.shape[0]:
       raise UserError(
         f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} make no map of "
         f"{list(tensor.shape)}"
