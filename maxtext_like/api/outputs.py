@@ -1,9 +1,9 @@
-"""A Hugging Face checkpoint on given arrays, with everything that transformers can be compared on.
+"""A checkpoint on given arrays, with everything that transformers can be compared on.
 
 B batch, T position, D model, V vocabulary, E experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
   from maxtext_like.checkpoint.huggingface.weights import Weights
   from maxtext_like.config.load import Loaded
   from maxtext_like.config.schema import Config
+  from maxtext_like.layers.decoder import Decoder
+  from maxtext_like.models.placed import Model
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,11 @@ def forward(
   gradients: bool = False,
   **keys: Any,
 ) -> Outputs:
-  """Runs a Hugging Face checkpoint on arrays. With ``dtype=float32``, ``matmul_precision`` is highest unless it is given.
+  """Runs a checkpoint on arrays. With ``dtype=float32``, ``matmul_precision`` is highest unless it is given.
 
   Args:
-    checkpoint: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache.
+    checkpoint: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache; or a run,
+      or one of its checkpoints: of an adapter, with the weights below it and the adapter added.
     inputs: an .npz file, or its arrays: input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask,
       position_ids, segment_ids; with images pixel_values, token_type_ids or mm_token_type_ids [B, T], and Gemma 4's
       image_position_ids.
@@ -57,10 +60,8 @@ def forward(
   """
   import numpy as np
 
-  from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.inputs import make_batch, read_arrays
-  from maxtext_like.checkpoint.huggingface.inputs_vision import has_images
-  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+  from maxtext_like.checkpoint.weight_sources import find_step
 
   given, place = words(overrides, keys, forward), place_of(checkpoint, "checkpoint")
   if isinstance(inputs, str | Path):
@@ -73,13 +74,9 @@ def forward(
       raise UserError(
         f'{named}: no arrays by name: {error}\n  fix: as {{"input_ids": [[5, 6, 7], [8, 9, 10]]}}, rows of one length'
       ) from None
-  shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
-  # The tower is read where there are images for it, unless an override has a say.
-  tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
-  # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
-  config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
+  step = None if (place / "config.json").is_file() else find_step(place)
+  loaded, weights = _open_hugging_face(place, given, arrays) if step is None else _open_step(step, given)
   model = loaded.config.model
-  weights = open_weights(place, config, loaded)
   lookup = weights.decoder.cfg.lookup
   read = make_batch(arrays, named, vocab_size=model.vocab_size, lookup=lookup, vision=loaded.config.vision)
   if gradients and "targets" not in read.batch:
@@ -90,20 +87,86 @@ def forward(
   return Outputs(outputs, (*loaded.notes, *weights.notes, *kernels, *unused))
 
 
+@dataclass
+class StepWeights:
+  """The weights of a step of ours, as ``Weights`` are those of a Hugging Face checkpoint.
+
+  Attributes:
+    decoder: the model.
+    model: the same on its device.
+    step: where they are.
+    notes: none.
+  """
+
+  decoder: "Decoder"
+  model: "Model"
+  step: Path
+  notes: tuple[str, ...] = ()
+
+  def load(self) -> Any:
+    """The parameters, an adapter added to those below it. Raises UserError, NonFiniteError."""
+    from maxtext_like.checkpoint.read_weights import read_weights
+
+    return read_weights(self.step, self.model)
+
+  def in_transformers(self, tree: dict) -> "Iterator[tuple[str, np.ndarray]]":
+    """Arrays of a tree like the parameters by transformers' names."""
+    from maxtext_like.checkpoint.huggingface.weights import in_transformers
+
+    config = self.model.config
+    return in_transformers(self.decoder, config.model.decoder_block, tree, nested=config.vision.use_multimodal)
+
+
+def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.ndarray]") -> "tuple[Loaded, Weights]":
+  from maxtext_like.checkpoint.huggingface.config import read_config
+  from maxtext_like.checkpoint.huggingface.inputs_vision import has_images
+  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+
+  shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
+  # The tower is read where there are images for it, unless an override has a say.
+  tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
+  # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
+  config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
+  return loaded, open_weights(place, config, loaded)
+
+
+def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
+  import jax
+
+  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.stored_config import load_stored
+  from maxtext_like.models.placed import make_model
+  from maxtext_like.sharding.mesh import make_mesh
+
+  try:
+    loaded = load_stored(manifest.read(step).config, str(step), given)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
+  return loaded, StepWeights(_decoder(loaded), model, step)
+
+
 def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":
   """The checkpoint's weights matched against the decoder that the configuration describes."""
+  from maxtext_like.checkpoint.huggingface.weights import Weights
+
+  return Weights(checkpoint, _decoder(loaded), config)
+
+
+def _decoder(loaded: "Loaded") -> "Decoder":
+  """The model of a configuration, whose float32 is whole unless a word says otherwise."""
   import dataclasses
 
   import jax
 
-  from maxtext_like.checkpoint.huggingface.weights import Weights
   from maxtext_like.models.build import build_decoder, precision_of
 
   settings, training = loaded.config.precision, loaded.config.training
   precision = precision_of(settings)
-  if precision.dtype == "float32" and loaded.origins["precision.matmul_precision"].startswith("configs/base.yml"):
+  origin = loaded.origins["precision.matmul_precision"]
+  if precision.dtype == "float32" and origin.startswith(("configs/base.yml", str(loaded.path))):  # a step has every key
     precision = dataclasses.replace(precision, matmul_precision="highest")
-  decoder = build_decoder(
+  return build_decoder(
     loaded.config.model,
     precision,
     layer_precision=settings.layer_precision,
@@ -113,10 +176,9 @@ def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded"
     attention=training.attention,
     platform=jax.default_backend(),
   )
-  return Weights(checkpoint, decoder, config)
 
 
-def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.ndarray"]) -> list[str]:
+def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: dict[str, "np.ndarray"]) -> list[str]:
   """Gives the decoder the attention kernels that pass their self-test here; returns what each fused one came to."""
   import jax
 
@@ -139,7 +201,7 @@ def _settle_kernels(weights: "Weights", loaded: "Loaded", batch: dict[str, "np.n
 
 
 def evaluator(
-  weights: "Weights", config: "Config", *, gradients: bool, compiler_options: dict | None = None
+  weights: "Weights | StepWeights", config: "Config", *, gradients: bool, compiler_options: dict | None = None
 ) -> Callable[[dict, dict[str, "np.ndarray"]], dict[str, "np.ndarray"]]:
   """A function of parameters and a batch to outputs by the names of ``DESCRIPTION``; compiled once for batches of one shape.
 

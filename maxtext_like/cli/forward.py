@@ -1,4 +1,4 @@
-"""``maxtext-like forward``: a Hugging Face checkpoint on given arrays, written out for comparison with transformers."""
+"""``maxtext-like forward``: a checkpoint on given arrays, written out for comparison with transformers."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path, local_path
 from maxtext_like.errors import UserError
 
-DESCRIPTION = """Runs a Hugging Face checkpoint (config.json, safetensors) on the arrays of an .npz file.
+DESCRIPTION = """Runs a Hugging Face checkpoint (config.json, safetensors), or a run, on the arrays of an .npz file.
 
 inputs:  input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask, position_ids, segment_ids;
          with images pixel_values, token_type_ids or mm_token_type_ids [B, T], Gemma 4 also image_position_ids
@@ -69,7 +69,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="directory with config.json and safetensors")
+  parser.add_argument(
+    "--checkpoint", type=checkpoint_path, metavar="DIR", help="directory with config.json and safetensors, or a run"
+  )
   parser.add_argument("--inputs", type=existing_path, metavar="IN.npz", help="the input arrays")
   parser.add_argument("--output", type=local_path, metavar="OUT.npz", help="where to write the results; replaced if it exists")
   parser.add_argument("--gradients", action="store_true", help="gradients of the loss as well; needs labels")

@@ -153,6 +153,15 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
   merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])
   exported = maxtext_like.load(tmp_path / "hf", dtype="float32", tokenizer="bytes").logits([[5, 6, 7]])
   np.testing.assert_allclose(exported, merged, atol=1e-6)
+  inputs = {"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]}
+  of_run, of_export = (
+    maxtext_like.forward(place, inputs, gradients=True, dtype="float32").arrays
+    for place in (workplace / "adapter", tmp_path / "hf")
+  )
+  assert of_run.keys() == of_export.keys()
+  np.testing.assert_allclose(of_run["logits"], merged, atol=1e-6)
+  for name, value in of_run.items():
+    np.testing.assert_allclose(value, of_export[name], atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(

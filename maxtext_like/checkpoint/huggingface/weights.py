@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
+from maxtext_like.checkpoint.huggingface.peft_places import name_in_transformers
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.tensor_file import FLOAT8
 from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
@@ -279,16 +280,8 @@ class Weights:
     return params
 
   def in_transformers(self, tree: dict) -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays of a tree like the parameters, gradients say, under the names and shapes of transformers' parameters.
-
-    Buffers (layer_scalar, the router's correction bias) are left out: transformers has no gradients for them.
-    """
-    leaves = dict(flatten(tree))
-    prefix = "model.language_model." if self._config.multimodal else "model."
-    for tensor in tensor_table(self.decoder, self._family, stacked=True):
-      if not tensor.rule.buffer:
-        before = "" if tensor.name == HEAD else "model." if tensor.vision else prefix
-        yield before + tensor.name, tensor.from_params(leaves)
+    """See the function of this name."""
+    return in_transformers(self.decoder, self._config.model["decoder_block"], tree, nested=self._config.multimodal)
 
   def _place(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
     import jax
@@ -304,6 +297,22 @@ class Weights:
       host = self.values(path, slices[key], dtype)
       arrays += [jax.device_put(host, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def in_transformers(decoder: Decoder, decoder_block: str, tree: dict, *, nested: bool) -> Iterator[tuple[str, np.ndarray]]:
+  """Arrays of a tree like the parameters, gradients say, under the names and shapes of transformers' parameters.
+
+  Buffers (layer_scalar, the router's correction bias) are left out: transformers has no gradients for them.
+
+  Args:
+    decoder, decoder_block: the model.
+    tree: the arrays.
+    nested: transformers has the text model inside of another.
+  """
+  leaves = dict(flatten(tree))
+  for tensor in tensor_table(decoder, FAMILIES[decoder_block].huggingface, stacked=True):
+    if not tensor.rule.buffer:
+      yield name_in_transformers(tensor, nested=nested), tensor.from_params(leaves)
 
 
 def load_hugging_face(
