@@ -14,6 +14,7 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _INT_LENGTH = 40  # characters; from 4300 digits on Python refuses, with an error of its own
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]")  # octal to some readers, decimal to others
+_WORDS = re.compile(r"[\w.-]+(, ?[\w.-]+)*")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
@@ -96,7 +97,10 @@ def _literal_text(choice: object) -> str:
 
 def _tuple(node: Node, kind: object) -> tuple:
   if not isinstance(node, Sequence):
-    raise CoercionError(f"{_shown(node)} where a list is needed: write [a, b]")
+    # What the user wrote, as a list: of several words between commas, else of the one text.
+    word = node.text if isinstance(node, Scalar) and isinstance(kind, type) and not is_null(node) else None
+    write = "a, b" if word is None else word if _WORDS.fullmatch(word) else json.dumps(word, ensure_ascii=False)
+    raise CoercionError(f"{_shown(node)} where a list is needed: write [{write}]")
   return tuple(coerce(item, kind) for item in node.items)
 
 

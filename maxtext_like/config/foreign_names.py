@@ -20,15 +20,19 @@ class Foreign:
   Attributes:
     says: the end of the sentence ``unknown key 'lr': ...``.
     write: what to write; ``{value}`` is what was written. Empty: leave the key out.
+    listed: the key takes a list, where other trainers take words between commas.
   """
 
   says: str
   write: str = ""
+  listed: bool = False
 
   def fix(self, value: str) -> str:
     """What to do, for the value that was given."""
     if "{value}" not in self.write and value.lower() in ("false", "none", "null"):
       return "leave it out"
+    if self.listed and not value.startswith("["):
+      value = f"[{LIST_WORDS.get(value, value)}]"
     return f"write {self.write.replace('{value}', value)}" if self.write else "leave it out"
 
 
@@ -40,6 +44,8 @@ def _told(says: str, write: str, *names: str) -> dict[str, Foreign]:
   return {name: Foreign(says, write) for name in names}
 
 
+LIST_WORDS = {"all": "all-linear"}
+"""What a word in the place of a list of weights is here: LLaMA-Factory's."""
 _AXES = "the mesh has five axes, data, fsdp, expert, context and tensor, with a size each (docs/parallelism.md)"
 _HUB = "nothing is downloaded or uploaded by this program"
 _ADAPTERS = "of adapters this version has LoRA, rsLoRA and DoRA, on quantised weights too"
@@ -183,7 +189,10 @@ NAMES: dict[str, Foreign] = {
   **_renamed("load_balance_loss_weight", "router_aux_loss_coef", "aux_loss_alpha", "moe_aux_loss_coeff"),
   # What is not here, where a family of names below would be too wide or a name of ours too near.
   **_renamed("lora_rank", "lora_r", "lora_dim"),
-  **_renamed("lora_modules", "lora_target", "lora_target_modules", "target_modules"),
+  **{
+    name: Foreign("here it is lora_modules, a list", "lora_modules={value}", listed=True)
+    for name in ("lora_target", "lora_target_modules", "target_modules")
+  },
   **_renamed("lora_rslora", "use_rslora"),
   **_renamed("lora_dora", "use_dora"),
   **_told(

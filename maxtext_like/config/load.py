@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.config import hub, maxtext, maxtext_file
+from maxtext_like.config import foreign_names, hub, maxtext, maxtext_file
 from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names, named_file
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
@@ -338,7 +338,10 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
         values[leaf] = None
         unset.append(leaf)
       else:
-        problems.append(Problem(f"{entry.origin}: {leaf}: {error}"))
+        word = entry.node.text if isinstance(entry.node, Scalar) else ""
+        ours = foreign_names.LIST_WORDS.get(word) if leaf in ("lora_modules", "base_weights_modules") else None
+        said = f"'{word}' where a list is needed: write [{ours}]" if ours else error
+        problems.append(Problem(f"{entry.origin}: {leaf}: {said}"))
   if unset and not allow_unset:
     needed = ", ".join(f"{leaf} ({describe(LEAVES[leaf][1])})" for leaf in unset)
     problems.append(Problem(f"the model file does not set {needed}", fix="add them under model:"))

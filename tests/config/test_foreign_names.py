@@ -36,7 +36,7 @@ ANSWERS = {
   "hidden_size": "emb_dim=7",
   "rng_seed": "seed=7 data_shuffle_seed=7",
   "lora_r": "lora_rank=7",
-  "lora_target_modules": "lora_modules=7",
+  "lora_target_modules": "lora_modules=[7]",
   "use_rslora": "lora_rslora=7",
   "freeze_vision_tower": "vision_tower=frozen",
   "lora_bias": "LoRA, rsLoRA and DoRA, on quantised weights too",
@@ -70,6 +70,21 @@ def test_answers(name):
 def test_a_flag_that_is_off_is_to_be_left_out():
   with pytest.raises(UserError, match="fix: leave it out"):
     load_config("gemma4-tiny", ["bf16=false"])
+
+
+@pytest.mark.parametrize(
+  ("word", "ours"),
+  [
+    ("lora_target=q_proj,v_proj", "[q_proj,v_proj]"), ("lora_target=all", "[all-linear]"),
+    ("lora_target=[q_proj, v_proj]", "[q_proj, v_proj]"), ("lora_modules=all", "[all-linear]"),
+    ("lora_modules=q_proj, v_proj", "[q_proj, v_proj]"), (r"lora_modules=mlp\..*", r'["mlp\\..*"]'),
+  ],
+)  # fmt: skip
+def test_a_list_that_is_to_be_written_is_taken(word, ours):
+  with pytest.raises(UserError) as refused:
+    load_config("gemma4-tiny", ["lora_rank=2", word])
+  assert re.search(r"write (?:lora_modules=)?(\[.*\])$", str(refused.value))[1] == ours  # pyright: ignore[reportOptionalSubscript]
+  assert load_config("gemma4-tiny", ["lora_rank=2", f"lora_modules={ours}"]).config.adapter.lora_modules
 
 
 def test_unknown_keys_are_listed_all_at_once(tmp_path):
