@@ -2,7 +2,8 @@
 transformers have for them.
 
 An entry is ``all-linear``, a run of whole parts of a name (``q_proj``, ``self_attn.q_proj``, ``attention``, ``experts``,
-``layers.3``), or a regular expression, searched in both names.
+``layers.3``), or a regular expression, searched in both names. Transformers' whole names, with what its classes and peft have
+before the layers (``model.layers.0.self_attn.q_proj``), are taken from their beginnings.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from maxtext_like.checkpoint.huggingface.tensors import tensor_table
+from maxtext_like.checkpoint.huggingface.tied import PREFIXES
 from maxtext_like.config.problems import nearest
 from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.config.vision import VisionTower
@@ -34,6 +36,8 @@ _REGULAR = frozenset("*+?[](){}|^$\\")
 _CHOOSING = frozenset({"router", "indexer"})
 _NAMED_ALONE = _CHOOSING | {"experts"}
 _LAYER = re.compile(r"layers\.\d+\.")
+_OUTER = tuple(peft + prefix for peft in ("", "base_model.model.") for prefix in PREFIXES)
+"""What stands before the names of transformers in its classes, and in peft's."""
 _TOWER, _TOWER_LAYERS = "vision.", "vision.layers."
 _OF_NONE = {"frozen": "is frozen", "projector": "stays but for its projector", "trained": "is trained itself"}
 """Values of ``vision_tower`` with which no entry means a weight of the tower."""
@@ -72,14 +76,24 @@ class Candidate:
     if entry == ALL_LINEAR:
       return self.ordinary
     if _REGULAR & set(entry):
-      found = any(re.search(entry, name) for name in (self.name, *self.theirs))
+      whole = (outer + name for name in self.theirs for outer in self._outer) if "model" in entry else ()
+      found = any(re.search(entry, name) for name in (*self.all, *whole))
       return found and (self.ordinary or any(word in entry for word in self._own_words))
-    return any(_run(entry, name, last=not self.ordinary and not self._own_words & set(entry.split("."))) for name in self.all)
+    last = not self.ordinary and not self._own_words & set(entry.split("."))
+    if outer := next((outer for outer in sorted(_OUTER, key=len, reverse=True) if outer and entry.startswith(outer)), ""):
+      parts, names = entry.removeprefix(outer).split("."), self.theirs if outer in self._outer else ()
+      return any(name.split(".")[: None if last else len(parts)] == parts for name in names)
+    return any(_run(entry, name, last=last) for name in self.all)
 
   @property
   def all(self) -> tuple[str, ...]:
     """Its names, of every spelling."""
     return (self.name, *self.theirs)
+
+  @property
+  def _outer(self) -> tuple[str, ...]:
+    """What may stand before its names; a tower's are beside the language model."""
+    return tuple(outer for outer in _OUTER if "language_model" not in outer) if self.name.startswith(_TOWER) else _OUTER
 
   @property
   def _own_words(self) -> frozenset[str]:

@@ -22,7 +22,11 @@ MEANT = [
   ("gemma4-tiny", "attention", ATTENTION),
   ("gemma4-tiny", "layers.1", f"{ATTENTION} {MLP}"),
   ("gemma4-tiny", r"layers\.[01]\..*_proj", f"{ATTENTION} {MLP}"),
+  ("gemma4-tiny", "model.layers.0.self_attn.q_proj", "attention.q"),  # as export --adapter writes it, and as peft has it
+  ("gemma4-tiny", "base_model.model.model.language_model.layers.0.self_attn.q_proj", "attention.q"),
+  ("gemma4-tiny", r"^model\.layers\.(0|1)\.", f"{ATTENTION} {MLP}"),
   ("gemma4-tiny", "embed_tokens", "embedding.table"),
+  ("gemma4-tiny", "model.embed_tokens", "embedding.table"),
   ("gemma4-e2b-tiny", "all-linear", f"{ATTENTION} {MLP} ple.gate ple.projection"),
   ("gemma4-moe-tiny", "all-linear", f"{ATTENTION} {MLP}"),
   ("gemma4-moe-tiny", "experts", EXPERTS),
@@ -59,7 +63,8 @@ def test_an_entry(names, model, entry, meant):
 
 
 def test_one_layer_alone(names):
-  assert {name.split(".")[1] for name in names("gemma4-tiny", ["layers.3"])} == {"3"}
+  for entry in ("layers.3", "model.layers.3", "model.layers.3.mlp.up_proj", r"^model\.language_model\.layers\.3\."):
+    assert {name.split(".")[1] for name in names("gemma4-tiny", [entry])} == {"3"}
 
 
 def test_entries_add_up(names):
@@ -72,6 +77,8 @@ def test_entries_add_up(names):
   ("model", "entry", "said"),
   [
     ("gemma4-tiny", "qproj", "'qproj' is no weight of this model\n  fix: all-linear, or names as q_proj"),
+    ("gemma4-tiny", "model.self_attn.q_proj", "'model.self_attn.q_proj' is no weight of this model"),
+    ("gemma4-tiny", "model.layers.", "'model.layers.' is no weight of this model"),
     ("gemma4-tiny", "experts", "'experts' is no weight of this model"),
     ("deepseek3.2-tiny", "q_proj", "names as q_a_proj, q_b_proj"),
     ("gemma4-tiny", "q_proj(", "'q_proj(' is not a regular expression"),
