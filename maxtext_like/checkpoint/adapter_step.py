@@ -1,7 +1,7 @@
 """Checkpoints that hold an adapter alone: what names the weights below it, and how both are read together."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,22 +70,25 @@ class Base:
       return None
     return self.files == found
 
-  def require(self, found: "Base", step: Path | Place, *, same_form: bool = True) -> None:
+  def require(self, found: "Base", step: Path | Place, *, same_form: bool = True, changed: Sequence[str] = ()) -> None:
     """Refuses other weights than those that an adapter was trained on.
 
     Args:
       found: what is there.
       step: of the adapter.
       same_form: they are in the dtype of then; else every number may be another, and only the files tell.
+      changed: the keys that say how they are read and are others now, a line each.
 
     Raises:
       UserError: they are others.
     """
     if self.fingerprint != found.fingerprint if same_form else self.same_files(found.files) is False:
+      lines = "".join(f"  {line}\n" for line in changed)
+      fix = "name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
+      if changed:
+        fix = "use the checkpoint's values, or start a new run with another run_name"
       raise UserError(
-        f"{step}: the weights below this adapter are others now\n"
-        f"  then: {self}\n  now:  {found}\n"
-        "  fix: name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
+        f"{step}: the weights below this adapter are others now\n{lines}  then: {self}\n  now:  {found}\n  fix: {fix}"
       )
 
   def __str__(self) -> str:

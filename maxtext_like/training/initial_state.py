@@ -6,18 +6,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import adapter_step, manifest, restore
+from maxtext_like.checkpoint import adapter_step, compatibility, manifest, restore
 from maxtext_like.checkpoint.adapted_weights import configured_adapter
 from maxtext_like.checkpoint.given_adapter import read_given
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, no_checkpoint, readable_step
+from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.storage import Place
 from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
+
+_OF_BASE = ("adapter.base_weights", "adapter.base_weights_modules", "precision.weight_dtype")
+"""What says how the weights below an adapter are kept, and so is in their fingerprint."""
 
 
 def read_state(directory: Path | Place, program: TrainProgram) -> State:
@@ -45,7 +49,9 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   c = program.config
   _require_same_sizes(program, restored.config, restored.directory)
   weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
-  adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory)
+  pairs = compatibility.differences(restored.config, compatibility.record(c))
+  changed = [f"{key}: checkpoint {to_text(was)}, this run {to_text(now)}" for key, was, now in pairs if key in _OF_BASE]
+  adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory, changed=changed)
   return weights, found
 
 

@@ -99,6 +99,11 @@ def test_other_weights_below_are_refused(workplace, capsys):
   said = capsys.readouterr().err
   assert "the weights below this adapter are others now" in said
   assert f"then: {workplace}/base" in said
+  assert "fix: name the very weights in init_from" in said
+  assert train(workplace, "adapter", f"init_from={workplace}/base", *LORA, "steps=6", "base_weights=nf4") == 2
+  said = capsys.readouterr().err
+  assert "are others now\n  adapter.base_weights: checkpoint null, this run nf4\n" in said
+  assert "fix: use the checkpoint's values" in said
 
 
 def test_another_rank_is_refused(workplace, capsys):
