@@ -29,13 +29,29 @@ def name_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: ato
     (checkpoints / FILE_NAME).write_bytes(content.encode())
     return
   atomic.write_text(checkpoints / FILE_NAME, content, fence)
-  new = checkpoints / f"{NAME}.{os.getpid()}.tmp"
+  link, new = checkpoints / NAME, checkpoints / f"{NAME}.{os.getpid()}.tmp"
   try:
+    for left in checkpoints.glob(f"{NAME}.*.tmp"):  # of one that was killed
+      left.unlink(missing_ok=True)
     new.symlink_to(str(step))
     with fence():
-      new.replace(checkpoints / NAME)
+      if link.is_dir() and not link.is_symlink():  # a run that was copied with its links followed
+        aside = _aside(link)
+        _log.warning("%s is a directory and no link to the best step; moved to %s, which nothing reads", link, aside.name)
+      new.replace(link)
   except OSError as error:  # a disk without links
-    _log.warning("%s: %s; name the step that %s has", checkpoints / NAME, error.strerror, FILE_NAME)
+    with contextlib.suppress(OSError):
+      new.unlink(missing_ok=True)
+    _log.warning("%s: %s; name the step that %s has", link, error.strerror, FILE_NAME)
+
+
+def _aside(path: Path) -> Path:
+  """Gives what is there another name, and returns that."""
+  number = 1
+  while os.path.lexists(target := path.with_name(f"{NAME}.copied{f'-{number}' if number > 1 else ''}")):
+    number += 1
+  path.rename(target)
+  return target
 
 
 def named_best(checkpoints: Path | Place) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from unittest.mock import MagicMock
 
@@ -177,3 +178,19 @@ def test_the_best_is_a_link_that_follows(tmp_path):
     assert (tmp_path / "best").resolve() == tmp_path / str(step)
     assert named_best(tmp_path) == step
   assert sorted(path.name for path in tmp_path.iterdir()) == ["20", "40", "best", "best.json"]
+
+
+def test_a_best_that_was_copied_as_a_directory_becomes_a_link_again(tmp_path, caplog):
+  """As shutil.copytree leaves it, which follows links; and a link that a killed process did not get to name."""
+  (tmp_path / "best").mkdir()
+  (tmp_path / "best" / "manifest.json").write_text("{}")
+  (tmp_path / f"best.{os.getpid()}.tmp").symlink_to("10")
+  (tmp_path / "best.1.tmp").symlink_to("10")
+  for step in (20, 40):
+    (tmp_path / str(step)).mkdir()
+    name_best(tmp_path, step, 1.0 / step)
+    assert (tmp_path / "best").resolve() == tmp_path / str(step)
+  assert [record.getMessage() for record in caplog.records] == [
+    f"{tmp_path}/best is a directory and no link to the best step; moved to best.copied, which nothing reads"
+  ]
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["20", "40", "best", "best.copied", "best.json"]
