@@ -51,6 +51,11 @@ def read_conversation(record: object, place: str, folder: str, fields: ImageFiel
   return _Reader(place, folder, fields or ImageFields()).read(record)
 
 
+def _shown(value: object) -> str:
+  """A value as JSON, in which "0" is no 0."""
+  return strict_json.printable(json.dumps(value, ensure_ascii=False, default=str))
+
+
 class _Reader:
   def __init__(self, place: str, folder: str, fields: ImageFields):
     self._place, self._folder, self._fields = place, folder, fields
@@ -90,7 +95,7 @@ class _Reader:
       raise self._bad(f"chat_template_kwargs is {type(given).__name__}, expected an object")
     thinking = record.get("enable_thinking", given.get("enable_thinking"))
     if thinking is not None and not isinstance(thinking, bool):
-      raise self._bad(f"enable_thinking is {strict_json.printable(thinking)}, expected true or false")
+      raise self._bad(f"enable_thinking is {_shown(thinking)}, expected true or false")
     return Conversation(tuple(messages), self._tools(record.get("tools")), thinking)
 
   def _text(self, text: object, field: str) -> str:
@@ -123,11 +128,11 @@ class _Reader:
     role = _ROLES.get(spelt) if isinstance(spelt, str) else None
     if role is None:
       raise self._bad(f"{where} has the role {strict_json.printable(spelt)!r}, expected one of {', '.join(_ROLES)}")
-    content = value.get("content")
+    content, of_content = value.get("content"), f"{where}.content" if weighable else where  # else the record has it there
     if isinstance(content, list | tuple):
-      content = tuple(self._part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+      content = tuple(self._part(part, f"{of_content}[{i}]") for i, part in enumerate(content))
     elif content is not None:
-      content = self._text(content, f"{where}.content")
+      content = self._text(content, of_content)
     thinking = next((value[key] for key in ("reasoning", "reasoning_content", "thinking") if value.get(key)), None)
     if thinking is not None:
       thinking = self._text(thinking, f"{where}.reasoning_content")
@@ -158,7 +163,7 @@ class _Reader:
     """Whether an answer is learned."""
     weight = value.get("weight")
     if weight not in (None, 0, 1):
-      raise self._bad(f"{where}.weight is {strict_json.printable(weight)}, expected 0 or 1")
+      raise self._bad(f"{where}.weight is {_shown(weight)}, expected 0 or 1")
     return weight != 0
 
   def _part(self, part: object, where: str) -> str | Picture:
