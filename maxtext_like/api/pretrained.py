@@ -35,7 +35,7 @@ class Pretrained:
   Attributes:
     model: the configuration, the mesh, and where every parameter lies.
     directory: where the weights are.
-    own_tokenizer: of its text; None: the directory has none.
+    own_tokenizer: of its text; None: the directory has none; an error: what it has is of no use, told to who asks.
     files: where generation_config.json may be; None: nowhere.
     notes: for whoever uses it.
     adapters: that are added to the weights.
@@ -43,7 +43,7 @@ class Pretrained:
 
   model: "Model"
   directory: Path
-  own_tokenizer: "Tokenizer | None"
+  own_tokenizer: "Tokenizer | UserError | None"
   files: Path | None
   notes: tuple[str, ...] = ()
   adapters: tuple[Path, ...] = ()
@@ -59,9 +59,11 @@ class Pretrained:
 
   @property
   def tokenizer(self) -> "Tokenizer":
-    """Of its text. Raises UserError where there is none."""
+    """Of its text. Raises UserError where there is none that can be used."""
     if self.own_tokenizer is None:
       raise UserError(f"{self.directory}: {_NO_TOKENIZER}")
+    if isinstance(self.own_tokenizer, UserError):
+      raise self.own_tokenizer
     return self.own_tokenizer
 
   @functools.cached_property
@@ -159,7 +161,7 @@ def load(
   given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
   if not place.is_dir():
     raise UserError(f"{place}: no such directory{hub.advice(str(place))}")
-  trained = None
+  trained, unusable = None, None
   if (place / "config.json").is_file():
     loaded, files = _hugging_face(place, given, images), place
     there = any((place / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
@@ -173,14 +175,20 @@ def load(
       raise UserError(f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)")
     own, trained = of_step(step), fingerprint_of(step)
   named = own if loaded.config.data.tokenizer == AUTO else loaded.config.data.tokenizer
-  tokenizer = None if named is None else load_tokenizer(named, loaded.config.model.vocab_size)
+  tokenizer = None
+  try:
+    tokenizer = None if named is None else load_tokenizer(named, loaded.config.model.vocab_size)
+  except UserError as error:
+    if loaded.config.data.tokenizer != AUTO:
+      raise
+    unusable = error  # a run on token ids has no text: its weights are of use without
   notes = loaded.notes
   if tokenizer is not None and trained is not None and trained != tokenizer.fingerprint:
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)
   model = make_model(loaded.config, runs_attention=False)  # with a cache, attention is written out
   several = [adapters] if isinstance(adapters, str | Path | Saved) else adapters
-  return Pretrained(model, place, tokenizer, files, notes, tuple(place_of(one, "adapter") for one in several))
+  return Pretrained(model, place, tokenizer or unusable, files, notes, tuple(place_of(one, "adapter") for one in several))
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded:

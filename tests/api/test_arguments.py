@@ -38,6 +38,16 @@ def test_what_is_no_prompt_is_told(run):
     _ = answers.text
 
 
+def test_a_run_on_fewer_ids_than_its_tokenizer_has_is_a_model_of_ids(tmp_path):
+  few = maxtext_like.train("qwen3-tiny", steps=1, dataset="synthetic", vocab_size=128, output_dir=tmp_path, **TINY)
+  model = few.load()
+  assert model.logits([[5, 6, 7]]).shape == (1, 3, 128)
+  with pytest.raises(UserError, match="has 259 token ids, more than model"):
+    model.generate("The")
+  with pytest.raises(UserError, match="tokenizer 'bytes' has 259 token ids"):
+    few.load(tokenizer="bytes")
+
+
 @pytest.mark.parametrize("tokens", [[5, 6], [[1.0]], [[]], [[512]], [[-1]]])
 def test_what_are_no_tokens_is_told(run, tokens):
   with pytest.raises(UserError, match="tokens: "):
