@@ -76,8 +76,13 @@ def copy_file(url: str) -> Path:
   return copy([entry])[0]
 
 
-def copy_folder(place: Place, wanted: Callable[[Entry], bool]) -> Path:
+def copy_folder(place: Place, wanted: Callable[[Entry], bool], below: Sequence[str] = ()) -> Path:
   """``copy`` of the wanted objects directly below a place; copies of what is not there any more go. Returns the folder.
+
+  Args:
+    place: the folder.
+    wanted: which objects.
+    below: folders in it that are copied likewise, where they are there.
 
   Raises:
     UserError: nothing is there, too.
@@ -94,6 +99,15 @@ def copy_folder(place: Place, wanted: Callable[[Entry], bool]) -> Path:
       note.unlink(missing_ok=True)
       (path / name).unlink(missing_ok=True)
   copy([entry for entry in entries if wanted(entry)])
+  for name in below:
+    try:
+      is_there = bool((place / name).children())
+    except OSError as error:
+      raise failed(error) from error
+    if is_there:
+      copy_folder(place / name, wanted)
+    elif (path / name).is_dir():
+      shutil.rmtree(path / name, ignore_errors=True)
   return path
 
 

@@ -140,6 +140,14 @@ def test_of_a_folder_what_is_gone_goes(place, copies):
   (place / "a.json").remove()
   local_copies.copy_folder(place, wanted)
   assert [path.name for path in folder.glob("[!.]*")] == ["b.json"]
+  (place / "more" / "d.json").write_bytes(b"{}")
+  (place / "other" / "e.json").write_bytes(b"{}")
+  copied = lambda: {path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*.json")}
+  local_copies.copy_folder(place, wanted, below=("more",))
+  assert copied() == {"b.json", "more/d.json"}
+  (place / "more" / "d.json").remove()
+  local_copies.copy_folder(place, wanted, below=("more",))
+  assert copied() == {"b.json"}
   with pytest.raises(UserError, match="no such object, and none directly below"):
     local_copies.copy_folder(place / "none", wanted)
 

@@ -1,6 +1,5 @@
 """Hugging Face checkpoints and peft's adapters to ours, and back."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,11 +92,10 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
     params = weights.load(shardings(model.spec, model.mesh, model.decoder.cfg.rules))
     _require_finite(params)
     (part / FOLDER).mkdir()
-    for file in [place / "config.json", *read_origin(place).files]:
-      shutil.copyfile(file, part / FOLDER / file.name)
+    accompanying_files.copy([place / "config.json", *read_origin(place).files], part / FOLDER)
     (part / "model.yml").write_text(model_file(config, place), encoding="utf-8")
     extra = {"hugging_face": {"source": str(place.resolve())}}
-    tokenizer = {file.name: file.read_bytes() for file in accompanying_files.beside(place)}
+    tokenizer = accompanying_files.contents(place)
     manager = CheckpointManager(
       part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
     )
@@ -155,7 +153,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
     text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]
     text += ["", "checkpoint:", f"  init_from: {to_text(str(below.resolve()))}"]
     (part / "adapter.yml").write_text(f"# Made from {place}.\n\n" + "\n".join(text) + "\n", encoding="utf-8")
-    tokenizer = {file.name: file.read_bytes() for file in accompanying_files.beside(loaded.files or below)}
+    tokenizer = accompanying_files.contents(loaded.files or below)
     manager = CheckpointManager(
       part / "checkpoints", config=model.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
     )
@@ -196,6 +194,7 @@ def export_checkpoint(
     UserError: no complete checkpoint there, no such dtype, no adapter to merge, or ``out`` cannot be written.
     RetryableError: a store does not answer.
   """
+  from maxtext_like.checkpoint.accompanying_files import name_of
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
@@ -221,7 +220,7 @@ def export_checkpoint(
   else:
     model, vision, decoder, params = _own(step, stored)
   tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
-  files = tuple(file.name for file in origin.files)
+  files = tuple(map(name_of, origin.files))
   if not any("tokenizer" in name for name in files):
     notes += ("no tokenizer's files came with the model (bytes need none); transformers wants one beside the weights",)
   return Exported(target, tensors, str(dtype), files, notes)

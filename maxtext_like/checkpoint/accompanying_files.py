@@ -3,6 +3,7 @@
 Every step of a run carries them in a folder of its own, hashed like the arrays, so that a copied step is whole.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +26,32 @@ NAMES = (
   "chat_template.jinja",
   "chat_template.json",
 )
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of files NAME.jinja
 _MAPPINGS = ("tokenizer.json", "tokenizer.model")
 
 
 def beside(directory: Path) -> tuple[Path, ...]:
-  """The files of ``NAMES`` in a directory."""
-  return tuple(directory / name for name in NAMES if (directory / name).is_file())
+  """The files of ``NAMES`` in a directory, and the chat templates by name below it."""
+  templates = sorted((directory / MORE_TEMPLATES).glob("*.jinja"))
+  return (*(directory / name for name in NAMES if (directory / name).is_file()), *templates)
+
+
+def name_of(file: Path) -> str:
+  """What one of ``beside`` is called from its directory."""
+  return f"{MORE_TEMPLATES}/{file.name}" if file.parent.name == MORE_TEMPLATES else file.name
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+  """The files ``beside`` by these names."""
+  return {name_of(file): file.read_bytes() for file in beside(directory)}
+
+
+def copy(files: Sequence[Path], directory: Path) -> None:
+  """Copies those of one directory into another; OSError as the disk gives it."""
+  for file in files:
+    target = directory / name_of(file)
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, target)
 
 
 def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
@@ -50,7 +71,7 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
   if mapping.name == name:
     # A folder as Hugging Face makes it. A tokenizer.json that was passed over for the .model would be taken for it.
     taken = _MAPPINGS if name == _MAPPINGS[0] else (name,)
-    found = {file.name: file for file in beside(mapping.parent) if file.name not in _MAPPINGS or file.name in taken} | found
+    found = {name_of(file): file for file in beside(mapping.parent) if file.name not in _MAPPINGS or file.name in taken} | found
   try:
     return {name: file.read_bytes() for name, file in found.items()}
   except OSError as error:
@@ -61,7 +82,8 @@ def write(step_directory: Path | Place, contents: dict[str, bytes]) -> None:
   """Puts the files into a step that is being written; OSError as the disk gives it."""
   if contents:
     folder = step_directory / FOLDER
-    if isinstance(folder, Path):
-      folder.mkdir(exist_ok=True)
     for name, content in contents.items():
-      (folder / name).write_bytes(content)
+      file = folder / name
+      if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+      file.write_bytes(content)

@@ -121,7 +121,8 @@ def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
   if isinstance(source, Path):
     return source
   kinds = (".json", ".model", ".txt", ".jinja", *((".safetensors",) if weights else ()))
-  return local_copies.copy_folder(source, lambda e: e.place.name.endswith(kinds) or e.place.name in accompanying_files.NAMES)
+  wanted = lambda e: e.place.name.endswith(kinds) or e.place.name in accompanying_files.NAMES
+  return local_copies.copy_folder(source, wanted, below=(accompanying_files.MORE_TEMPLATES,))
 
 
 def copied_step(step: Place) -> Path:

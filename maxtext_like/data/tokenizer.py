@@ -19,6 +19,7 @@ from maxtext_like.data.special_tokens import SPELLINGS, Spellings
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
 
+MORE_TEMPLATES = "additional_chat_templates"  # a folder beside a tokenizer, with chat templates by name (transformers)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
 AUTO = "auto"
 
@@ -226,7 +227,8 @@ def _copied(place: Place) -> Path:
   if place.name.endswith((".json", ".model")):
     return local_copies.copy_file(str(place))
   kinds = (".json", ".model", ".txt", ".jinja")
-  return local_copies.copy_folder(place, lambda e: e.place.name.endswith(kinds) and e.size <= MAX_TOKENIZER_BYTES)
+  wanted = lambda e: e.place.name.endswith(kinds) and e.size <= MAX_TOKENIZER_BYTES
+  return local_copies.copy_folder(place, wanted, below=(MORE_TEMPLATES,))
 
 
 def _read(path: Path) -> bytes:

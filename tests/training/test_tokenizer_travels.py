@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import maxtext_like
 from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.cli.main import main
@@ -37,6 +38,8 @@ def place(tmp_path_factory: pytest.TempPathFactory):
   (place / "tokenizer/generation_config.json").write_text('{"eos_token_id": [1, 4]}')
   (place / "tokenizer/tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
   (place / "tokenizer/model.py").write_text("raise SystemExit")
+  (place / "tokenizer/additional_chat_templates").mkdir()
+  (place / "tokenizer/additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
   yield place
   for name, value in before.items():
     jax.config.update(name, value)
@@ -59,7 +62,7 @@ def trained(place: Path) -> Path:
 
 
 def files_of(step: Path) -> set[str]:
-  return {path.name for path in (step / accompanying_files.FOLDER).iterdir()}
+  return {path.name for path in (step / accompanying_files.FOLDER).rglob("*") if path.is_file()}
 
 
 def generate(*words: str) -> int:
@@ -127,9 +130,11 @@ def test_a_run_that_goes_on_writes_its_samples_again(place: Path, trained: Path)
 
 def test_every_step_carries_the_files_and_the_manifest_has_their_hashes(trained: Path):
   for step in ("2", "4"):
-    assert files_of(trained / "checkpoints" / step) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     listed = manifest.read(trained / "checkpoints" / step).files
-    assert sum(name.startswith("tokenizer/") for name in listed) == 3
+    names = {name.removeprefix("tokenizer/") for name in listed if name.startswith("tokenizer/")}
+    more = "additional_chat_templates/tool_use.jinja"
+    assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", more}
+    assert files_of(trained / "checkpoints" / step) == {Path(name).name for name in names}
 
 
 @pytest.mark.slow
@@ -149,6 +154,10 @@ def test_generate_and_export_need_no_tokenizer(place: Path, trained: Path, tmp_p
   assert (tmp_path / "hf/tokenizer.json").read_bytes() == (place / "tokenizer/tokenizer.json").read_bytes()
   assert json.loads((tmp_path / "hf/generation_config.json").read_text()) == {"eos_token_id": [1, 4]}
   assert not (tmp_path / "hf/model.py").exists()
+  assert (tmp_path / "hf/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
+  maxtext_like.import_checkpoint(tmp_path / "hf", tmp_path / "in")
+  for folder in ("hugging_face", "checkpoints/0/tokenizer"):
+    assert (tmp_path / "in" / folder / "additional_chat_templates/tool_use.jinja").is_file()
   assert "no tokenizer" not in capsys.readouterr().out
 
 

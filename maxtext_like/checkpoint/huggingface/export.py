@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,8 +124,7 @@ def export_hugging_face(
       # The Hub's nested files name the tokens that end an answer at the top, too.
       config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}
     write_json(part / "config.json", config)
-    for file in origin.files:
-      shutil.copyfile(file, part / file.name)
+    accompanying_files.copy(origin.files, part)
     if not (part / "generation_config.json").exists():
       tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
       write_json(part / "generation_config.json", {key: getattr(model, key) for key in tokens})

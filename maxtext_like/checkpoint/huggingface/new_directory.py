@@ -86,8 +86,9 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
       if out.entries():
         raise UserError(f"{printable(out)}: is there already; name a new one")
       yield new
-      for path in sorted(new.path.iterdir(), key=lambda path: (path.name == last, path.name)):
-        new.is_whole(path.name)
+      names = [path.relative_to(new.path).as_posix() for path in new.path.rglob("*") if path.is_file()]
+      for name in sorted(names, key=lambda name: (name == last, name)):
+        new.is_whole(name)
     except BaseException as error:
       with contextlib.suppress(OSError):  # what is left has no such last file, and so is nothing
         for place in new._sent:

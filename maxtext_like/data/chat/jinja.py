@@ -18,7 +18,7 @@ from maxtext_like.data.chat.conversation import Conversation, Message, Picture
 from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
 from maxtext_like.data.chat.sandbox import bounded_time, compile_template
 from maxtext_like.data.input_files import open_regular
-from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.data.tokenizer import MORE_TEMPLATES, Tokenizer
 from maxtext_like.errors import UserError
 
 MAX_BYTES = 2**20  # of a template; the longest known has 30 KiB
@@ -54,7 +54,7 @@ def template_beside(tokenizer: Tokenizer) -> "Jinja | None":
 def _named_templates(folder: Path) -> dict[str, tuple[str, str]]:
   """The templates beside a tokenizer by the names that transformers gives them, each with its file."""
   if (path := folder / "chat_template.jinja").is_file():
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return {name: (read_template(path), str(path)) for name, path in ((DEFAULT, path), *((path.stem, path) for path in more))}
   for name in ("chat_template.json", "tokenizer_config.json"):
     path = folder / name
