@@ -37,7 +37,7 @@ def find_template(folder: Path) -> tuple[str, str] | None:
     path = next(iter(found.values()))[1]
     raise UserError(
       f"{path}: the chat templates there are {', '.join(map(strict_json.printable, found))}, none is named {DEFAULT}\n"
-      f"  fix: chat_template=FILE with one of them in a file of its own, or name the one that is meant {DEFAULT}"
+      f"  fix: chat_template=FILE with one of them in a file of its own, or the name {DEFAULT} for the one that is meant"
     )
   return found.get(DEFAULT)
 
