@@ -241,7 +241,7 @@ class Place:
     except UserError:
       raise
     except Exception as error:  # each client has its own kinds
-      raise _as_oserror(error, str(self)) from error
+      raise as_oserror(error, str(self)) from error
 
   def _entry(self, about: dict[str, Any]) -> Entry:
     checksums = {kind: str(about[name]).strip('"') for name, kind in _CHECKSUMS.items() if about.get(name)}
@@ -300,7 +300,16 @@ def _file_system(protocol: str) -> Any:
   return fsspec.filesystem(protocol, use_listings_cache=False)
 
 
-def _as_oserror(error: Exception, url: str) -> OSError:
+_NOT_SET_UP = {
+  "ConfigNotFound", "ConfigParseError", "InvalidConfigError", "InvalidRegionError", "NoRegionError", "ParamValidationError",
+  "PartialCredentialsError", "ProfileNotFound",
+}  # fmt: skip
+"""Of botocore: what a file or a variable of this machine says wrongly."""
+
+
+def as_oserror(error: Exception, url: str) -> OSError:
+  """What a store's library raised, as what the operating system would: EACCES, EINVAL where this machine's settings for the
+  store are wrong, EIO for all else."""
   said = " ".join(str(error).split())[:300] or type(error).__name__
   kinds = {kind.__name__ for kind in type(error).__mro__}
   code = getattr(error, "code", None)
@@ -308,6 +317,8 @@ def _as_oserror(error: Exception, url: str) -> OSError:
     return PermissionError(errno.EACCES, f"no valid credentials: {said}", url)
   if isinstance(error, PermissionError) or str(code) == "403" or said.startswith("Forbidden"):
     return PermissionError(errno.EACCES, f"permission denied: {said}", url)
+  if kinds & _NOT_SET_UP or (isinstance(error, ValueError) and said.startswith("Invalid endpoint")):
+    return OSError(errno.EINVAL, f"the store is not set up here: {said}", url)
   if isinstance(error, TimeoutError):
     said = f"no answer in time ({said})"
   return OSError(errno.EIO, f"storage failed: {said}", url)
@@ -316,6 +327,6 @@ def _as_oserror(error: Exception, url: str) -> OSError:
 def failed(error: OSError) -> UserError | RetryableError:
   """What to raise for an error of a place: a retry may mend the storage's own only."""
   what = f"{masked(str(error.filename))}: {error.strerror}"
-  if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+  if isinstance(error, FileNotFoundError | FileExistsError | PermissionError) or error.errno == errno.EINVAL:
     return UserError(what)
   return RetryableError(f"{what}; the same command tries again")

@@ -94,6 +94,30 @@ def test_an_error_names_the_url_and_whether_a_retry_mends_it(impatient, protocol
     raise error
 
 
+@pytest.mark.parametrize(
+  ("variable", "value", "said"),
+  [
+    ("AWS_PROFILE", "nonesuch", "nonesuch"),
+    ("AWS_ENDPOINT_URL", "notaurl", "Invalid endpoint"),
+    ("AWS_ACCESS_KEY_ID", "half", "AWS_SECRET_ACCESS_KEY"),
+  ],
+)
+def test_settings_of_this_machine_that_are_wrong_are_no_fault_that_a_retry_mends(monkeypatch, variable, value, said):
+  for name in [name for name in os.environ if name.startswith("AWS_")]:
+    monkeypatch.delenv(name)
+  monkeypatch.setenv(variable, value)
+  monkeypatch.setattr(fsspec.config, "conf", {})
+  fsspec.filesystem("s3").clear_instance_cache()
+  try:
+    with pytest.raises(OSError, match="set up here") as raised:
+      Place("s3://a-bucket/x").read_bytes()
+  finally:
+    fsspec.filesystem("s3").clear_instance_cache()
+  error = storage.failed(raised.value)
+  assert isinstance(error, UserError)
+  assert said in str(error)
+
+
 def test_a_client_tries_again(impatient):
   store, place = emulator(), Place(f"gs://{BUCKET}/tried")
   answers = iter(["503", "503"])

@@ -20,7 +20,7 @@ case "$accelerator" in
     ;;
   v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256)
     case " $*" in
-      *" output_dir="*) ;;
+      *[\ .]output_dir=* | *" base_output_directory="*) ;;
       *) echo "$accelerator has several hosts: name a directory that all of them share, as output_dir=gs://bucket/runs" >&2; exit 2 ;;
     esac
     ;;
@@ -36,7 +36,7 @@ while true; do
   state="$($gcloud compute tpus queued-resources describe "$name" --zone="$ZONE" --format='value(state.state)')"
   case "$state" in
     ACTIVE) break ;;
-    FAILED | SUSPENDED)
+    FAILED | SUSPENDING | SUSPENDED | DELETING)
       echo "$name is $state; see: gcloud compute tpus queued-resources describe $name --zone=$ZONE" >&2
       exit 42 ;;
   esac
@@ -50,6 +50,5 @@ $gcloud compute tpus tpu-vm scp "$archive" "$name:maxtext-like.tar.gz" --zone="$
 words="$(printf '%q ' "$@")"
 $gcloud compute tpus tpu-vm ssh "$name" --zone="$ZONE" --worker=all --command="set -e
   mkdir -p maxtext-like && tar -xzf maxtext-like.tar.gz -C maxtext-like && cd maxtext-like
-  test -d ../venv || python3 -m venv ../venv
-  . ../venv/bin/activate && pip install -q -e '.[tpu,gcs]' && . tpu/env.sh
+  tpu/install.sh && . ~/venv/bin/activate && . tpu/env.sh
   tpu/restarting.sh python train.py $words"

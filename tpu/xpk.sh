@@ -6,7 +6,7 @@
 #   TPU_TYPE     the slice: v6e-4 (default), v6e-32, ...; XPK starts a pod for every four chips, and GKE tells them of each other
 #   NUM_SLICES   how many of them, 1 by default
 #   OUTPUT_DIR   where runs and checkpoints lie, so that all hosts and a restart find them: gs://bucket/runs, or a bucket mounted
-#                into every container; /runs by default
+#                into every container; /runs by default. output_dir=... and run_name=... among the arguments come before it and WORKLOAD
 #   DRY_RUN=1    only writes the manifest, to WORKLOAD.yaml
 set -euo pipefail
 workload="${1:?usage: PROJECT=... ZONE=... CLUSTER=... IMAGE=... tpu/xpk.sh WORKLOAD [train arguments ...]}"
@@ -15,9 +15,11 @@ shift
 if [ $# -eq 0 ]; then
   set -- gemma4-tiny
 fi
-words="$(printf '%q ' "$@")"
-command="cd /maxtext-like && . tpu/env.sh && exec python train.py $words"
-command+="run_name=$workload output_dir=${OUTPUT_DIR:-/runs}"
+# Words of the caller stand last, and count.
+model="$1"
+shift
+words="$(printf '%q ' "$model" run_name="$workload" output_dir="${OUTPUT_DIR:-/runs}" "$@")"
+command="cd /maxtext-like && . tpu/env.sh && exec python train.py ${words% }"
 options=(--project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" --workload="$workload" --tpu-type="${TPU_TYPE:-v6e-4}"
   --num-slices="${NUM_SLICES:-1}" --docker-image="$IMAGE" --max-restarts=100 --restart-on-exit-codes=42 --termination-grace-period-seconds=300
   --command="$command")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext_like.api.arguments import words
 from maxtext_like.config import load as files
 from maxtext_like.config.load import Loaded, to_config_dict
-from maxtext_like.config.schema import Config
+from maxtext_like.config.schema import NO_CONVERSATIONS, Config
 from maxtext_like.config.values import load_values
 from maxtext_like.errors import UserError
 
@@ -54,12 +54,14 @@ def load_for_sft(config: "Configuration", given: list[str]) -> Loaded:
 
   That is ``data_format=chat``, and the ``dataset`` that the files of ``dataset_path`` are of. Raises as ``load_config``.
   """
-  from maxtext_like.data.registry import DATASETS
   from maxtext_like.data.sources import kind_of_files
 
   chat = "data_format=chat"
-  if DATASETS[load_config(config).config.data.dataset].fields:  # somebody has chosen one that has conversations
-    return load_config(config, chat, *given)
+  try:
+    return load_config(config, chat, *given)  # somebody has chosen a dataset that has conversations
+  except UserError as error:
+    if NO_CONVERSATIONS not in str(error):
+      raise
   loaded = load_config(config, chat, "dataset=jsonl", *given)
   kind = kind_of_files(loaded.config.data)
   return loaded if kind == "jsonl" else load_config(config, chat, f"dataset={kind}", *given)

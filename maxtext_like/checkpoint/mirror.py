@@ -26,7 +26,7 @@ from maxtext_like.checkpoint.best import name_best, parsed, written
 from maxtext_like.checkpoint.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
-from maxtext_like.storage import require_usable
+from maxtext_like.storage import as_oserror, failed, require_usable
 
 _log = logging.getLogger(__name__)
 _MARKER = "COPYING"
@@ -278,7 +278,8 @@ class Mirror:
     there was no need.
 
     Raises:
-      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some; or as ``own.make``.
+      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some; it is not set up on this
+        machine, and the run has no step of its own to go on from; or as ``own.make``.
       RetryableError: the mirror does not answer, and the run has no step of its own to go on from.
     """
     mine = own.complete() if own.directory.is_dir() else []
@@ -288,7 +289,8 @@ class Mirror:
       if mine:
         _log.warning("%s: cannot be looked at: %s", self._name, error)
         return None
-      raise RetryableError(f"{self._name}: cannot be looked at, and the run has no checkpoint of its own: {error}") from error
+      what = failed(as_oserror(error, self._root))
+      raise type(what)(f"{self._name}: cannot be looked at, and the run has no checkpoint of its own: {what}") from error
     if not theirs:
       return None
     lives = {stored.run for stored in theirs.values()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxtext_like import load_config
 from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.training.topologies import TOPOLOGIES
 
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
   parser = argparse.ArgumentParser(prog="maxtext-like audit", add_help=False, allow_abbrev=False, exit_on_error=False)
   for option in ("platform", "topology"):
     parser.add_argument(f"--{option}")
-  parser.add_argument("--json", type=local_path)
+  parser.add_argument("--json", type=new_file)
   own, words = parse_words(parser, argv, {})
   config, overrides = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(config, *overrides)

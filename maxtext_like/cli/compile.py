@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_like import load_config
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES, find_gpus, find_topology
 
@@ -41,7 +41,7 @@ EXAMPLES = """examples:
 def run(argv: list[str]) -> int:
   """Compiles and prints the verdict; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like compile", add_help=False, allow_abbrev=False, exit_on_error=False)
-  parser.add_argument("--json", type=local_path)
+  parser.add_argument("--json", type=new_file)
   options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)

@@ -8,7 +8,7 @@ from pathlib import Path
 from maxtext_like import load_config
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.cli.compile import split_own
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES
 
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
   """Plans and prints; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like plan", add_help=False, allow_abbrev=False, exit_on_error=False)
   parser.add_argument("--search", action="store_true")
-  parser.add_argument("--json", type=local_path)
+  parser.add_argument("--json", type=new_file)
   options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("plan", DESCRIPTION, argv, EXAMPLES)
   compiles, words = split_own(words, "plan", ("xla_flags", "machine_code"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxtext_like.cli.arguments import on_the_host, parse_words
 from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.paths import local_path
+from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError, UserError
 
 DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and prints for every layer how large gate, up, their
@@ -41,15 +41,13 @@ def run(argv: list[str]) -> int:
   )
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="whose weights are read")
   parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows of the table (20); 0 for all")
-  parser.add_argument("--json", type=local_path, metavar="FILE", help="write every row here, with numbers in full")
+  parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row here, with numbers in full")
   parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that an expected maximum is over (4096)")
   options, overrides = parse_words(parser, argv, {"checkpoint": "--checkpoint"})
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"risk: unknown word {unknown[0]!r}\n  fix: see maxtext-like risk --help")
   if options.tokens < 100 or options.rows < 0:
     raise UserError(f"risk: --tokens {options.tokens} --rows {options.rows}\n  fix: --tokens 100 or more, --rows 0 or more")
-  if options.json and not Path(options.json).absolute().parent.is_dir():
-    raise UserError(f"{options.json}: cannot be written; its folder is missing")
   on_the_host()
   from maxtext_like import risk
 

@@ -229,8 +229,12 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
   ),
   (
     "ici_*_parallelism dcn_*_parallelism tensor_parallel* pipeline_* sequence_parallel* expert_parallel* context_* "
-    "num_pipeline_* tensor_model_parallel* num_layers_per_pipeline_stage num_slices custom_mesh* scan_pipeline_*",
+    "num_pipeline_* tensor_model_parallel* num_layers_per_pipeline_stage custom_mesh* scan_pipeline_*",
     Foreign(_AXES, "ici_tensor_parallelism, ici_context_parallelism, ici_expert_parallelism, dcn_data_parallelism"),
+  ),
+  (
+    "num_slices slices",
+    Foreign("a run finds its slices, and dcn_* says what lies between them", "dcn_data_parallelism=-1 (its default)"),
   ),
   (
     "use_sft sft_* train_on_* completion_only* mask_history assistant_only_loss",

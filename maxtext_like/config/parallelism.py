@@ -41,7 +41,9 @@ class MeshConfig(Checked):
           yield Problem(f"{name} = {size}", (name,), "an axis has 1 device or more, or -1 for the rest")
       rest = [name for name, size in sizes.items() if size == -1]
       if len(rest) > 1:
-        yield Problem(f"{' and '.join(rest)} are both -1", tuple(rest), "only one axis can take all that is left")
+        fixes = " or ".join(f"{name}=1" for name in rest)
+        how = f"only one axis can take all that is left: set {fixes}, or the size that it has"
+        yield Problem(f"{' and '.join(rest)} are {'both' if len(rest) == 2 else 'all'} -1", tuple(rest), how)
     for logical, axes in self.sharding_rules.items():
       if logical not in LOGICAL_AXES:
         known = did_you_mean(logical, LOGICAL_AXES) or f"; there are {', '.join(LOGICAL_AXES)}"

@@ -1,6 +1,7 @@
 """Paths that a user gives: which keys hold one, and that a URL is none."""
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,18 @@ def existing_path(text: str) -> str:
   if not Path(local_path(text)).expanduser().exists():
     raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
   return text
+
+
+def new_file(text: str) -> str:
+  """``local_path`` of a file that is to be written: whether it can be shows before anything is worked out."""
+  path = Path(local_path(text)).expanduser().absolute()
+  if path.is_dir():
+    raise argparse.ArgumentTypeError(f"{text}: is a directory, expected the name of a file")
+  if not path.parent.is_dir():
+    raise argparse.ArgumentTypeError(f"{text}: its folder is missing")
+  if not os.access(path if path.exists() else path.parent, os.W_OK):
+    raise argparse.ArgumentTypeError(f"{text}: cannot be written, no permission")
+  return str(path)
 
 
 def by_source(value: Any) -> dict[str, str | Sequence[str] | None]:

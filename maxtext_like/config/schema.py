@@ -24,6 +24,7 @@ from maxtext_like.models.registry import FAMILIES
 from maxtext_like.training.objectives import registry as objectives
 from maxtext_like.training.optimizers import registry as optimizers
 
+NO_CONVERSATIONS = "whose documents are no conversations"  # what is wrong with such a dataset in data_format: chat
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 
 
@@ -282,7 +283,7 @@ class DataConfig(Checked):
     yield from self._mixture_problems()
     if self.data_format == "chat" and not kind.fields:
       yield Problem(
-        f"data_format: chat with dataset: {self.dataset}, whose documents are no conversations", ("data_format", "dataset"),
+        f"data_format: chat with dataset: {self.dataset}, {NO_CONVERSATIONS}", ("data_format", "dataset"),
         f"set dataset to {alternatives(tuple(name for name, other in DATASETS.items() if other.fields))}",
       )  # fmt: skip
     if self.data_format == "chat" and self.special_tokens_in_text is not None:

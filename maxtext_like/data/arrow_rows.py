@@ -104,7 +104,7 @@ class ArrowRows:
     except UnicodeDecodeError as error:
       raise BadRecordError(self.place(index), f"not UTF-8 at byte {error.start} of a value") from None
     folder = os.path.dirname(os.path.abspath(self._files[self._batches[batch][0]]))
-    return self._make(values, self.place(index), folder)
+    return self._make(row_object(values), self.place(index), folder)
 
   def scan(self) -> Iterator[Record | BadRecordError]:
     for index in range(len(self)):
@@ -115,3 +115,15 @@ class ArrowRows:
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [state.digest for state in self._state])
+
+
+def row_object(values: dict[str, Any]) -> dict[str, Any]:
+  """A row as the object that it was made of: a column's objects have the fields of all rows, and null in one of them is a field
+  that this row has not. Of tools and their calls it would be another argument."""
+  return {name: _without_absent(value) for name, value in values.items()}
+
+
+def _without_absent(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {key: _without_absent(item) for key, item in value.items() if item is not None}
+  return [_without_absent(item) for item in value] if isinstance(value, list) else value

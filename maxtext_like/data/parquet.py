@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from maxtext_like.data import input_files
+from maxtext_like.data.arrow_rows import row_object
 from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
@@ -157,7 +158,7 @@ class Parquet:
     try:
       if (make := self._make[number]) is not None:
         (values,) = self._column(group).slice(row, 1).to_pylist()
-        return make(values, place, os.path.dirname(os.path.abspath(self._files[number])))
+        return make(row_object(values), place, os.path.dirname(os.path.abspath(self._files[number])))
       text = self._column(group)[row].as_py()
     except UnicodeDecodeError as error:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the value") from None

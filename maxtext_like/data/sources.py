@@ -1,8 +1,10 @@
 """Which documents a configuration names, for training and for evaluation."""
 
 import contextlib
+import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -87,6 +89,7 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
     dataset = _dataset_of(data, key, name)
     suffixes = DATASETS[dataset].load("SUFFIXES")
     found[name] = input_files.find(paths, suffixes, dataset, dotted(key, name))
+    _tell_of_others(paths, dataset, dotted(key, name))
     for file in found[name]:
       if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
@@ -102,10 +105,16 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
 
 
 def kind_of_files(data: DataConfig) -> str:
-  """The kind of data set of the files of data.dataset_path, by the first name or first file there that says it; jsonl where
-  none does. Of those kinds whose records have several fields."""
-  for paths in by_source(data.dataset_path).values():
-    if named := _kinds_named(paths):
+  """The kind of data set of the files of data.dataset_path, by the first source whose names or files say it; jsonl where none
+  does. Of those kinds whose records have several fields. UserError: a source has files of several."""
+  for name, paths in by_source(data.dataset_path).items():
+    if len(named := _kinds_named(paths)) > 1:
+      raise UserError(
+        f"data.{dotted('dataset_path', name)} {paths!r} has files of several kinds: {', '.join(named)}\n  fix: name those of "
+        "one kind, as in FOLDER/*.parquet, say which with dataset=, or give each a source of its own, as in "
+        "dataset_path={a: FOLDER/*.jsonl, b: FOLDER/*.parquet}"
+      )
+    if named:
       return named[0]
   return "jsonl"
 
@@ -120,11 +129,37 @@ def _dataset_of(data: DataConfig, key: str, source: str) -> str:
   return data.dataset
 
 
+def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str) -> None:
+  """Says which files of a folder are records of another kind, and so are not read."""
+  suffixes = _of_records()
+  if dataset not in suffixes.values():
+    return
+  others = [suffix for suffix, kind in suffixes.items() if kind != dataset] + [".json"] * (dataset == "jsonl")
+  for folder in [paths] if isinstance(paths, str) else paths or ():
+    ends: Counter[str] = Counter()
+    for _, folders, names in os.walk(os.path.expanduser(folder)):  # of what is no folder: nothing
+      folders[:] = [name for name in folders if not name.startswith(".")]
+      ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
+    for suffix, count in sorted(ends.items()):
+      _tell_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, dataset is {dataset}")
+
+
+@functools.cache
+def _tell_once(what: str) -> None:
+  """Once, however often files are looked for."""
+  logger.warning("%s", what)
+
+
+def _of_records() -> dict[str, str]:
+  """How files end whose records have several fields, and of which kind of data set they then are."""
+  return {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
+
+
 def _kinds_named(paths: str | Sequence[str] | None) -> list[str]:
   """The kinds of data sets that entries of data.dataset_path name, each once: those whose records have several fields. By the
   names, else by the files in the folders."""
   entries = [paths] if isinstance(paths, str) else [*(paths or ())]
-  kinds = {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
+  kinds = _of_records()
   if not all(entry.endswith(tuple(kinds)) for entry in entries):
     with contextlib.suppress(UserError):  # of what is not there: told when it is opened
       entries += input_files.find(paths, tuple(kinds), "sft", "dataset_path")

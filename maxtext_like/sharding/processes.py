@@ -419,8 +419,12 @@ class Agreement:
 
   def __init__(self, seconds: float):
     self._seconds = seconds
-    self._at = 0
+    self._at, self._pause = 0, 1
     self._before: tuple[int, float] | None = None
+
+  def anew(self) -> "Agreement":
+    """Another one, of what is counted from 0 again."""
+    return Agreement(self._seconds)
 
   def __call__(self, step: int, wish: str = "") -> list[str]:
     """The wishes of all processes, "" for none; [] at steps at which nothing is asked. Every process calls it every step.
@@ -436,8 +440,10 @@ class Agreement:
     pause = 1
     if self._before is not None:
       taken = max((now - self._before[1]) / max(1, step - self._before[0]), 1e-4)
-      pause = int(min(max(1.0 / taken, 1), 100))
+      # Between two calls may lie a launch alone, whose step runs on: a pause grows over several of them.
+      pause = int(min(max(1.0 / taken, 1), 2 * self._pause, 100))
     self._before = (step, now)
     said = [json.loads(value) for value in everyone(json.dumps([wish, pause]), self._seconds)]
-    self._at = step + said[0][1]
+    self._pause = said[0][1]
+    self._at = step + self._pause
     return [wish for wish, _ in said]

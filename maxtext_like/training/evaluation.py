@@ -57,9 +57,9 @@ class Evaluation:
     """Losses and targets of one source, added up. StopAsked where a stop was asked for."""
     sums = []
     data.reset()
-    for _ in range(self._program.config.data.eval_steps):
+    for part in range(self._program.config.data.eval_steps):
       self._watchdog.again()
-      self._stop.check()
+      self._stop.check_together(part)
       sums.append(self._compiled(params, self._program.place(next(data))))
       if len(sums) > 1:
         jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory

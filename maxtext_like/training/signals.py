@@ -56,6 +56,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
 
   def __init__(self, agreement: Agreement | None = None) -> None:
     self._agreement, self._asked_at, self._agreed = agreement, -1, False
+    self._between: Agreement | None = None
     self._heard: signal.Signals | None = None  # by this process
     self.requested: signal.Signals | None = None
     self.training = False
@@ -116,6 +117,22 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     if self.requested is not None:
       raise StopAsked
 
+  def check_together(self, part: int) -> None:
+    """For work between two steps that every process does in the same parts, from part 0 on: all leave it at the same one.
+
+    Raises:
+      StopAsked: a stop was asked for, here or elsewhere.
+      RetryableError: a process did not come to this part.
+    """
+    if self._agreement is None:
+      return self.check()
+    if not self._agreed:
+      if part == 0 or self._between is None:
+        self._between = self._agreement.anew()
+      self._agree(self._between, part)
+    if self._agreed:
+      raise StopAsked
+
   def interruptible(self, work: Callable[[], T]) -> T:
     """Does work on a thread and returns what it gives; for compilations and other work that leaves nothing behind.
 
@@ -156,10 +173,13 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       return self.requested is not None
     if step != self._asked_at and not self._agreed:  # also what this one heard just before it trained is news to the others
       self._asked_at = step
-      wishes = [wish for wish in self._agreement(step, self._heard.name if self._heard else "") if wish]
-      if wishes:
-        self.requested, self._agreed = signal.Signals[wishes[0]], True
+      self._agree(self._agreement, step)
     return self._agreed
+
+  def _agree(self, agreement: Agreement, number: int) -> None:
+    wishes = [wish for wish in agreement(number, self._heard.name if self._heard else "") if wish]
+    if wishes:
+      self.requested, self._agreed = signal.Signals[wishes[0]], True
 
   def error(self, step: int, checkpoint: str | None) -> StoppedRunError:
     """Returns what ends a stopped run: exit code 42, 130 after Ctrl-C.

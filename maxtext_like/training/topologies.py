@@ -140,7 +140,10 @@ def find_gpus(name: str) -> GpuHost | None:
     return None
   gpus = int(found[2] or 1)
   if not 1 <= gpus <= MAX_GPUS:
-    raise UserError(f"topology={name}: this version runs on one host, of 1 to {MAX_GPUS} GPUs\n  fix: topology={found[1]}-8")
+    raise UserError(
+      f"topology={name}: GPUs of one host are planned and compiled for, 1 to {MAX_GPUS} of them; a run may have several hosts\n"
+      f"  fix: topology={found[1]}-8, with the rows of one host"
+    )
   card, capability, size = _CARDS[found[1]]
   name = f"{found[1]}-{gpus}"
   return GpuHost(name=name, card=card, capability=capability, gpus=gpus, card_bytes=size, share=_share())

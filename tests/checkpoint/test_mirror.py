@@ -220,6 +220,13 @@ def test_a_place_that_does_not_answer(place, tmp_path, monkeypatch, caplog):
   monkeypatch.setattr(type(made._files), "ls", away)
   with pytest.raises(RetryableError, match=r"cannot be looked at, and the run has no checkpoint of its own: .*No route"):
     made.bring_back(StepDirectories(own), resume=True)
+
+  def refused(*_, **__):
+    raise PermissionError("not yours")
+
+  monkeypatch.setattr(type(made._files), "ls", refused)
+  with pytest.raises(UserError, match=r"no checkpoint of its own: .*permission denied"):
+    made.bring_back(StepDirectories(own), resume=True)
   with CheckpointManager(own) as manager:
     manager.save_and_wait(10, STATE)
   assert made.bring_back(StepDirectories(own), resume=True) is None

@@ -44,8 +44,11 @@ def test_topologies_are_what_their_names_say():
     (["gemma4-tiny", "topology"], "no value"),
     (["gemma4-tiny", "topology=v6e-8", "stepz=3"], "did you mean 'steps'"),
     (["gemma4-tiny", "topology=v6e-8", "xla_flags=some"], "one of base, all"),
-    (["gemma4-tiny", "topology=h200-16"], "one host, of 1 to 8 GPUs\n  fix: topology=h200-8"),
-    (["gemma4-tiny", "topology=h100-0"], "one host, of 1 to 8 GPUs"),
+    (
+      ["gemma4-tiny", "topology=h200-16"],
+      "GPUs of one host are planned and compiled for, 1 to 8 of them; a run may have several hosts\n  fix: topology=h200-8",
+    ),
+    (["gemma4-tiny", "topology=h100-0"], "GPUs of one host are planned"),
     (["gemma4-tiny", "topology=H200_8"], "did you mean h200-8"),
     (["gemma4-tiny", "topology=h200", "xla_flags=all"], "xla_flags=all is for TPUs"),
     (["gemma4-tiny", "topology=h200", "num_slices=2"], "num_slices=2 is for TPUs"),

@@ -9,6 +9,7 @@ import pytest
 import maxtext_like
 from maxtext_like.api import runs
 from maxtext_like.cli.main import main
+from maxtext_like.config.files import configs_folder
 from maxtext_like.errors import UserError
 
 ASKED = {"role": "user", "content": "1+1?\x1b[31m"}
@@ -117,6 +118,28 @@ def test_sft_looks_into_folders_and_overlays_for_the_kind_of_files(there, tmp_pa
   for words in ([f"dataset_path={tmp_path}/d"], [str(overlay)], [f"dataset_path={tmp_path}/d/**/*"]):
     assert main(["sft", "gemma3-tiny", *words]) == 0
   assert taken == [next(kind for kind in ("parquet", "arrow", "jsonl") if kind in there)] * 3
+
+
+def test_sft_takes_no_kind_of_several_in_a_folder(tmp_path, capsys):
+  for name in ("a.parquet", "b.jsonl"):
+    (tmp_path / name).touch()
+  assert main(["sft", "gemma3-tiny", f"dataset_path={tmp_path}"]) == 2
+  assert "has files of several kinds: parquet, jsonl\n  fix: name those of one kind" in capsys.readouterr().err
+
+
+def test_sft_needs_nothing_of_the_file_that_words_give(tmp_path, monkeypatch, capsys):
+  """As ``train`` does: base.yml has no model, and this one too few positions for the default length."""
+  taken = []
+  monkeypatch.setattr(runs, "train", lambda loaded, **_: taken.append(loaded.config))
+  (tmp_path / "a.jsonl").touch()
+  words = [f"dataset_path={tmp_path}/a.jsonl", "max_target_length=64"]
+  assert main(["sft", str(configs_folder() / "base.yml"), "model_name=gemma3-tiny", *words]) == 0
+  overlay = tmp_path / "short.yml"
+  overlay.write_text("model:\n  max_position_embeddings: 128\n")
+  assert main(["sft", "gemma3-tiny", str(overlay), *words]) == 0
+  assert [config.training.max_target_length for config in taken] == [64, 64]
+  assert main(["sft", "gemma3-tiny", *words, "lora_rnk=3"]) == 2
+  assert "lora_rnk" in capsys.readouterr().err
 
 
 def test_data_takes_the_words_of_sft(chats, capsys):

@@ -1,10 +1,12 @@
 """Keys that hold a path, and URLs given to them."""
 
+import argparse
+
 import pytest
 
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
-from maxtext_like.config.paths import LOCAL_KEYS, PLACE_KEYS, is_url, require_local
+from maxtext_like.config.paths import LOCAL_KEYS, PLACE_KEYS, is_url, new_file, require_local
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place
@@ -70,3 +72,12 @@ def test_a_run_can_be_in_two_kinds_of_store():
     load_config("gemma4-tiny", ["output_dir=abfs://b/runs"])
   with pytest.raises(UserError, match=r"checkpoint_mirror = /m with output_dir = gs://b/runs"):
     load_config("gemma4-tiny", ["output_dir=gs://b/runs", "checkpoint_mirror=/m"])
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("", "is a directory"), ("nowhere/x.json", "its folder is missing")])
+def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path, name, wrong):
+  with pytest.raises(argparse.ArgumentTypeError, match=wrong):
+    new_file(str(tmp_path / name))
+  assert new_file(str(tmp_path / "x.json")) == str(tmp_path / "x.json")
+  (tmp_path / "x.json").write_text("{}")
+  assert new_file(str(tmp_path / "x.json")) == str(tmp_path / "x.json")

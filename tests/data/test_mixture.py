@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,20 @@ def test_a_source_may_be_of_another_kind_of_files(make, paths, tmp_path, named):
   )
   own = {"eval_path": other, "split": "eval", "source": ""}
   assert make(dataset_path=paths["code"], **own).documents == {"": 40}
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(make, paths, tmp_path, caplog):
+  shutil.copy(paths["web"], tmp_path / "web.jsonl")
+  for name in ("a.parquet", "b.parquet", "c.json", "d.txt", ".e.parquet"):
+    (tmp_path / name).touch()
+  with caplog.at_level(logging.WARNING):
+    make(dataset_path=str(tmp_path))
+    make(dataset_path=str(tmp_path))
+  told = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
+  assert told == [
+    f"data.dataset_path: 1 files *.json in {tmp_path} are not read, dataset is jsonl",
+    f"data.dataset_path: 2 files *.parquet in {tmp_path} are not read, dataset is jsonl",
+  ]
 
 
 def test_sources_that_cannot_be_mixed(make, paths, tmp_path):

@@ -86,6 +86,16 @@ def test_sigterm_on_one_stops_all_at_the_same_step(train):
   assert all(f"stopped by SIGTERM after step {step}, saved in" in text for text in both.texts())
 
 
+@pytest.mark.slow
+def test_sigterm_on_one_ends_an_evaluation_of_all(train):
+  both = Ranks(train, "a", steps=100_000, checkpoint_interval=100_000, eval_interval=4, eval_steps=100_000, eval_fraction=0.1)
+  both.wait_for_step(3)
+  time.sleep(5)
+  both.ranks[1].send_signal(signal.SIGTERM)
+  assert both.codes() == [42, 42], both.texts()
+  assert train.complete("a") == [4]
+
+
 AT_STEP = """
 from maxtext_like.training.loop import Loop
 launch = Loop._launch

@@ -127,9 +127,13 @@ def test_xpk_gets_the_command_in_one_piece(stage):
   assert {"--tpu-type=v6e-4", "--num-slices=1", "--restart-on-exit-codes=42"} <= {*stage.calls[0]}
   assert "--dry-run" not in stage.calls[0]
   words = shlex.split(command.partition("train.py ")[2])
-  assert words == ["gemma4-tiny", "dataset_path=/a b", "run_name=first", "output_dir=/runs"]
+  assert words == ["gemma4-tiny", "run_name=first", "output_dir=/runs", "dataset_path=/a b"]
   assert stage.run("tpu/xpk.sh", "first", TPU_TYPE="v6e-32", NUM_SLICES="2", **names).returncode == 0
   assert {"--tpu-type=v6e-32", "--num-slices=2"} <= {*stage.calls[1]}
+  assert stage.run("tpu/xpk.sh", "first", "gemma4-tiny", "output_dir=gs://b/a", "run_name=other", **names).returncode == 0
+  model, *words = shlex.split(stage.calls[2][-1].partition("train.py ")[2])
+  logging = load_config(model, words).config.logging
+  assert (logging.output_dir, logging.run_name) == ("gs://b/a", "other"), "the caller's own words count"
   missing = stage.run("tpu/xpk.sh", "first", PROJECT="p", ZONE="z", CLUSTER="c")
   assert missing.returncode != 0
   assert "set IMAGE" in missing.stderr
@@ -149,13 +153,53 @@ def test_queued_resource_waits_and_starts(stage):
 
 @pytest.mark.parametrize(
   ("accelerator", "words", "code"),
-  [("v6e-32", ["gemma3-4b", "output_dir=/shared"], 0), ("v6e-16", ["gemma3-4b"], 2), ("v6e-16", [], 2), ("v6e-31", [], 2)],
+  [
+    ("v6e-32", ["gemma3-4b", "output_dir=/shared"], 0),
+    ("v6e-32", ["gemma3-4b", "logging.output_dir=/shared"], 0),
+    ("v6e-32", ["gemma3-4b", "base_output_directory=gs://b/runs"], 0),
+    ("v6e-16", ["gemma3-4b"], 2),
+    ("v6e-16", [], 2),
+    ("v6e-31", [], 2),
+  ],
 )
 def test_queued_resource_of_several_hosts_asks_for_a_directory_they_share(stage, accelerator, words, code):
   stage.stand_in("gcloud", 'case "$*" in *--format*) echo ACTIVE ;; *describe*) exit 1 ;; esac')
   done = stage.run("tpu/queued_resource.sh", "mine", *words, PROJECT="p", ZONE="z", ACCELERATOR=accelerator)
   assert done.returncode == code, done.stderr
   assert bool(stage.calls) == (code == 0)
+
+
+@pytest.mark.parametrize("state", ["FAILED", "SUSPENDING", "SUSPENDED", "DELETING"])
+def test_queued_resource_does_not_wait_for_what_does_not_come(stage, state):
+  stage.stand_in("gcloud", f'case "$*" in *--format*) echo {state} ;; esac')
+  done = stage.run("tpu/queued_resource.sh", "mine", "gemma3-4b", PROJECT="p", ZONE="z")
+  assert (done.returncode, f"mine is {state}" in done.stderr) == (42, True)
+
+
+@pytest.mark.parametrize(
+  ("there", "made"),
+  [
+    ({"python3": 12}, "python3 -m venv"),
+    ({"python3": 10, "python3.11": 11, "python3.12": 12}, "python3.12 -m venv"),
+    ({"python3": 10}, "python3 -m uv venv -q --seed --python 3.12"),
+  ],
+)
+def test_a_tpu_vm_gets_a_python_that_is_new_enough(stage, tmp_path, there, made):
+  install = f"mkdir -p {tmp_path}/venv/bin; cp {tmp_path}/of-venv {tmp_path}/venv/bin/python"
+  (tmp_path / "of-venv").write_text(
+    f'#!/bin/bash\nprintf "%s\\x1f" "of-venv" "$@" >> {stage.log}; printf "\\x1e" >> {stage.log}\n'
+  )
+  (tmp_path / "of-venv").chmod(0o755)
+  for name in ("python3", "python3.13", "python3.12", "python3.11"):
+    old = "exit 1" if name not in there or there[name] < 11 else "exit 0"
+    stage.stand_in(name, f'case "$1 $2 $3" in "-c "*) {old} ;; *" venv"*) {install} ;; esac')
+  (tmp_path / "venv").mkdir()  # of a call that failed
+  assert stage.run("tpu/install.sh", HOME=str(tmp_path)).returncode == 0
+  calls = [" ".join(call) for call in stage.calls if call[1] != "-c"]
+  assert f"{made} {tmp_path}/venv" in calls
+  assert calls[-1] == "of-venv -m pip install -q -e .[tpu,gcs]"
+  assert stage.run("tpu/install.sh", HOME=str(tmp_path)).returncode == 0
+  assert [call[0] for call in stage.calls[-2:]] == ["of-venv", "of-venv"], "it can be repeated"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 42, 130, 137, 143])

@@ -163,3 +163,35 @@ def test_several_processes_stop_where_all_have_heard_of_it():
   assert not other.should_stop(3), "asked twice about one step"
   assert other.should_stop(4)
   assert other.requested == signal.SIGTERM
+
+
+def test_several_processes_leave_work_between_two_steps_at_the_same_part():
+  parts, known = [], [""]
+
+  class Known(Agreement):
+    def anew(self):
+      parts.append("anew")
+      return self
+
+    def __call__(self, step, wish=""):
+      parts.append(step)
+      return [wish, *known]
+
+  stop = StopRequest(Known(1))
+  stop.training = True
+  stop.check_together(0)
+  stop.check_together(1)
+  stop.check_together(0)
+  known[:] = ["SIGTERM"]
+  with pytest.raises(StopAsked):
+    stop.check_together(1)
+  assert parts == ["anew", 0, 1, "anew", 0, 1]
+  with pytest.raises(StopAsked):
+    stop.check_together(0)
+  assert stop.should_stop(7)
+  assert len(parts) == 6, "it is agreed"
+  alone = StopRequest()
+  alone.check_together(0)
+  alone.requested = signal.SIGINT
+  with pytest.raises(StopAsked):
+    alone.check_together(1)

@@ -6,6 +6,7 @@ from maxtext_like.data.chat.deepseek3 import DeepSeek3, DeepSeek32
 from maxtext_like.data.chat.gemma3 import Gemma3
 from maxtext_like.data.chat.gemma4 import Gemma4
 from maxtext_like.data.chat.jinja import Jinja, read_template, template_beside
+from maxtext_like.data.chat.own_template import tell_of_another
 from maxtext_like.data.chat.rendering import Renderer
 from maxtext_like.data.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
@@ -30,6 +31,7 @@ def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
     UserError: there is none, or none that can be used.
   """
   if name == AUTO and published is not None:
+    tell_of_another(RENDERERS[published], tokenizer)
     name = published
   if name in RENDERERS:
     return RENDERERS[name]

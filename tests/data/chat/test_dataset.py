@@ -73,6 +73,24 @@ def test_rows_are_the_same_from_every_kind_of_file(kind, make, tmp_path):
   assert set(np.unique(first["segments"])) == {0, 1}
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_what_other_rows_of_a_table_call_is_no_argument_of_this_one(kind, make, tmp_path):
+  def calls(name, arguments):
+    kinds = {key: {"type": "string"} for key in arguments}
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": kinds}}}
+    called = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "Go."}, {"role": "assistant", "tool_calls": [called]}]
+    return {"messages": messages, "tools": [tool]}
+
+  records = [calls("f", {"x": "1"}), calls("g", {"y": "2", "z": ["3"]})]
+  settings = CHAT | {"chat_template": "gemma4", "length": 400, "packing": False}
+  table, lines = (make(**settings, dataset=each, dataset_path=write(tmp_path, records, each)) for each in (kind, "jsonl"))
+  for _ in records:
+    row, wanted = next(table), next(lines)
+    assert decode(row["tokens"][0]) == decode(wanted["tokens"][0])
+    assert learned(row) == learned(wanted)
+
+
 def test_packed_conversations_are_whole(make, tmp_path):
   data = make(**CHAT | {"length": 190}, dataset_path=write(tmp_path, RECORDS))
   rows = [next(data) for _ in range(3)]

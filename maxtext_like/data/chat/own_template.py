@@ -1,0 +1,70 @@
+"""Whether the chat template that a checkpoint carries is the one published for its family.
+
+A fine-tuned model may have learned another. What is exported carries that file along, and is then served with a template that
+it was not trained with.
+"""
+
+import functools
+import importlib.util
+import logging
+from itertools import takewhile
+
+from maxtext_like.data.chat.conversation import Conversation, Message
+from maxtext_like.data.chat.deepseek3 import BEGIN
+from maxtext_like.data.chat.jinja import Jinja, find_template
+from maxtext_like.data.chat.rendering import Purpose, Renderer, RenderError
+from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_ASKED, _ANSWERED = (Message("user", "One?"), Message("user", "Two?")), Message("assistant", "Two.")
+_PROBES: tuple[tuple[Conversation, Purpose], ...] = (
+  (Conversation((_ASKED[0], _ANSWERED)), "history"),
+  (Conversation((_ASKED[0], _ANSWERED, _ASKED[1])), "prompt"),
+  (Conversation((Message("system", "Count."), _ASKED[0])), "prompt"),
+)
+_BEGIN = ("<bos>", BEGIN)
+_SHOWN = 40  # characters of each text
+
+
+def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
+  """Says once that the template beside the tokenizer is not the published one, which is taken, if it gives other text for
+  conversations that every template has; or that it cannot be compared. Without jinja2 nothing is known of it."""
+  if importlib.util.find_spec("jinja2") is None or not tokenizer.files:
+    return
+  try:
+    if (found := find_template(tokenizer.files[0].parent)) is None:
+      return
+    own = Jinja(*found, tokenizer)
+  except UserError as error:
+    _tell(f"chat_template is auto and takes {published.name}; the model's own cannot be compared with it: {error}")
+    return
+  for conversation, purpose in _PROBES:
+    try:
+      ours, theirs = (_text(renderer, conversation, purpose) for renderer in (published, own))
+    except RenderError:  # one has no system turn
+      continue
+    if ours != theirs:
+      alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
+      same = max(alike - _SHOWN // 2, 0)
+      _tell(
+        f"chat_template is auto and takes {published.name}, which is published for the family; the model's own is another: "
+        f"{found[1]} has {theirs[same : same + _SHOWN]!r} where {published.name} has {ours[same : same + _SHOWN]!r}. "
+        f"chat_template={found[1]} takes the file, chat_template={published.name} says that it is not meant"
+      )
+      return
+
+
+def _text(renderer: Renderer, conversation: Conversation, purpose: Purpose) -> str:
+  """Without what begins a text, which not every tokenizer spells."""
+  text = renderer.render(conversation, purpose).text
+  for begin in _BEGIN:
+    text = text.removeprefix(begin)
+  return text.strip()
+
+
+@functools.cache
+def _tell(what: str) -> None:
+  """Once, however many splits there are."""
+  logger.warning("%s", what)
