@@ -56,19 +56,26 @@ def _named_templates(folder: Path) -> dict[str, tuple[str, str]]:
   if (path := folder / "chat_template.jinja").is_file():
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return {name: (read_template(path), str(path)) for name, path in ((DEFAULT, path), *((path.stem, path) for path in more))}
-  for name in ("chat_template.json", "tokenizer_config.json"):
-    path = folder / name
-    found = strict_json.parse_file(path, limit=16 * MAX_BYTES).get("chat_template") if path.is_file() else None
-    entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
-    pairs = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
-    named = {key: (text, str(path)) for key, text in pairs if isinstance(key, str) and isinstance(text, str)}
-    if named:
+  for path in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+    if path.is_file() and (named := _named_in(path)):
       return named
   return {}
 
 
+def _named_in(path: Path) -> dict[str, tuple[str, str]]:
+  """Those of a JSON file, which has one or a list of them by name."""
+  found = strict_json.parse_file(path, limit=16 * MAX_BYTES).get("chat_template")
+  entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
+  pairs = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
+  return {key: (text, str(path)) for key, text in pairs if isinstance(key, str) and isinstance(text, str)}
+
+
 def read_template(path: Path) -> str:
-  """The text of a template's file. Raises UserError."""
+  """The text of a template's file, or the default template of a tokenizer_config.json. Raises UserError."""
+  if path.suffix == ".json" and (named := _named_in(path)):
+    if DEFAULT not in named:
+      raise UserError(f"{path}: the chat templates there are {', '.join(named)}, none is named {DEFAULT}")
+    return named[DEFAULT][0]
   try:
     with open_regular(path) as file:
       data = file.read(MAX_BYTES + 1)

@@ -33,6 +33,8 @@ def test_else_the_one_beside_the_tokenizer(tmp_path: Path):
     choose("auto", None, tokenizer)
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bos_token }}<start_of_turn>"}))
   assert choose("auto", None, tokenizer).name.startswith("tokenizer_config.json, xxh3 ")
+  named = choose(str(tmp_path / "tokenizer_config.json"), "gemma3", tokenizer)
+  assert named.name == choose("auto", None, tokenizer).name, "the template in the file, not the file"
   assert choose(str(tmp_path / "tokenizer.json"), "gemma3", tokenizer).name.startswith("tokenizer.json, xxh3 ")
   assert choose("gemma3", None, tokenizer) is RENDERERS["gemma3"]
   with pytest.raises(UserError, match="chat_template is 'gema3', expected auto, gemma3, gemma4"):
