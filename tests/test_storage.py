@@ -106,7 +106,7 @@ def test_settings_of_this_machine_that_are_wrong_are_no_fault_that_a_retry_mends
   for name in [name for name in os.environ if name.startswith("AWS_")]:
     monkeypatch.delenv(name)
   monkeypatch.setenv(variable, value)
-  monkeypatch.setattr(fsspec.config, "conf", {})
+  monkeypatch.setattr("fsspec.config.conf", {})
   fsspec.filesystem("s3").clear_instance_cache()
   try:
     with pytest.raises(OSError, match="set up here") as raised:
