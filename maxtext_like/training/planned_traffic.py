@@ -26,11 +26,11 @@ PASSES = 5.5
 were fitted to the compiled programs of docs/compile.md."""
 EXPERT_ROWS, TRAVELLING = 12, 9
 """How often in each pass the rows of experts do besides, and how often more where they travel to other devices."""
-UNPACKED = {False: 4.5, True: 9.5}
+UNPACKED = {False: 2.5, True: 7.5}
 """Bytes of what is made of a number of which two lie in a byte, on its way to ``dtype``, written and read; True: of experts,
 whose blocks' scales are spread over all numbers, in float32."""
 ON_CHIP = 2**26
-"""Bytes of a layer's weight which a TPU keeps on the chip between its making and the product."""
+"""Bytes of a layer's weight, as it multiplies, up to which its codes, a byte each, and it itself stay on a TPU's chip."""
 _OUTPUTS = ("attention.o", "mlp.down", "shared.down")
 KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
 """The weights whose products a remat policy keeps: those that the layers name so."""
@@ -64,17 +64,18 @@ def _of_layers(program: TrainProgram) -> float:
 
 
 def _of_dequantised(program: TrainProgram) -> float:
-  """What is made of quantised weights where they multiply, written and read: of those of which a byte holds two numbers, when
-  it does not stay on the chip. Others are made as a product reads them."""
+  """What is made of quantised weights where they multiply, written and read: of those of which a byte holds two numbers. Others
+  are made as a product reads them."""
   if program.model.base is None:
     return 0.0
   item, params = jnp.dtype(program.config.precision.dtype).itemsize, program.abstract_state["params"]
   total = 0.0
   for path, p in program.model.base.weights.items():
     codes = functools.reduce(lambda tree, key: tree[key], path, params)[CODES]
-    numbers = count(p) * math.prod(_shard(codes)) // math.prod(codes.shape)
-    if math.prod(codes.shape) < count(p) and numbers // (p.rows or 1) * item > ON_CHIP:
-      total += passes(program) * numbers * (2 * item + UNPACKED["experts" in path])
+    if math.prod(codes.shape) < count(p):
+      numbers = count(p) * math.prod(_shard(codes)) // math.prod(codes.shape)
+      leaves = numbers // (p.rows or 1) * item > ON_CHIP
+      total += passes(program) * numbers * (UNPACKED["experts" in path] + 2 * (1 + item) * leaves)
   return total
 
 
