@@ -183,6 +183,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   from maxtext_like.layers.expert_parallel import SLACK
   from maxtext_like.training.flops import train_flops
   from maxtext_like.training.roofline import kernel_flops, roofline
+  from maxtext_like.training.traffic import Traffic
 
   chip = find_chip(f"tpu {topology.generation}")
   assert chip is not None
@@ -190,7 +191,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   decoder = program.model.decoder
   flops = compiled.flops(kernel_flops(decoder, SLACK if program.model.ways("expert") > 1 else 1.0))
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, length) / topology.chips
-  moved, transfers = compiled.memory_bytes(), tuple(compiled.transfers(topology.chips_of_slice))
+  moved, transfers = Traffic(compiled).step(), tuple(compiled.transfers(topology.chips_of_slice))
   bounds = roofline(
     chip, topology.chips_of_slice, flops=flops, memory_bytes=moved, transfers=transfers, model_flops=model_flops
   )

@@ -66,6 +66,17 @@ class Operation:
   frame: int
   root: bool
 
+  @property
+  def called(self) -> list[str]:
+    """The computations that it runs, or that are fused in it."""
+    branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(self.text) for name in found.split(",")]
+    return [*_CALLED.findall(self.text), *branches]
+
+  @property
+  def body(self) -> str:
+    """Of a loop: the computation that runs in each turn."""
+    return _one(r"body=%([\w.\-]+)", self.text)
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -108,7 +119,7 @@ class CompiledProgram:
       if op.path:
         return op.path.replace("\\'", "'"), self.places.get(op.frame, "")
       if op.kind == "fusion":
-        named = [inner for inner in self.computations[_called(op.text)[0]] if inner.path]
+        named = [inner for inner in self.computations[op.called[0]] if inner.path]
         if named:
           return named[-1].path.replace("\\'", "'"), self.places.get(named[-1].frame, "")
       if not op.operands:
@@ -124,11 +135,10 @@ class CompiledProgram:
       for op in self.computations[name]:
         yield op, times
         if op.kind == "while":
-          body = _one(r"body=%([\w.\-]+)", op.text)
-          pending.append((body, times * self.turns(op)))
+          pending.append((op.body, times * self.turns(op)))
         elif op.kind in ("conditional", "call"):
           # At most one branch runs; a step's are a look that seldom happens, so that all are counted.
-          pending += [(called, times) for called in _called(op.text)]
+          pending += [(called, times) for called in op.called]
 
   def turns(self, loop: Operation) -> int:
     """How often the body of a while loop runs: what the compiler wrote down, or else the constant that its condition compares
@@ -142,7 +152,7 @@ class CompiledProgram:
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):  # a body may have two rounds of the loop
       return int(known[1])
     for op in self.computations[_one(r"condition=%([\w.\-]+)", loop.text)]:
-      inside = self.computations[_called(op.text)[0]] if op.kind == "fusion" else [op]
+      inside = self.computations[op.called[0]] if op.kind == "fusion" else [op]
       for compare in inside:
         if compare.kind != "compare" or "direction=LT" not in compare.text:
           continue
@@ -164,7 +174,7 @@ class CompiledProgram:
       if op.kind == "custom-call":
         total += times * kernel(op, self._operands(op))
       elif op.kind in ("fusion", "async-start"):
-        total += times * sum(inside(name) for name in _called(op.text))
+        total += times * sum(inside(name) for name in op.called)
       else:
         total += times * self._product(op)
     return total
@@ -173,7 +183,7 @@ class CompiledProgram:
     for op in self.computations[name]:
       yield op
       if op.kind in ("fusion", "call"):  # a call is one for the SparseCores
-        for called in _called(op.text):
+        for called in op.called:
           yield from self._all_inside(called)
 
   def _operands(self, op: Operation) -> list[Array]:
@@ -187,29 +197,6 @@ class CompiledProgram:
       dims = [int(d) for d in _one(r"lhs_contracting_dims=\{([\d,]*)\}", op.text).split(",") if d]
       return 2.0 * op.results[0].size * math.prod(lhs.shape[d] for d in dims)
     return 0.0
-
-  def memory_bytes(self) -> int:
-    """Bytes that a step reads from and writes to main memory: of each operation its operands and results there, of a slice
-    of a stack of layers the slice alone."""
-    return sum(times * self._traffic(op) for op, times in self.running())
-
-  def _traffic(self, op: Operation) -> int:
-    if op.kind in _NO_TRAFFIC or op.kind.endswith("-done"):
-      return 0
-    if op.kind in ("dynamic-slice", "slice", "gather", "copy-start", "async-start"):
-      moved = [a for a in op.results if len(op.results) == 1 or a is not op.results[-1]]
-      smallest = min((a.bytes for a in moved if a.size > 1), default=0)
-      return smallest * (2 if all(a.in_memory for a in moved) else 1)
-    if op.kind == "dynamic-update-slice":
-      return 2 * self._operands(op)[1].bytes
-    reads = [list(self.operations[n].results) if n in self.operations else [] for n in op.operands]
-    inner = self.computations[_called(op.text)[0]] if op.kind == "fusion" else []
-    sliced, written = _slices(inner)
-    same = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", op.text)  # results that are an operand's own memory
-    given, kept = {int(b) for _, b in same}, {int(a or 0) for a, _ in same}
-    total = sum(sliced.get(i, sum(a.bytes for a in arrays if a.in_memory)) for i, arrays in enumerate(reads) if i not in given)
-    whole = sum(a.bytes for i, a in enumerate(op.results) if a.in_memory and i not in kept)
-    return total + (written if written is not None else whole)
 
   def transfers(self, chips_per_slice: int) -> list[Transfer]:
     """The collectives of a step, those of the same kind and manner together."""
@@ -251,39 +238,11 @@ class CompiledProgram:
       if op.name.startswith("async-collective-done") or "calls=%async_collective_fusion" in op.text:
         return
       asynchronous = op.kind == "async-start" or op.name.startswith("async-collective-start")
-      for name in _called(op.text):
+      for name in op.called:
         yield from ((inner, asynchronous) for inner in self._all_inside(name) if inner.kind.startswith(COLLECTIVES))
 
 
 _MEGASCALE = re.compile(r'_xla_megascale_target="\{([^}]*)\}x.*?_xla_megascale_transfer_type="(\w+)"')
-_NO_TRAFFIC = frozenset(
-  "parameter constant get-tuple-element tuple bitcast while conditional call after-all iota partition-id".split()
-)
-
-
-def _slices(inner: list[Operation]) -> tuple[dict[int, int], int | None]:
-  """Of a fusion: bytes of the parameters of which it reads slices alone, by number, and bytes that it writes, None: all."""
-  users = collections.defaultdict(list)
-  for op in inner:
-    for name in op.operands:
-      users[name].append(op)
-  sliced: dict[int, int] = {}
-  written: int | None = None
-  for op in inner:
-    if op.root and op.kind == "dynamic-update-slice":
-      update = next((o for o in inner if o.name == op.operands[1]), None)
-      written = update.results[0].bytes if update is not None else None
-    if op.kind != "parameter":
-      continue
-    number = int(op.text.split(")")[0])
-    name, uses = op.name, users[op.name]
-    while len(uses) == 1 and uses[0].kind == "bitcast":
-      name, uses = uses[0].name, users[uses[0].name]
-    if uses and all(u.kind == "dynamic-slice" and u.operands[0] == name for u in uses):
-      sliced[number] = sum(u.results[0].bytes for u in uses) if op.results[0].in_memory else 0
-    elif len(uses) == 1 and uses[0].kind == "dynamic-update-slice" and uses[0].root and uses[0].operands[0] == name:
-      sliced[number] = 0  # in place
-  return sliced, written
 
 
 def _convolution(op: Operation, lhs: Array, rhs: Array) -> float:
@@ -359,11 +318,6 @@ def _one(pattern: str, text: str) -> str:
   found = re.search(pattern, text)
   assert found is not None, f"{pattern} in {text[:200]}"
   return found[1]
-
-
-def _called(text: str) -> list[str]:
-  branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(text) for name in found.split(",")]
-  return [*_CALLED.findall(text), *branches]
 
 
 def arrays(text: str) -> tuple[Array, ...]:

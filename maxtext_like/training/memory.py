@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
+from maxtext_like.layers.quantised import Outline
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.fetched import TABLE, fetched
+from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers.by_layer import parts_of, take
 from maxtext_like.training.program import TrainProgram, make_program
@@ -135,9 +137,15 @@ def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
 
 
 def _scanned(program: TrainProgram) -> Objective:
-  """The objective with layers in loops: unrolled they keep slices of the stacked weights, which XLA reads where they are."""
-  decoder = program.model.decoder
-  return program.objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
+  """The objective with layers in loops: unrolled they keep slices of the stacked weights, which XLA reads where they are.
+
+  A product with a quantised weight keeps nothing that it makes of it, so that nothing needs to be made.
+  """
+  decoder, objective = program.model.decoder, program.objective
+  if isinstance(objective, Adapted) and objective.base is not None:
+    outline = dataclasses.replace(objective.base, form=Outline(objective.base.form))
+    objective = dataclasses.replace(objective, base=outline)
+  return objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
 
 
 def activation_bytes(program: TrainProgram) -> tuple[int, int]:

@@ -21,11 +21,12 @@ from maxtext_like.layers import tiles
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training import fetched as fetching
 from maxtext_like.training import memory, tpu_memory
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.fetched import fetched as fetched_weights
 from maxtext_like.training.flops import forward_flops, train_flops
+from maxtext_like.training.planned_traffic import KEPT, memory_bytes
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.roofline import Roofline, roofline
 from maxtext_like.training.topologies import Cpus, GpuHost, Topology, assumed_gpu
@@ -35,13 +36,8 @@ GAPS = 1.06
 """What a TPU's compiler lays out beside a program's arguments is so much more than what is in use at the fullest instant, as
 arrays of several times lie around each other: 1.00 to 1.21, the mean of the programs of docs/compile.md."""
 
-PASSES = 11.5
-"""How often what a layer keeps without remat goes through memory in a step with remat, temporaries included: of the same."""
 POLICIES = ("none", "save_mlp", "save_outputs", "save_attention", "full")
 """The remat policies that a search tries, and the configured one beside them."""
-_OUTPUTS = ("attention.o", "mlp.down", "shared.down")
-KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
-"""The weights whose products a remat policy keeps: those that the layers name so."""
 
 Target = Topology | GpuHost | Cpus
 
@@ -105,9 +101,7 @@ def plan(config: Config, target: Target) -> Plan:
   with assumed_gpu():
     kept, everything = memory.activation_bytes(program)
     need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod, (kept, everything))
-  fetched = fetching.fetched(program)
-  weights = fetching.by_part(fetched)
-  weights.pop(fetching.TABLE, 0)
+  fetched = fetched_weights(program)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
   everything -= _casts(program)
   if platform == "tpu":
@@ -122,8 +116,7 @@ def plan(config: Config, target: Target) -> Plan:
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
   flops = model_flops + _recomputed(program) / devices
-  passes = 2 if t.remat_policy == "none" else 3
-  moved = 2 * passes * sum(weights.values()) + PASSES * everything * t.gradient_accumulation_steps
+  moved = memory_bytes(program, fetched, everything)
   chip = _chip(target)
   travels = transfers(program, fetched)
   bounds = None

@@ -41,13 +41,13 @@ def _leaves_a_slice(program: TrainProgram, axes: Axes) -> bool:
   return any(getattr(program.config.mesh, f"dcn_{axis}_parallelism") > 1 for axis in axes if program.model.mesh.shape[axis] > 1)
 
 
-def _summed_bytes(program: TrainProgram) -> int:
+def summed_bytes(program: TrainProgram) -> int:
   """Of a number that devices add up."""
   precision = program.config.precision
   return 4 if precision.reduction_dtype == "float32" else jnp.dtype(precision.dtype).itemsize
 
 
-def _passes(program: TrainProgram) -> int:
+def passes(program: TrainProgram) -> int:
   """How often a step sends what a layer sends in its forward pass: in the backward one, and where it is computed again, too."""
   return 2 if program.config.training.remat_policy in ("none", "minimal") else 3
 
@@ -56,7 +56,7 @@ def _microbatches(program: TrainProgram) -> int:
   return program.config.training.gradient_accumulation_steps
 
 
-def _pieces(program: TrainProgram) -> int:
+def pieces(program: TrainProgram) -> int:
   """That the logits are computed in; an objective that says nothing of them has one."""
   objective = program.objective
   return getattr(objective.inner if isinstance(objective, Adapted) else objective, "chunks", 1)
@@ -65,8 +65,8 @@ def _pieces(program: TrainProgram) -> int:
 def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Transfer]:
   """Those that are split to save memory alone: to the products of both passes, and their gradients back."""
   parts, layers = _microbatches(program), len(program.model.decoder.layers)
-  chunks = _pieces(program)
-  grow = _summed_bytes(program) / jnp.dtype(program.config.precision.dtype).itemsize
+  chunks = pieces(program)
+  grow = summed_bytes(program) / jnp.dtype(program.config.precision.dtype).itemsize
   for between in (False, True):
     own = [w for w in weights if _leaves_a_slice(program, w.axes) is between]
     every, head = (
@@ -99,9 +99,9 @@ def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
     once = set(axes) <= {*program.step.summed_once}
     times = 1 if once else _microbatches(program)
     if not once and model_path(path_keys(path))[0] == table:
-      pieces = _pieces(program) if set(axes) & {*of_rows} else 1
-      times *= pieces + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has another
-    size = int(2 * math.prod(x.sharding.shard_shape(x.shape)) * _summed_bytes(program) * (ways - 1) / ways) * times
+      chunks = pieces(program) if set(axes) & {*of_rows} else 1
+      times *= chunks + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has another
+    size = int(2 * math.prod(x.sharding.shard_shape(x.shape)) * summed_bytes(program) * (ways - 1) / ways) * times
     if size:
       group = found.setdefault(_leaves_a_slice(program, axes), [0, 0])
       group[0] += size
@@ -119,7 +119,7 @@ def _of_tokens(program: TrainProgram) -> Iterator[Transfer]:
   tokens = _tokens(program)
   layers = [e for e in (layer.cfg.ffn.experts for layer in model.decoder.layers) if e is not None]
   sent = sum(2 * SLACK * tokens * e.num_experts_per_tok * e.emb_dim * item * (ways - 1) / ways for e in layers)
-  times = _passes(program) * _microbatches(program)
+  times = passes(program) * _microbatches(program)
   yield Transfer("all-to-all", int(sent * times), 2 * len(layers) * times, False, _leaves_a_slice(program, axes))
 
 
@@ -154,7 +154,7 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   between = _leaves_a_slice(program, model.decoder.cfg.rules.mesh_axes("sequence", model.mesh))
   if ways > 1:
     yield Transfer("all-gather", gathered * item * forward, layers * forward, False, between)
-    yield Transfer("reduce-scatter", gathered * _summed_bytes(program) * parts, layers * parts, False, between)
+    yield Transfer("reduce-scatter", gathered * summed_bytes(program) * parts, layers * parts, False, between)
     times = forward + parts
     yield Transfer("collective-permute", neighbours * item * times, windows * times, True, between)
 
@@ -174,5 +174,5 @@ def _of_sums(program: TrainProgram) -> Iterator[Transfer]:
         count = 1 if widths[0] < shared[0] else again
         size, times = size + count * p.shape[widths[0]], times + count
   ways, parts = mesh.shape["tensor"], _microbatches(program)
-  size *= int(2 * parts * _tokens(program) * _summed_bytes(program) * (ways - 1) / ways)
+  size *= int(2 * parts * _tokens(program) * summed_bytes(program) * (ways - 1) / ways)
   yield Transfer("all-reduce", size, times * parts, asynchronous=False, between_slices=_leaves_a_slice(program, ("tensor",)))

@@ -333,6 +333,27 @@ class Float8BlockForm(Form):
     return _spread(_spread(scales, plan.input, self.input_block, plan.K), plan.input + 1, self.output_block, plan.M)
 
 
+@dataclass(frozen=True)
+class Outline(Form):
+  """What a form stores, of which nothing is computed: where shapes alone are asked for, as tracing a form's own numbers takes
+  most of the time.
+
+  Attributes:
+    of: the form.
+  """
+
+  of: Form
+
+  def params(self, plan: Plan) -> dict[str, Param]:
+    return self.of.params(plan)
+
+  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+    return self.of.quantise(plan, x)
+
+  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
+    return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*plan.experts, plan.K, plan.M))
+
+
 FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4Form(), Int8Form(), Float8BlockForm())}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.training.compiled_program import Transfer, read_program
+from maxtext_like.training.traffic import Traffic
 
 # Two devices' program, cut to what is counted: a loop of three turns over a stack of weights, with a product, a gather that
 # is waited for, one beside computation, a gradient that is scattered in a fusion, and a transfer to another slice.
@@ -117,7 +118,7 @@ def test_loops_count_as_often_as_they_turn(program):
 
 def test_of_a_stack_the_layer_that_is_read_counts(program):
   # The slice and its number, three times; what "send" reads and writes; all else lies on the chip.
-  assert program.memory_bytes() == 3 * (5 * 6 * 4 + 4) + (3 * 5 * 6 * 4 + 10 * 4 + 4)
+  assert Traffic(program).step() == 3 * (5 * 6 * 4 + 4) + (3 * 5 * 6 * 4 + 10 * 4 + 4)
 
 
 def test_transfers_by_kind_and_manner(program):
@@ -161,7 +162,7 @@ def test_products_of_every_form(line, flops):
 def test_a_loop_that_does_not_say_how_often_it_turns():
   program = read_program(PROGRAM.replace("direction=LT", "direction=NE"))
   with pytest.raises(UserError, match=r"while\.1 does not say how often"):
-    program.memory_bytes()
+    list(program.running())
 
 
 def test_how_often_a_loop_turns_that_says_so():

@@ -142,8 +142,9 @@ def _own_rows(begin, end, tile: int, part: int, work) -> None:
     pl.when(parts == count)(functools.partial(worked_on, count * part))
 
 
+@functools.partial(jax.jit, static_argnames=("precision", "interpret", "transposed"), inline=True)
 def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
-  """[M, F]; with ``transposed`` x is [M, F] and the result [M, D]."""
+  """[M, F]; with ``transposed`` x is [M, F] and the result [M, D]. Traced once for all layers that are alike."""
   (M, summed), G = x.shape, w.shape[0]
   columns, item = w.shape[1 if transposed else 2], x.dtype.itemsize
   R, part = tile_and_part(M, G)
