@@ -193,7 +193,7 @@ def test_a_stop_while_the_data_to_evaluate_on_stall_leaves_the_evaluation(call):
     lower_eval=lambda: SimpleNamespace(compile=lambda: lambda params, batch: (1.0, 1)),
   )  # fmt: skip
   quiet: Any = MagicMock()
-  stop: Any = SimpleNamespace(requested=None, check=lambda: None, interruptible=lambda work: work())
+  stop: Any = SimpleNamespace(requested=None, check_together=lambda part: None, interruptible=lambda work: work())
   assert Evaluation(program, {"": data}, quiet, stop, quiet, quiet)({}) is None
 
 
