@@ -190,7 +190,7 @@ class _Run:
       return stack.enter_context(contextlib.closing(opened))
 
     data = open_split("train")
-    newest = self._first(lambda: newest_begun(self._directory, c.checkpoint))
+    newest = None if data.rows is None else self._first(lambda: newest_begun(self._directory, c.checkpoint))
     begun = None if newest is None else Begun(**newest)
     program = stop.interruptible(lambda: counted(program, data, begun))
     self._config = c = program.config

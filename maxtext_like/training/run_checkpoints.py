@@ -10,6 +10,7 @@ from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.schema import CheckpointConfig, Config
 from maxtext_like.data.loader import DataSource
+from maxtext_like.storage import failed
 from maxtext_like.training import standing
 from maxtext_like.training.best import stopped_early
 from maxtext_like.training.program import TrainProgram
@@ -66,15 +67,18 @@ def newest_begun(directory: RunDirectory, settings: CheckpointConfig) -> dict[st
   """The fields of ``Begun`` of the newest complete step, as JSON; None: there is none to go on from.
 
   Raises:
-    UserError, RetryableError: as ``standing.look``.
+    UserError, RetryableError: as ``standing.look``, and ``storage.failed``.
   """
   newest = standing.look(directory.path, directory.checkpoints).newest
   if newest is None or not (settings.enable_checkpointing and settings.resume):
     return None
   try:
-    return {"step": newest, "data": manifest.read(directory.checkpoints / str(newest)).extra["data"]}
+    position = manifest.read(directory.checkpoints / str(newest)).extra.get("data")
   except manifest.DamageError:  # which the restore tells, and takes the one before
     return None
+  except OSError as error:
+    raise failed(error) from error
+  return None if position is None else {"step": newest, "data": position}
 
 
 def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, str | None] | None:
