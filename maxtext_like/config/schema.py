@@ -20,6 +20,7 @@ from maxtext_like.config.vision import VisionConfig, VisionTower
 from maxtext_like.data.registry import DATASETS, OF_FILES
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.layers.kernels.norm import registry as norm
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.training.objectives import registry as objectives
 from maxtext_like.training.optimizers import registry as optimizers
@@ -39,6 +40,7 @@ class TrainingConfig(Checked):
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
   grouped_product: grouped.Choice
+  norm_kernel: norm.Choice
   attention: Choice
   per_device_batch_size: int | float
   max_target_length: int

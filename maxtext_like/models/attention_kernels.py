@@ -29,8 +29,9 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
 from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.layers.kernels.norm import registry as norm
 from maxtext_like.layers.vision_attention import case_of
-from maxtext_like.numerics import grouped_test, kernel_test
+from maxtext_like.numerics import grouped_test, kernel_test, norm_test
 from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
 
 _log = logging.getLogger(__name__)
@@ -258,8 +259,8 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  folders = [Path(inspect.getfile(names)).parent for names in (registry, grouped)]
-  beside = [Path(inspect.getfile(module)) for module in (masks, kernel_test, grouped_test)]
+  folders = [Path(inspect.getfile(names)).parent for names in (registry, grouped, norm)]
+  beside = [Path(inspect.getfile(module)) for module in (masks, kernel_test, grouped_test, norm_test)]
   sources = b"".join(path.read_bytes() for path in (*(p for f in folders for p in sorted(f.rglob("*.py"))), *beside))
   return {
     "packages": found,

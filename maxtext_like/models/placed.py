@@ -21,7 +21,7 @@ from maxtext_like.layers.expert_parallel import SLACK
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.rules import Rules
-from maxtext_like.models import grouped_kernels
+from maxtext_like.models import grouped_kernels, norm_kernels
 from maxtext_like.models.attention_kernels import KernelUse, plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
@@ -44,6 +44,7 @@ class Model:
     kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
     base: how its weights are stored below an adapter; None: as they are declared.
     grouped_verdict: what came of the self-test of the experts' kernel, in words.
+    norms: what makes the gradients of norms, in words; "" where that is XLA.
   """
 
   config: Config
@@ -53,6 +54,7 @@ class Model:
   kernels: tuple[KernelUse, ...] = ()
   base: QuantisedBase | None = None
   grouped_verdict: str = ""
+  norms: str = ""
 
   @property
   def grouped_product(self) -> str | None:
@@ -237,4 +239,13 @@ def make_model(
     device=device,
     cache=config.logging.compilation_cache_dir,
   )
-  return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict)
+  decoder, norms = norm_kernels.settle(
+    decoder,
+    asked=t.norm_kernel,
+    platform=platform,
+    devices=mesh.size,
+    capability=capability,
+    device=device,
+    cache=config.logging.compilation_cache_dir,
+  )
+  return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict, norms=norms)

@@ -63,6 +63,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:
     lines.append(f"kernel  {grouped}")
+  if program.model.norms:
+    lines.append(f"kernel  {program.model.norms}")
   if low := float8_products.in_words(program.model.decoder):
     lines.append(f"kernel  {low}")
   return "\n".join(lines)

@@ -252,6 +252,7 @@ class _Run:
       directory.keep_earlier("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
     used = {"kernels": [use.to_json() for use in program.model.kernels], "grouped_product": program.model.grouped_product}
+    used["norm_kernel"] = program.model.norms
     env = provenance.describe() | used
     files.text("env.json", json.dumps(env, indent=1) + "\n")
     evaluate = None

@@ -13,12 +13,12 @@ from maxtext_like.layers.cache import cached_mask, capacity
 from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
-from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.masks import Tokens, zeroed
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
-from maxtext_like.layers.weight import product
+from maxtext_like.layers.weight import product, products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,24 +138,25 @@ class Attention:
       documents=documents,
     )
 
-  def _heads(self, p: dict, name: str, x_BTD: jax.Array) -> jax.Array:
-    """Heads [B, T, N or K, H] of "q", "k" or "v", not yet normed."""
-    y_BTNH = product(self.precision, "BTD,DNH->BTNH", x_BTD, p[name], large=True)
-    return self.precision.plus(y_BTNH, p[f"{name}_bias"]) if self.cfg.qkv_bias else y_BTNH
+  def _heads(self, p: dict, x_BTD: jax.Array) -> dict[str, jax.Array]:
+    """Heads [B, T, N or K, H] of "q", and of "k" and "v" where the layer has them, not yet normed."""
+    names = [name for name in ("q", "k", "v") if name in p]
+    weights = [p[name] for name in names]
+    heads = zip(names, products(self.precision, "BTD,DNH->BTNH", x_BTD, weights, large=True), strict=True)
+    return {name: self.precision.plus(y, p[f"{name}_bias"]) if self.cfg.qkv_bias else y for name, y in heads}
 
   def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
     """Heads of "q" or "k", normed and rotated."""
     norm = self.cfg.norm
     return rotate(named(RMSNorm(norm, self.precision), p, f"{name}_norm", y_BTNH) if norm else y_BTNH, table)
 
-  def keys_and_values(self, p: dict, x_BTD: jax.Array, table) -> KeysValues:
+  def _keys_and_values(self, p: dict, heads: dict[str, jax.Array], table) -> KeysValues:
     """Normed and rotated keys, and values, both [B, T, K, H]."""
     c = self.cfg
-    k_BTKH = self._heads(p, "k", x_BTD)
-    v_BTKH = k_BTKH if c.value_is_key else self._heads(p, "v", x_BTD)
+    v_BTKH = heads["k" if c.value_is_key else "v"]
     if c.value_norm and c.norm:
       v_BTKH = RMSNorm(replace(c.norm, with_scale=False), self.precision)({}, v_BTKH)
-    return self._positioned(p, "k", k_BTKH, table), v_BTKH
+    return self._positioned(p, "k", heads["k"], table), v_BTKH
 
   def alone(
     self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens(), kv: KeysValues | None = None
@@ -167,7 +168,8 @@ class Attention:
       kv: keys and values of an earlier layer, for one that borrows them.
     """
     shared = {} if kv is None or not self.cfg.borrows else {self.cfg.borrows: kv}
-    return self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
+    out_BTD, kv = self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
+    return zeroed(out_BTD, tokens.real), kv
 
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Attends.
@@ -179,7 +181,7 @@ class Attention:
         borrows. What it lends goes there.
 
     Returns:
-      [B, T, D] in ``dtype`` (float32 with float16).
+      [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
 
     Raises:
       ValueError: a layer that borrows keys and values finds none.
@@ -192,13 +194,14 @@ class Attention:
   @jax.named_scope("attention")
   def _attend(self, p: dict, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, KeysValues]:
     c, table = self.cfg, rope_table(self.cfg.rope, ctx.positions)
-    q_BTNH = self._positioned(p, "q", self._heads(p, "q", x_BTD), table)
+    heads = self._heads(p, x_BTD)
+    q_BTNH = self._positioned(p, "q", heads["q"], table)
     if c.borrows:
       kv = ctx.shared.get(c.borrows)
       if kv is None:
         raise ValueError(f"this layer borrows the keys and values {c.borrows!r} of an earlier layer, and was given none")
     else:
-      k, v = self.keys_and_values(p, x_BTD, table)
+      k, v = self._keys_and_values(p, heads, table)
       held = ctx.remember(k=k, v=v)
       kv = held["k"], held["v"]
     if ctx.step is not None:
@@ -225,5 +228,5 @@ class Attention:
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
-    out_BTD = ctx.tokens.padding_zeroed(checkpoint_name(out_BTD, "output"))
+    out_BTD = checkpoint_name(out_BTD, "output")
     return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -10,6 +10,7 @@ import jax
 
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name
+from maxtext_like.layers.masks import zeroed
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.per_layer import PerLayerGate, PerLayerGateConfig
@@ -123,11 +124,13 @@ class Block:
     """
     x = carry["x"]
     ctx = ctx.collecting(stream=x, shared=carry.get("kv", {}))
-    out = self.mixer(p["attention"], named(self._norm, p, "pre_attention_norm", x), ctx)
-    x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out))
+    x, normed = self._normed(p, "pre_attention_norm", x)
+    out = self.mixer(p["attention"], normed, ctx)
+    x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out), ctx.tokens.real)
     ctx = ctx.reading(x)
     ffn = self.ffn
-    out = ffn(p[ffn.name] if ffn.name else p, named(self._norm, p, "pre_mlp_norm", x), ctx)
+    x, normed = self._normed(p, "pre_mlp_norm", x)
+    out = ffn(p[ffn.name] if ffn.name else p, normed, ctx)
     x = self._joined(p, x, "post_mlp_norm", ctx.tap("mlp", out))
     if self.cfg.per_layer:
       x = _add(x, PerLayerGate(self.cfg.per_layer, self.precision)(p["ple"], x, ctx))
@@ -138,10 +141,18 @@ class Block:
     lent = ctx.aux.pop("lent", {})
     return carry | {"x": x} | ({"kv": carry["kv"] | lent} if lent else {}), ctx.aux
 
-  def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array) -> jax.Array:
-    """The stream with what a part made of it, which is normed with ``sandwich``. This alone decides in which dtype it joins."""
+  def _normed(self, p: dict, norm: str, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stream, and what a part of the layer reads of it."""
+    with jax.named_scope(norm):
+      return self._norm.beside(p[norm], x_BTD)
+
+  def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array, real_BT: jax.Array | None = None) -> jax.Array:
+    """The stream with what a part made of it, which is normed with ``sandwich``; of positions that are not real with nothing.
+    This alone decides in which dtype it joins."""
     residual = self.precision.residual
-    return _add(x_BTD, named(self._norm, p, norm, out_BTD, residual) if self.cfg.sandwich else out_BTD.astype(residual))
+    if self.cfg.sandwich:
+      return _add(x_BTD, named(self._norm, p, norm, out_BTD, residual, real=real_BT))
+    return _add(x_BTD, zeroed(out_BTD, real_BT).astype(residual))
 
 
 @jax.named_scope("residual")

@@ -31,16 +31,20 @@ class Tokens:
     """Whether a row may hold several, for all that is known without its numbers."""
     return self.segments is not None and not self.one_document
 
-  def padding_zeroed(self, x: jax.Array) -> jax.Array:
-    """What a layer makes of its causal attention, [B, T, ...], with zeros for padding.
+  @property
+  def real(self) -> jax.Array | None:
+    """Of rows known to be one document, which tokens are no padding, bool [B, T]; None: of other rows.
 
-    Rows known to be one document get no mask, and padding in them sees what stands before it (and is seen by padding alone);
-    the zeros keep its gradients from all of that. Other rows have zeros there already.
+    Rows known to be one document get no mask, and padding in them sees what stands before it (and is seen by padding alone).
+    What a layer makes of its causal attention there is to be zeroed (``zeroed``), which keeps its gradients from all of that.
+    Other rows have zeros there already.
     """
-    if self.segments is None or not self.one_document:
-      return x
-    real_BT = self.segments > 0
-    return jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0)
+    return self.segments > 0 if self.segments is not None and self.one_document else None
+
+
+def zeroed(x: jax.Array, real_BT: jax.Array | None) -> jax.Array:
+  """x, [B, T, ...], with zeros where it is not real; None: x."""
+  return x if real_BT is None else jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 @dataclass(frozen=True)

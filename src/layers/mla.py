@@ -18,7 +18,7 @@ from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
-from maxtext_like.layers.masks import Tokens, attention_mask
+from maxtext_like.layers.masks import Tokens, attention_mask, zeroed
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, repeated, vary
@@ -181,7 +181,7 @@ class MLA:
   def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
     """The layer by itself, as a face calls it: the output and all that it notes and taps."""
     ctx = Context(positions, tokens, capture=frozenset(CAPTURES)).collecting()
-    return self(p, x_BTD, ctx), ctx.aux
+    return zeroed(self(p, x_BTD, ctx), tokens.real), ctx.aux
 
   @jax.named_scope("mla")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -194,7 +194,7 @@ class MLA:
         tokens. With an indexer it notes "indexer_loss" and taps "indexer.topk_idx" [B, T, min(topk, S)].
 
     Returns:
-      [B, T, D] in ``dtype`` (float32 with float16).
+      [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
     """
     c, tokens = self.cfg, ctx.tokens
     B, T, _ = x_BTD.shape
@@ -231,7 +231,7 @@ class MLA:
     if not named:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
-    out = tokens.padding_zeroed(checkpoint_name(out, "output"))
+    out = checkpoint_name(out, "output")
     return self.precision.plus(out, p["o_bias"]) if c.bias else out
 
   @property

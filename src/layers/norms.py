@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.norm import registry
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.partition import in_float32, rounded_sum, vary_alike
 from maxtext_like.layers.precision import Precision
@@ -25,6 +26,7 @@ class NormConfig:
     with_scale: multiply by a parameter.
     scale_plus_one: the parameter is the scale minus one (Gemma 3).
     round_before_scale: round to ``dtype`` before multiplying by the scale, as Llama and DeepSeek do; else after, as Gemma.
+    kernel: what makes the gradients.
   """
 
   dim: int
@@ -32,6 +34,7 @@ class NormConfig:
   with_scale: bool = True
   scale_plus_one: bool = False
   round_before_scale: bool = False
+  kernel: registry.Name = "xla"
 
 
 @dataclass(frozen=True)
@@ -51,40 +54,85 @@ class RMSNorm:
     return {"scale": Param((self.cfg.dim,), (None,), self.precision.weight_dtype, constant(start))}
 
   @jax.named_scope("norm")
-  def __call__(self, p: dict, x: jax.Array, dtype: str | None = None) -> jax.Array:
-    """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations."""
-    scale = None
-    if self.cfg.with_scale:
-      scale, x = vary_alike(p["scale"], x)
-    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, scale, x)
+  def __call__(self, p: dict, x: jax.Array, dtype: str | None = None, *, real: jax.Array | None = None) -> jax.Array:
+    """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations.
+
+    Args:
+      p: parameters.
+      x: what is normed.
+      dtype: of the result.
+      real: bool, x's shape without the last dimension: where False the result is zero, and x has no gradient; None: nowhere.
+    """
+    normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, *self._given(p, x), real)
     return normed
+
+  @jax.named_scope("norm")
+  def beside(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x itself, for its other uses, and normed. Of a kernel the gradients of both come together."""
+    scale, x = self._given(p, x)
+    how = self.cfg, self.precision.dtype
+    pair: Any = (x, _rms_norm(*how, scale, x, None)) if self.cfg.kernel == "xla" else _beside(*how, scale, x)
+    return pair
+
+  def _given(self, p: dict, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    scale, x = vary_alike(p["scale"], x) if self.cfg.with_scale else (None, x)
+    return scale, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rms_norm(cfg: NormConfig, dtype: str, scale: jax.Array | None, x: jax.Array) -> Any:
-  return _rms_norm_fwd(cfg, dtype, scale, x)[0]
+def _rms_norm(cfg: NormConfig, dtype: str, scale: jax.Array | None, x: jax.Array, real: jax.Array | None) -> Any:
+  return _rms_norm_fwd(cfg, dtype, scale, x, real)[0]
 
 
-def _rms_norm_fwd(cfg, dtype, scale, x):
+def _rms_norm_fwd(cfg, dtype, scale, x, real):
   x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + cfg.epsilon)
   y = x32 * inverse
   if scale is not None:
     y = y.astype(dtype) * _factor(cfg, scale).astype(dtype) if cfg.round_before_scale else y * _factor(cfg, scale)
-  return y.astype(dtype), (scale, x, inverse)
+  y = y.astype(dtype)
+  return y if real is None else jnp.where(real[..., None], y, 0), (scale, x, inverse, real)
 
 
 def _rms_norm_bwd(cfg, dtype, saved, g):
   """With u = x * inverse, normed: du = g * scale, dx = inverse * (du - u * mean(u * du))."""
-  scale, x, inverse = saved
+  scale, x, inverse, real = saved
+  if cfg.kernel != "xla" and scale is not None:
+    return *_by_kernel(cfg, saved, g), None
   u, du, dscale = x.astype(jnp.float32) * inverse, g.astype(jnp.float32), None
+  if real is not None:
+    du = jnp.where(real[..., None], du, 0)
   if scale is not None:
     dscale = rounded_sum(jnp.sum(du * u, axis=tuple(range(x.ndim - 1))), scale.dtype)
     du = du * _factor(cfg, scale)
-  return dscale, (inverse * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype)
+  return dscale, (inverse * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype), None
 
 
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _beside(cfg: NormConfig, dtype: str, scale: jax.Array, x: jax.Array) -> Any:
+  return x, _rms_norm_fwd(cfg, dtype, scale, x, None)[0]
+
+
+def _beside_fwd(cfg, dtype, scale, x):
+  y, saved = _rms_norm_fwd(cfg, dtype, scale, x, None)
+  return (x, y), saved
+
+
+_beside.defvjp(_beside_fwd, lambda cfg, dtype, saved, gs: _by_kernel(cfg, saved, gs[1], gs[0]))
+
+
+def _by_kernel(cfg: NormConfig, saved: Any, g: jax.Array, stream: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """The gradients of the scale and of x; stream: that of the other uses of x."""
+  from maxtext_like.layers.kernels.norm import pallas_gpu
+
+  scale, x, inverse, real = saved
+  rows = lambda a: None if a is None else a.reshape(-1, cfg.dim)
+  each = None if real is None else jnp.broadcast_to(real, x.shape[:-1]).reshape(-1)
+  dx, dscale = pallas_gpu.gradients(rows(x), inverse.reshape(-1), _factor(cfg, scale), rows(g), rows(stream), each)
+  return dscale.astype(scale.dtype), dx.reshape(x.shape)
 
 
 def _factor(cfg: NormConfig, scale: jax.Array) -> jax.Array:
@@ -113,7 +161,7 @@ class LayerNorm:
     return (y * in_float32(p["scale"]) + in_float32(p["bias"])).astype(self.precision.dtype)
 
 
-def named(norm: RMSNorm | LayerNorm, p: dict, name: str, x: jax.Array, *dtype: str) -> jax.Array:
+def named(norm: RMSNorm | LayerNorm, p: dict, name: str, x: jax.Array, *dtype: str, **how: Any) -> jax.Array:
   """``norm`` with the parameters p[name], under that name: so x-ray tells the norms of a layer apart."""
   with jax.named_scope(name):
-    return norm(p[name], x, *dtype)
+    return norm(p[name], x, *dtype, **how)

@@ -11,6 +11,7 @@ the equation (``Equation.summed``); axes and shapes of scales and adapters follo
 import abc
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -119,6 +120,31 @@ def product(
   if groups is not None:
     return precision.grouped(x, weight, groups.sizes, groups.kernel)
   return _by_matrix(precision, Equation.of(equation), x, weight, **how)
+
+
+def products(
+  precision: Precision, equation: str, x: jax.Array, weights: Sequence[Any], *, large: bool = False
+) -> list[jax.Array]:
+  """x times several weights.
+
+  On one GPU plain weights stand side by side and multiply at once. The gradient of x is one product then, rounded once, in
+  place of one for each weight and additions. float8 has a scale for each tensor, and so keeps them apart.
+
+  Args:
+    precision, x, large: as of ``product``.
+    equation: as of ``product``, of any of them; they may differ in the first axis that x has not got.
+    weights: arrays or ``Weight``.
+  """
+  e = Equation.of(equation)
+  own = [w.values(precision.dtype) if isinstance(w, Rounded) else w for w in weights]
+  apart = len(own) == 1 or not on_one_gpu() or precision.matmul_dtype == "float8"
+  if apart or not all(isinstance(w, jax.Array) for w in own):
+    return [product(precision, equation, x, w, large=large) for w in weights]
+  axis = next(a for a in e.weight if a not in e.x)
+  at = e.weight.index(axis)
+  beside = jnp.concatenate([precision.cast(w) for w in own], axis=at)
+  made = product(precision, equation, x, beside, large=large)
+  return jax.lax.split(made, [w.shape[at] for w in own], e.result.index(axis))
 
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:

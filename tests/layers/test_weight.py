@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers import partition
+from maxtext_like.layers import attention, partition
 from maxtext_like.layers import weight as weight_module
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, one_layer
@@ -21,7 +21,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision_gemma3 import SiglipConfig
 from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
-from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product
+from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
 from tests.layers.test_decoder import UNOPTIMISED, close, objective
 
@@ -128,6 +128,11 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
   np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
+def apart(precision, equation, x, weights, **how):
+  """``products`` of a machine that is no GPU."""
+  return [product(precision, equation, x, w, **how) for w in weights]
+
+
 @pytest.mark.parametrize("family", ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2"))])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=SLOW)])
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
@@ -137,6 +142,7 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   decoder = tiny_decoder(family, precision={"dtype": dtype, "weight_dtype": "float32"}, scan_layers=False)
   p = random_params(decoder.params())
   results, narrow = [], []
+  monkeypatch.setattr(attention, "products", apart)  # side by side they round the gradient of x once
   for alone in (False, True):
     for module, name in ((weight_module, "on_one_gpu"), (partition, "on_gpu")):
       monkeypatch.setattr(module, name, lambda alone=alone: alone)
@@ -152,6 +158,7 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
 
 def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decoder, random_params, batch, monkeypatch):
   made = []
+  monkeypatch.setattr(attention, "products", apart)
   monkeypatch.setattr(weight_module, "on_one_gpu", lambda: True)
   monkeypatch.setattr(weight_module, "Rounded", lambda *arrays: made.append(1) or Rounded(*arrays))
   decoder = tiny_decoder("gemma3", precision={"dtype": "bfloat16", "weight_dtype": "float32"}, scan_layers=False)
@@ -164,6 +171,36 @@ def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decode
     found.append(len(made))
   assert found[0] > found[1]
   assert found[2] == 0
+
+
+@pytest.mark.parametrize("stored", ["arrays", "rounded", "one of each"])
+def test_products_on_one_gpu_are_one(stored, monkeypatch):
+  """Values as apart, the gradient of x rounded once; adapters, float8 and other machines have a product for each."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  x, plain = draw(2, 3, 5), [draw(5, heads, 4) for heads in (3, 1, 2)]
+  narrow = lambda w: Rounded(w, w.astype(jnp.bfloat16))
+  kinds = {"arrays": [False] * 3, "rounded": [True] * 3, "one of each": [True, False, True]}[stored]
+  weights = [narrow(w) if is_narrow else w for w, is_narrow in zip(plain, kinds, strict=True)]
+  half = Precision(dtype="bfloat16")
+
+  def found(precision, weights, alone=True):
+    monkeypatch.setattr(weight_module, "on_one_gpu", lambda: alone)
+    run = lambda x, weights: products(precision, "BTD,DNH->BTNH", x, weights, large=True)
+    count = len(named(run, x, weights, name="dot_general"))
+    out, back = jax.vjp(run, x, weights)
+    return count, out, back([jnp.ones_like(y) for y in out])
+
+  (one, out, (dx, dw)), (three, want, (want_dx, want_dw)) = found(half, weights), found(half, weights, alone=False)
+  assert (one, three) == (1, 3)
+  for got, expected in zip(out, want, strict=True):
+    np.testing.assert_array_equal(got, expected)
+  for got, expected in zip(jax.tree.leaves(dw), jax.tree.leaves(want_dw), strict=True):
+    np.testing.assert_array_equal(got, expected)
+  np.testing.assert_allclose(dx, want_dx, rtol=2e-2, atol=5e-2)
+  assert found(Precision(dtype="bfloat16", matmul_dtype="float8"), weights)[0] == 3
+  other = Scaled(plain[2], jnp.ones((1, 2, 4)), Param((5, 2, 4), ("embed", "kv_heads", "head_dim")))
+  assert found(half, [*weights[:2], other])[0] == 3
 
 
 def test_a_rounded_weight_is_read_as_it_is_stored_where_a_product_is_float32():

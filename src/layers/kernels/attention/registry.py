@@ -186,7 +186,7 @@ def attend(
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for padding. Of causal rows known to be one document, padding has what it makes of the
-    tokens before it, and the layer zeroes that where it costs nothing (``Tokens.padding_zeroed``).
+    tokens before it, and the block zeroes that where it costs nothing (``Tokens.real``).
   """
   from maxtext_like.layers import context_parallel
   from maxtext_like.layers.masks import Tokens

@@ -1,0 +1,77 @@
+"""Who makes the gradients of the norms between layers: the kernel where it can work and passes its self-test, else XLA."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from maxtext_like.errors import UserError
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.kernels.norm import registry
+from maxtext_like.models.attention_kernels import verdict
+from maxtext_like.numerics.kernel_test import CaseResult
+from maxtext_like.numerics.norm_test import NormShape, self_test
+
+
+def settle(
+  decoder: Decoder,
+  *,
+  asked: registry.Choice,
+  platform: str,
+  devices: int,
+  capability: str | None = None,
+  device: Any = None,
+  cache: str | None = None,
+  test: Callable[[NormShape], list[CaseResult]] = self_test,
+) -> tuple[Decoder, str]:
+  """The decoder, and what it has, in words; "" where that is XLA and nothing failed.
+
+  Args:
+    decoder: the model.
+    asked: what the configuration asks for.
+    platform: where the program will run.
+    devices: of the mesh.
+    capability: CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
+    device: where to test; None: there is none (ahead of time), so nothing is tested.
+    cache: folder of verdicts; None: none are kept.
+    test: the self-test.
+
+  Raises:
+    UserError: the kernel is asked for by name and cannot work here, or failed.
+  """
+  norm, precision = decoder.layers[0].cfg.norm, decoder.precision
+  case = registry.Case(platform=platform, capability=capability, devices=devices, dim=norm.dim)
+  try:
+    name = registry.choose(asked, case)
+  except ValueError as error:
+    raise UserError(str(error)) from error
+  if name == "xla":
+    return decoder, ""
+  words = f"{name} for gradients of norms"
+  if device is None:
+    return _with(decoder, name), f"{words}, not self-tested: there is no device"
+  dtypes = {(precision.residual, layer.precision.dtype) for layer in decoder.layers}  # of the norm before a part
+  if decoder.layers[0].cfg.sandwich:  # and of that behind it
+    dtypes |= {
+      ("float32" if layer.precision.float32_branches else layer.precision.dtype, precision.residual) for layer in decoder.layers
+    }
+  verdicts = [verdict(NormShape(dtype=x, gradient=g, dim=norm.dim), device, cache, test) for x, g in sorted(dtypes)]
+  problem = next((problem for problem, _ in verdicts if problem), "")
+  if not problem:
+    seconds = [s for _, s in verdicts if s is not None]
+    when = f"in {sum(seconds):.0f} s" if seconds else "earlier"
+    return _with(decoder, name), f"{words}, self-test passed on {device.device_kind} {when}"
+  if asked != "auto":
+    raise UserError(
+      f"norm_kernel={asked} failed its self-test on {device.device_kind}: {problem}\n"
+      "  fix: norm_kernel=auto, which falls back by itself"
+    )
+  return (
+    decoder,
+    f"xla for gradients of norms, instead of {name}, which failed its self-test on {device.device_kind}: {problem}",
+  )
+
+
+def _with(decoder: Decoder, name: registry.Name) -> Decoder:
+  of = lambda cfg: dataclasses.replace(cfg, norm=dataclasses.replace(cfg.norm, kernel=name))
+  layers = {layer: dataclasses.replace(layer, cfg=of(layer.cfg)) for layer in dict.fromkeys(decoder.layers)}
+  return dataclasses.replace(decoder, layers=tuple(layers[layer] for layer in decoder.layers))

@@ -1,0 +1,1 @@
+"""Norms of the residual stream: who makes their gradients."""

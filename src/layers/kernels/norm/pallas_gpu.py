@@ -1,0 +1,112 @@
+"""The gradients of RMSNorm on Hopper GPUs in one kernel (Pallas' Mosaic GPU).
+
+XLA makes them of two or three, for the sums over a row and over rows and for what needs them, each of which reads the arrays
+again, and adds the gradient of the stream beside the norm in one more. Here the registers of a warpgroup hold a row while it is
+needed, and the next one on its way: what goes in is read once, and what comes out is written once. Everything between is
+float32. The same arguments give the same bits.
+
+R rows, D normalised dimension, P programs (warpgroups).
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.norm.registry import THREADS
+
+_KERNEL = "norm_gradients"
+"""What it is called in a program."""
+
+_BLOCKS = 132
+"""Multiprocessors of an H100 or H200 (SXM)."""
+_NARROW = 4096
+"""Rows up to this leave registers for three programs on a multiprocessor, longer ones for two."""
+_AHEAD = 6144
+"""Rows up to this leave registers for the next one."""
+
+
+def _mosaic() -> Any:
+  """Pallas for NVIDIA GPUs. Its import takes half a second, which who only chooses between kernels shall not wait for."""
+  from jax.experimental.pallas import mosaic_gpu
+
+  return mosaic_gpu
+
+
+def _read(row: Any) -> jax.Array:
+  """A row in the device's memory, [D]; each thread has some neighbours of every so many."""
+  plgpu = _mosaic()
+  dim = row.shape[0]
+  layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=math.gcd(dim // THREADS, 8))
+  return plgpu.load(row, layout=layout, optimized=False)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))  # layers share what Mosaic makes of it
+def gradients(
+  x_RD: jax.Array,
+  inverse_R: jax.Array,
+  factor_D: jax.Array,
+  g_RD: jax.Array,
+  stream_RD: jax.Array | None = None,
+  real_R: jax.Array | None = None,
+  *,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Of y = x * inverse * factor with inverse = 1 / sqrt(mean(x^2) + epsilon), those of x and of the factor.
+
+  With u = x * inverse, normed: du = g * factor, dx = inverse * (du - u * mean(u * du)), and the factor's is the sum of g * u.
+
+  Args:
+    x_RD: what was normed, any floating dtype.
+    inverse_R, factor_D: float32.
+    g_RD: gradient of y.
+    stream_RD: gradient of the other uses of x, which is added before the sum is rounded; None: it has none.
+    real_R: False for rows whose y was set to zero; None: none was.
+    interpret: ``plgpu.InterpretGPUParams``, to run on a CPU, slowly: for tests.
+
+  Returns:
+    [R, D] in the dtype of x, and float32 [D].
+  """
+  plgpu = _mosaic()
+  R, D = x_RD.shape
+  programs, ahead = min(R, _BLOCKS * (3 if D <= _NARROW else 2)), D <= _AHEAD
+  beside = [] if stream_RD is None else [stream_RD]
+  known = [] if real_R is None else [real_R.astype(jnp.int32)]
+
+  def kernel(x, inverse, factor, g, *refs):
+    *more, dx, sums = refs
+    rows, real = [x, g, *more[: len(beside)]], more[len(beside) :]
+    program = jax.lax.axis_index("program")
+    times = _read(factor)
+    read = lambda i: [_read(a.at[i]) for a in rows]
+
+    def work(n, carry):
+      total, now = carry
+      i = program + n * programs
+      then = read(jnp.minimum(i + programs, R - 1)) if ahead else None
+      one = inverse[i]
+      normed, given, *own = (a.astype(jnp.float32) for a in (now if ahead else read(i)))
+      normed = normed * one
+      if real:
+        given = jnp.where(real[0][i] > 0, given, jnp.zeros_like(given))
+      total, given = total + given * normed, given * times
+      made = one * (given - normed * (jnp.sum(given * normed) / D))
+      dx.at[i][...] = (made + own[0] if own else made).astype(x_RD.dtype)
+      return total, then
+
+    count = jax.lax.div(R - program + (programs - 1), jnp.int32(programs))
+    begin = times * 0, read(program) if ahead else None
+    sums.at[program][...] = jax.lax.fori_loop(0, count, work, begin)[0]
+
+  dx, sums = plgpu.kernel(
+    kernel,
+    out_type=(jax.ShapeDtypeStruct((R, D), x_RD.dtype), jax.ShapeDtypeStruct((programs, D), jnp.float32)),
+    grid=(programs,),
+    grid_names=("program",),
+    compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    interpret=interpret,
+    kernel_name=_KERNEL,
+  )(x_RD, inverse_R, factor_D, g_RD, *beside, *known)
+  return dx, jnp.sum(sums, axis=0)

@@ -1,0 +1,76 @@
+"""The kernel of norms' gradients in Pallas' interpreter: against XLA's, and which cases get it.
+
+Compiled for a GPU it has a self-test, as every fused kernel.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxtext_like.layers.kernels.norm import pallas_gpu
+from maxtext_like.layers.kernels.norm.registry import Case, choose, refuses
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.precision import Precision
+
+INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
+interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")  # before JAX 0.11
+OLD = jax.__version_info__ < (0, 11)
+
+
+@interpreted
+@pytest.mark.parametrize(
+  ("dtype", "options", "rows"),
+  [
+    ("bfloat16", {"scale_plus_one": True}, (1, 5)),
+    ("float16", {}, (7,)),
+    ("float32", {"round_before_scale": True}, (2, 2, 1)),
+  ],
+)
+def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
+  """Alone, with rows that are zeroed, and beside a stream; fewer programs than rows, and rows that do not divide by them."""
+  monkeypatch.setattr(pallas_gpu, "_BLOCKS", 1)
+  monkeypatch.setattr(pallas_gpu, "gradients", functools.partial(pallas_gpu.gradients.__wrapped__, interpret=INTERPRETER()))
+  D, rng = 256, np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 3, dtype)
+  x, g, stream = (draw(*rows, D) for _ in range(3))
+  p = {"scale": jnp.asarray(rng.normal(size=D), jnp.float32)}
+  real = jnp.asarray(rng.random(rows) > 0.4)
+
+  def found(kernel):
+    norm = RMSNorm(NormConfig(dim=D, kernel=kernel, **options), Precision(dtype=dtype))
+    alone, back = jax.vjp(norm, p, x)
+    zeroed, back_of_zeroed = jax.vjp(lambda p, x: norm(p, x, real=real), p, x)
+    pair, back_of_pair = jax.vjp(norm.beside, p, x)
+    return [alone, zeroed, *pair], [*back(g), *back_of_zeroed(g), *back_of_pair((stream, g))]
+
+  (values, gradients), (want, wanted) = found("pallas_gpu"), found("xla")
+  for got, expected in zip(values, want, strict=True):
+    np.testing.assert_array_equal(got, expected)
+  for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+    assert got.dtype == expected.dtype
+    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
+    # XLA's are rounded before the stream is added to them.
+    assert np.linalg.norm(got - expected) <= 2 * float(jnp.finfo(dtype).eps) * np.linalg.norm(expected)
+
+
+def test_who_gets_the_kernel():
+  able = {"platform": "gpu", "capability": "9.0", "devices": 1, "dim": 2560}
+  assert choose("auto", Case(**able)) == ("xla" if OLD else "pallas_gpu")
+  assert choose("xla", Case(**able)) == "xla"
+  for change, why in (
+    ({"platform": "tpu"}, "it runs on Hopper GPUs, not on tpu"),
+    ({"capability": "10.0"}, "compute capability 9.0, not 10.0"),
+    ({"devices": 8}, "for one GPU, and the mesh has 8"),
+    ({"dim": 2570}, "rows of 2570 numbers are not a multiple of 128 from 1024 to 8192"),
+    ({"dim": 256}, "rows of 256 numbers"),
+  ):
+    case = Case(**able | change)
+    assert any(why in reason for reason in refuses(case))
+    assert choose("auto", case) == "xla"
+    with pytest.raises(ValueError, match=r"norm_kernel=pallas_gpu cannot be used here: .*use norm_kernel=auto"):
+      choose("pallas_gpu", case)

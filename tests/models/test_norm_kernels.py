@@ -1,0 +1,65 @@
+"""The kernel of norms is taken once it has passed its self-test; a failure falls back, or ends what asked for it by name."""
+
+import contextlib
+import types
+from typing import Any
+
+import jax
+import pytest
+
+from maxtext_like.errors import UserError
+from maxtext_like.models.norm_kernels import settle
+from maxtext_like.numerics.kernel_test import CaseResult
+
+H200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", client=types.SimpleNamespace(platform_version="test"))
+pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel is refused before JAX 0.11")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+  from maxtext_like.config.load import load_config
+  from maxtext_like.models.build import build_decoder, precision_of
+
+  config = load_config("gemma3-tiny", ["dtype=float16", "base_emb_dim=1024", "base_num_decoder_layers=2"]).config
+  return build_decoder(config.model, precision_of(config.precision), platform="gpu", capability="9.0")
+
+
+def decide(decoder, problem, monkeypatch, asked: Any = "auto", device: Any = H200, devices=1):
+  tried = []
+
+  def test(shape):
+    tried.append((shape.dtype, shape.gradient, shape.dim))
+    return [CaseResult(name="alone", problem=problem)]
+
+  monkeypatch.setattr("jax.default_device", lambda device: contextlib.nullcontext())
+  settled, words = settle(
+    decoder, asked=asked, platform="gpu", capability="9.0", devices=devices, device=device, test=test
+  )  # fmt: skip
+  (name,) = {layer.cfg.norm.kernel for layer in settled.layers}
+  return name, words, tried
+
+
+def test_a_kernel_that_passes_is_taken(decoder, monkeypatch):
+  """In the dtypes of both norms of a layer: before a part and behind it, with float16 beside a float32 stream."""
+  name, words, tried = decide(decoder, "", monkeypatch)
+  assert (name, words) == ("pallas_gpu", "pallas_gpu for gradients of norms, self-test passed on NVIDIA H200 in 0 s")
+  assert tried == [("float32", "float16", 1024), ("float32", "float32", 1024)]
+
+
+def test_a_kernel_that_fails_is_passed_by_or_an_error_where_it_was_asked_for(decoder, monkeypatch):
+  name, words, _ = decide(decoder, "dx: relative error 0.5", monkeypatch)
+  assert name == "xla"
+  assert words.startswith("xla for gradients of norms, instead of pallas_gpu, which failed its self-test on NVIDIA H200: ")
+  assert "alone: dx: relative error 0.5" in words
+  with pytest.raises(
+    UserError, match=r"norm_kernel=pallas_gpu failed its self-test on NVIDIA H200: .*\n  fix: norm_kernel=auto"
+  ):
+    decide(decoder, "dx: relative error 0.5", monkeypatch, asked="pallas_gpu")
+
+
+def test_without_a_device_nothing_is_tested_and_several_have_xla(decoder, monkeypatch):
+  words = "pallas_gpu for gradients of norms, not self-tested: there is no device"
+  assert decide(decoder, "bad", monkeypatch, device=None) == ("pallas_gpu", words, [])
+  assert decide(decoder, "bad", monkeypatch, devices=8) == ("xla", "", [])
+  with pytest.raises(UserError, match="norm_kernel=pallas_gpu cannot be used here: it is for one GPU, and the mesh has 8"):
+    decide(decoder, "", monkeypatch, asked="pallas_gpu", devices=8)
