@@ -6,7 +6,7 @@ B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,34 +20,11 @@ from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
-from maxtext_like.layers.precision import LAYER_KEYS, PRODUCT, Precision
+from maxtext_like.layers.precision import LAYER_KEYS, Precision
+from maxtext_like.layers.remat import RematOffload, RematPolicy, remat
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows, unstacked
-
-RematPolicy = Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
-
-
-def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
-  """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass.
-
-  Where a layer is the whole body of a scan, nothing can merge its recomputation with the forward pass. Elsewhere XLA must
-  be kept from it, and from computing several layers again at once.
-  """
-  if policy == "none":
-    return function
-  policies = jax.checkpoint_policies
-  saved = {
-    "minimal": policies.save_from_both_policies(
-      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
-    ),
-    "full": policies.nothing_saveable,
-    "save_attention": policies.save_only_these_names("attention"),
-    "save_outputs": policies.save_only_these_names("output"),
-    "save_mlp": policies.save_only_these_names("output", "mlp"),
-  }[policy]
-  return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
-
 
 class Tower(Protocol):
   """What turns images into tokens: (p, pixels, positions, ctx) -> features [I, S, D] and which of them are tokens [I, S]."""
@@ -74,6 +51,7 @@ class DecoderConfig:
     pad_token_id: the token that is looked up in their place, in the per-layer table too.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same rows over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
+    remat_offload: what of it lies in the host's memory until then; of the decoder's layers, not of a tower's.
     rules: how parameters and activations are split over a mesh.
     grouped: the kernel that multiplies tokens with their experts.
     one_document: every row of a batch is one document, padding behind it (``masks.Tokens``).
@@ -90,6 +68,7 @@ class DecoderConfig:
   pad_token_id: int = 0
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
+  remat_offload: RematOffload = "none"
   rules: Rules = RULES
   grouped: Name = "ragged_dot"
   one_document: bool = False
@@ -368,7 +347,7 @@ class Decoder:
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
     )
-    call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
+    call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan, offload=self.cfg.remat_offload)
     with jax.named_scope(f"{s.name}/layer_{j}"):
       carry, aux = call(row["params"][f"layer_{j}"], carry, own)
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}

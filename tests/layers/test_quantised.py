@@ -12,7 +12,7 @@ import pytest
 from equations import named
 from jax.extend.core import jaxprs_in_params
 
-from maxtext_like.layers.decoder import remat
+from maxtext_like.layers.remat import remat
 from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.layers.param import Param, abstract, fan_in, init, stack
 from maxtext_like.layers.precision import Precision

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_like.layers.attention import AttentionConfig
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.decoder import remat
+from maxtext_like.layers.remat import remat
 from maxtext_like.layers.kernels.attention import mosaic_flash
 from maxtext_like.layers.kernels.attention.mosaic.backward import plan
 from maxtext_like.layers.kernels.attention.mosaic_flash import mosaic_flash_attention, stretches
