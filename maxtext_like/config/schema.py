@@ -129,7 +129,10 @@ class TrainingConfig(Checked):
         )
 
   def _offload_problems(self) -> Iterator[Problem]:
-    keys, said = ("remat_offload", "remat_policy"), f"remat_offload = {self.remat_offload} with remat_policy: {self.remat_policy}"
+    keys, said = (
+      ("remat_offload", "remat_policy"),
+      f"remat_offload = {self.remat_offload} with remat_policy: {self.remat_policy}",
+    )
     if self.remat_offload != "none" and self.remat_policy == "none":
       yield Problem(
         f"{said}, which keeps whatever the gradient needs", keys,

@@ -21,7 +21,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 HOST_COPIES = ("to host", "from host")
 """Kinds of transfers between a device's memory and its host's."""
 COPIES = ("copy-start", "dynamic-update-slice-start", "dynamic-slice-start")
-"""Kinds that begin to move an array, or a slice into or out of one. In a program without machine code "async-start" calls them."""
+"""Kinds that begin to move an array, or a slice into or out of one; without machine code an "async-start" calls them."""
 HOST = 5
 """The number of the host's memory in a layout."""
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
@@ -35,7 +35,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Array:
-  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip; ``on_host``: in the host's."""
+  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip; ``on_host``: its host's."""
 
   dtype: str
   shape: tuple[int, ...]

@@ -102,8 +102,8 @@ def _bytes(tree: Any, numbers: Numbers = math.prod) -> int:
 
 
 def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
-  """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on the
-  device, and in its host's memory.
+  """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on
+  the device, and in its host's memory.
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
@@ -400,8 +400,8 @@ def require_fit(program: TrainProgram) -> tuple[MemoryEstimate, Limit | None]:
   room, together = host_room(_platform(program)), need.host * len(here)
   if together and room is not None and together > room.bytes:
     raise DoesNotFitError(
-      f"remat_offload = {program.config.training.remat_offload}: {together / GB:.1f} GB of the host's memory are needed for the "
-      f"{len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
+      f"remat_offload = {program.config.training.remat_offload}: {together / GB:.1f} GB of the host's memory are needed for "
+      f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
       "what to try: a smaller per_device_batch_size, or remat_offload=none"
     )
   return need, limit

@@ -26,6 +26,7 @@ from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
+
 class Tower(Protocol):
   """What turns images into tokens: (p, pixels, positions, ctx) -> features [I, S, D] and which of them are tokens [I, S]."""
 

@@ -53,7 +53,9 @@ def _kept_on_device(policy: RematPolicy) -> Any:
   if policy == "full":
     return policies.nothing_saveable
   by_name = policies.save_only_these_names(*NAMES[policy])
-  return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, by_name) if policy == "minimal" else by_name
+  return (
+    policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, by_name) if policy == "minimal" else by_name
+  )
 
 
 def _kept_on_host(policy: RematPolicy, offload: RematOffload) -> Any:
