@@ -158,14 +158,12 @@ def _maxtext_page() -> list[str]:
 
 
 def _remat_rows() -> list[str]:
-  custom = [
-    (f"remat_policy: custom, {name}: offload" if name == maxtext_remat.INPUT else name) for name in maxtext_remat.TENSORS
-  ]
+  others = ", ".join(f"`{name}`" for name in maxtext_remat.TENSORS if name != maxtext_remat.INPUT)
   kept = [f"{' and '.join(f'`{t}`' for t in sorted(ts))} are `{policy}`" for ts, policy in maxtext_remat.POLICIES.items() if ts]
   return [
     f"| `remat_policy: {maxtext_remat.OFFLOADED}` | `remat_policy: minimal`, `remat_offload: kept` |",
-    f"| `{custom[0]}` | `remat_policy: full`, `remat_offload: layer_inputs` |",
-    f"| {', '.join(f'`{name}`' for name in custom[1:])} | with `remat_policy: custom`: {'; '.join(kept)}; `offload` is "
+    f"| `remat_policy: custom`, `{maxtext_remat.INPUT}: offload` | `remat_policy: full`, `remat_offload: layer_inputs` |",
+    f"| {others} | with `remat_policy: custom`: {'; '.join(kept)}; `offload` is "
     "`remat_offload: kept`, with the input's `all`; others are refused |",
   ]
 

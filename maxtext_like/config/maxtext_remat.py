@@ -89,8 +89,8 @@ def _custom(tensors: Mapping[str, Entry]) -> tuple[str, str]:
     what = f"{', '.join(f'{name}: {place}' for name, place in kept.items())}"
     raise CoercionError(
       f"{first.origin}: remat_policy: custom with {what}: no policy here is that. save_attention keeps context, save_outputs "
-      "out_proj and mlpwo, save_mlp mlpwi_0 and mlpwi_1 too, minimal all products, full none of them, together on the device, or "
-      "with remat_offload=kept on the host"
+      "out_proj and mlpwo, save_mlp mlpwi_0 and mlpwi_1 too, minimal all products, full none of them, together on the device, "
+      "or with remat_offload=kept on the host"
     )
   names = {(False, False): "none", (True, False): "layer_inputs", (False, True): "kept", (True, True): "all"}
   return policy, names[inputs == "offload", places == {"offload"}]

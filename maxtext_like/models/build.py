@@ -58,7 +58,7 @@ def build_decoder(
     A ``Decoder``: ``params()`` and a pure call.
 
   Raises:
-    ValueError: sizes that no model can have, entries for layers that it has not.
+    ValueError: sizes that no model can have, entries for layers that it has not, ``remat_offload`` without a loop.
   """
   family = FAMILIES[model.decoder_block]
   cfg, layers = family.decoder(model, precision, attention, platform)
@@ -80,4 +80,11 @@ def build_decoder(
     of_tower: Choice = "dot_product" if attention in PLAIN else "auto"
     tower = dataclasses.replace(family.tower(model, vision), kernel=of_tower, platform=platform)
     cfg = dataclasses.replace(cfg, vision=tower, image_token_id=vision.image_token_id)
-  return Decoder(cfg, precision, layers)
+  decoder = Decoder(cfg, precision, layers)
+  if remat_offload != "none" and not decoder.loops:
+    why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
+    raise ValueError(
+      f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what is "
+      "to wait on the host\n  fix: leave it out"
+    )
+  return decoder

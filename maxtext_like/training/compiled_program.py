@@ -173,12 +173,13 @@ class CompiledProgram:
   def _first(self, loop: Operation, compared: list[str]) -> int:
     """What a loop's counter begins with, of the names that its condition compares; 0 where that is no constant."""
     for name in compared:
-      counter = self.operations.get(name)
-      if counter is None or counter.kind != "get-tuple-element":
+      counter, (_, numbered, index) = self.operations.get(name), name.partition("#")
+      if counter is not None and counter.kind == "get-tuple-element":
+        index = _one(r"index=(\d+)", counter.text)
+      elif not numbered:
         continue
       begin = self.operations.get(loop.operands[0])
-      index = int(_one(r"index=(\d+)", counter.text))
-      at = None if begin is None or begin.kind != "tuple" else self.operations.get(begin.operands[index])
+      at = None if begin is None or begin.kind != "tuple" else self.operations.get(begin.operands[int(index)])
       while at is not None and at.kind in ("copy", "copy-done", "copy-start", "bitcast"):
         at = self.operations.get(at.operands[0])
       return (at is not None and _number(at)) or 0

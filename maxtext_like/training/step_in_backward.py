@@ -246,14 +246,14 @@ class _Pass:
         shapes.clear()  # a loop may be traced twice
         for j in range(len(run.layers)):
           key, own = f"layer_{j}", None if inputs is None else {j: inputs[j]}
-          carries.append(_moved(carry, jax.memory.Space.Host) if self.offload in ("layer_inputs", "all") else carry)
+          carries.append(self._put_away(run, carry, "layer_inputs"))
           call = self._layer(run, j, theirs[key], ctx)
           if self.keeps:
             given = (mine[key], theirs[key], carry, own, ctx)
             (carry, found[key]), pull, rest[key] = jax.vjp(call, mine[key], carry, own, has_aux=True)
             shape, array = Residuals.of(pull, given)
             shapes.append(shape)
-            arrays.append(_moved(array, jax.memory.Space.Host) if self.offload in ("kept", "all") else array)
+            arrays.append(self._put_away(run, array, "kept"))
           else:
             (carry, found[key]), rest[key] = call(mine[key], carry, own)
         return carry, (carries, arrays, found, rest)
@@ -276,6 +276,11 @@ class _Pass:
     total, pull_leave, out = jax.vjp(leave, outside, carry, floats, has_aux=True)
     d_outside, last, handed_out = pull_leave(jnp.ones_like(total))
     return _Forward(out, read, saved, residuals, last, handed_out, d_outside, pull_enter, ctx, per_layer)
+
+  def _put_away(self, run: _Run, arrays: Tree, what: str) -> Tree:
+    """Arrays that wait for the backward pass, where ``remat_offload`` says; of layers in no loop on the device (``Decoder``)."""
+    away = run.count > 1 and self.offload in (what, "all")
+    return jax.device_put(arrays, jax.memory.Space.Host) if away else arrays
 
   def _layer(self, run: _Run, j: int, theirs: Tree, ctx: Context) -> Callable[..., Any]:
     """Layer j of a row as a function of what has gradients: (its trained parameters, the carry, its own input {j: [B, T, P]} or
@@ -329,9 +334,9 @@ class _Pass:
         d_inputs: list[Any] = [None] * len(parts)
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
-          here = jax.memory.Space.Device
-          carried = _moved(read[j], here) if self.offload in ("layer_inputs", "all") else read[j]
-          arrays = [] if not kept else _moved(kept[j], here) if self.offload in ("kept", "all") else kept[j]
+          carried, arrays = read[j], kept[j] if kept else []
+          if self.offload != "none":  # before the barrier, which is of the device
+            carried, arrays = jax.device_put((carried, arrays), jax.memory.Space.Device)
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
           carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
@@ -428,11 +433,6 @@ def _put(tree: Tree, new: Tree, row: jax.Array) -> Tree:
   """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
   put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, as_declared(n), row, 0) if x.ndim else x
   return jax.tree.map(put, tree, new)
-
-
-def _moved(tree: Tree, memory: jax.memory.Space) -> Tree:
-  """Arrays in another memory, on the same devices."""
-  return jax.device_put(tree, memory)
 
 
 def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:

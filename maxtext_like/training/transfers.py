@@ -86,8 +86,9 @@ def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Trans
 def _of_host(program: TrainProgram, host: int) -> Iterator[Transfer]:
   """What waits in the host's memory for the backward pass, a layer's at a time."""
   parts = _microbatches(program)
+  layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
   for kind in HOST_COPIES:
-    yield Transfer(kind, parts * host, parts * len(program.model.decoder.layers), asynchronous=True)
+    yield Transfer(kind, parts * host, parts * layers, asynchronous=True)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
