@@ -84,7 +84,7 @@ def build_decoder(
   if remat_offload != "none" and not decoder.loops:
     why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
     raise ValueError(
-      f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what is "
-      "to wait on the host\n  fix: leave it out"
+      f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what "
+      "is to wait on the host\n  fix: leave it out"
     )
   return decoder

@@ -416,7 +416,7 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append(f"per_device_batch_size=1 (now {now}); gradient_accumulation_steps={same} makes the same update of it")
   if t.remat_policy != "full":
     lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
-  elif t.remat_offload == "none" and _platform(program) != "cpu" and need.activations > 0.1 * need.total:
+  elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
     lines.append("remat_offload=layer_inputs: what layers read waits in the host's memory, not on the device")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
     lines.append(f"a smaller max_target_length (now {t.max_target_length})")

@@ -278,7 +278,7 @@ class _Pass:
     return _Forward(out, read, saved, residuals, last, handed_out, d_outside, pull_enter, ctx, per_layer)
 
   def _put_away(self, run: _Run, arrays: Tree, what: str) -> Tree:
-    """Arrays that wait for the backward pass, where ``remat_offload`` says; of layers in no loop on the device (``Decoder``)."""
+    """Arrays that wait for the backward pass, where ``remat_offload`` says; of layers in no loop on the device."""
     away = run.count > 1 and self.offload in (what, "all")
     return jax.device_put(arrays, jax.memory.Space.Host) if away else arrays
 
