@@ -74,7 +74,7 @@ class Compiled:
       ("arguments", f"{size_words(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
     ]
     if step.layout is not None:
-      rows += _memory_rows(step.layout)
+      rows += [*_memory_rows(step.layout), *host_rows(step.layout.host, "chip")]
     if step.peak_bytes is not None:
       share = f"{step.peak_bytes / hbm:.0%}"
       name = "needed" if step.out_of_memory else "peak" if step.machine_code is True else "laid out"
@@ -143,8 +143,15 @@ def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
   return rows
 
 
+def host_rows(size: int, device: str) -> list[tuple[str, str]]:
+  """What lies in the host's memory for a device, which is called ``device``; nothing where nothing does."""
+  return [("host", f"{size_words(size)} a {device} lie in the host's memory until the backward pass")] if size else []
+
+
 def work_rows(work: "Work") -> list[tuple[str, str]]:
   """Products, transfers and, where the device's speed is known, the bounds."""
+  from maxtext_like.training.compiled_program import HOST_COPIES
+
   bounds = work.roofline
   share = work.flops / work.model_flops
   rows = [
@@ -153,11 +160,14 @@ def work_rows(work: "Work") -> list[tuple[str, str]]:
       f"{work.flops / 1e12:,.4g} TFLOP a chip and step, {share:.2f} times the model's {work.model_flops / 1e12:,.4g}",
     ),
   ]
-  for i, t in enumerate(work.transfers):
-    way = ("beside computation" if t.asynchronous else "waited for") + (", between slices" if t.between_slices else "")
-    rows.append(("collectives" if i == 0 else "", f"{t.kind}: {t.times} a step, {t.bytes / 1e9:,.4g} GB through a chip, {way}"))
-  if not work.transfers:
-    rows.append(("collectives", "none"))
+  for name, copies in (("collectives", False), ("copies", True)):
+    found = [t for t in work.transfers if (t.kind in HOST_COPIES) is copies]
+    for i, t in enumerate(found):
+      way = ("beside computation" if t.asynchronous else "waited for") + (", between slices" if t.between_slices else "")
+      said = f"{t.kind}: {t.times} a step, {t.bytes / 1e9:,.4g} GB {'of' if copies else 'through'} a chip, {way}"
+      rows.append((name if i == 0 else "", said))
+    if not found and not copies:
+      rows.append((name, "none"))
   if bounds is None:
     return rows
   times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
@@ -254,6 +264,7 @@ class OnGpus:
       )
       tail = [
         ("as compiled", f"{x.total / memory.GB:.2f} GB: {sizes}, {x.temporary_bytes / memory.GB:.2f} of temporaries"),
+        *([("host", f"{x.host_bytes / memory.GB:.2f} GB of the host's memory besides")] if x.host_bytes else []),
         ("compiled", f"in {x.seconds:.0f} s with {installed()}"),
         ("not counted", "what the device chooses by trial, matrix kernels and cuDNN's plans, works in, and NCCL"),
       ]
@@ -334,6 +345,8 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
   steps: list[dict[str, Any]] = []
   if t.remat_policy != "full":
     steps.append({"remat_policy": "full"})
+  if t.remat_offload == "none" and _loops(c):
+    steps.append({"remat_offload": "layer_inputs"})
   if t.per_device_batch_size > 1:
     parts = t.per_device_batch_size * t.gradient_accumulation_steps
     steps.append({"per_device_batch_size": 1, "gradient_accumulation_steps": parts})
@@ -358,6 +371,15 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
     yield Change((*(f"{k}={v}" for k, v in values.items()), "weight_dtype=bfloat16"), step)
 
 
+def _loops(c: "Config") -> bool:
+  """Whether layers run in a loop, without which ``remat_offload`` is refused."""
+  from maxtext_like.models.build import build_decoder, precision_of
+
+  layers = c.precision.layer_precision
+  decoder = build_decoder(c.model, precision_of(c.precision), layer_precision=layers, scan_layers=c.training.scan_layers)
+  return bool(decoder.loops)
+
+
 def _any_size(c: "Config") -> bool:
   """Whether an axis of the mesh takes whatever chips there are."""
   return -1 in vars(c.mesh).values()
@@ -378,11 +400,12 @@ def run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]
   """What is looked at: model and training, the batch as that of a device, which is called ``device``."""
   t = c.training
   shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a {device}"
+  offload = "" if t.remat_offload == "none" else f", {t.remat_offload} on the host"
   if t.gradient_accumulation_steps > 1:
     shape += f", {t.gradient_accumulation_steps} times"
   return [
     ("model", f"{c.model.model_name}, {parameters:,} parameters, {c.precision.weight_dtype} weights"),
-    ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}, attention {t.attention}, {shape}"),
+    ("training", f"{t.opt_type}, {c.precision.dtype}, remat {t.remat_policy}{offload}, attention {t.attention}, {shape}"),
   ]
 
 

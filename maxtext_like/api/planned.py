@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
-from maxtext_like.api.fits import columns, run_rows, size_words, work_rows
+from maxtext_like.api.fits import columns, host_rows, run_rows, size_words, work_rows
 from maxtext_like.errors import UserError
 from maxtext_like.training.topologies import GPU_NAMES, Topology, find_cpus, find_gpus, find_topology
 
@@ -44,6 +44,7 @@ class Planned:
       *run_rows(p.config, p.parameters, "device"),
       ("topology", f"{p.target.name}, {p.target.devices} devices, mesh {in_words(p.mesh)}"),
       ("memory", f"{size_words(p.bytes)}{limit} a device: {parts}"),
+      *host_rows(p.host, "device"),
       *work_rows(
         Work(
           flops=p.flops, model_flops=p.model_flops, memory_bytes=int(p.memory_bytes), transfers=p.transfers, roofline=p.roofline
@@ -71,7 +72,9 @@ def _plan_json(p: "Plan") -> dict[str, Any]:
     "mesh": p.mesh,
     "per_device_batch_size": t.per_device_batch_size,
     "remat_policy": t.remat_policy,
+    "remat_offload": t.remat_offload,
     "classes": p.classes,
+    "host_bytes": p.host,
     "bytes": p.bytes,
     "limit": p.limit,
     "flops": p.flops,

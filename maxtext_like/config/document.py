@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxtext_like.config import maxtext
+from maxtext_like.config import maxtext, maxtext_remat
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import base_values
@@ -135,6 +135,7 @@ def _maxtext_page() -> list[str]:
     "| `mlp_activations: [gelu, linear]` | `mlp_activation: gelu` |",
     "| `profiler: xplane`, `profiler_steps: 5`, `skip_first_n_steps_for_profiler: 1` | `profile_steps: 2-6` |",
     "| `global_rope_max_timescale` | `rope_max_timescale` |",
+    *_remat_rows(),
     *_value_rows(),
     "| `per_device_batch_size: 1.0` | `1` |",
     "| `lr_schedule_steps` | beyond its end MaxText's rate is 0, here the last one |",
@@ -154,6 +155,17 @@ def _maxtext_page() -> list[str]:
   lines += ["", "Accepted and noted, without effect:", "", "| key | why |", "|---|---|"]
   lines += _grouped(maxtext.WITHOUT_EFFECT.items())
   return lines + [f"| `{key}` ({name}) | {why} |" for name, f in FAMILIES.items() for key, why in f.maxtext.ignored.items()]
+
+
+def _remat_rows() -> list[str]:
+  others = ", ".join(f"`{name}`" for name in maxtext_remat.TENSORS if name != maxtext_remat.INPUT)
+  kept = [f"{' and '.join(f'`{t}`' for t in sorted(ts))} are `{policy}`" for ts, policy in maxtext_remat.POLICIES.items() if ts]
+  return [
+    f"| `remat_policy: {maxtext_remat.OFFLOADED}` | `remat_policy: minimal`, `remat_offload: kept` |",
+    f"| `remat_policy: custom`, `{maxtext_remat.INPUT}: offload` | `remat_policy: full`, `remat_offload: layer_inputs` |",
+    f"| {others} | with `remat_policy: custom`: {'; '.join(kept)}; `offload` is "
+    "`remat_offload: kept`, with the input's `all`; others are refused |",
+  ]
 
 
 def _value_rows() -> list[str]:

@@ -117,6 +117,11 @@ NAMES: dict[str, Foreign] = {
     "disable_gradient_checkpointing", "enable_activation_checkpointing", "activation_checkpoint",
   ),
   **_told(
+    "what waits in the host's memory for the backward pass is remat_offload: none, layer_inputs, kept, all",
+    "remat_policy=full remat_offload=layer_inputs",
+    "offload_activations", "activation_offloading", "activation_offload", "enable_activation_offloading",
+  ),
+  **_told(
     "auto takes the fastest attention kernel that is possible", "attention=auto",
     "flash_attn", "use_flash_attention", "use_flash_attn", "flash_attention", "attn_implementation", "attention_kernel", "sdpa",
   ),

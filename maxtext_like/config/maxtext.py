@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 
-from maxtext_like.config import foreign_names
+from maxtext_like.config import foreign_names, maxtext_remat
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.maxtext_family import Meaning, entry_of, same_number
 from maxtext_like.config.problems import Problem, alternatives
@@ -95,7 +95,7 @@ WITHOUT_EFFECT = {
 PROFILER = ("profiler", "profiler_steps", "skip_first_n_steps_for_profiler")
 """Keys that are one here, ``profile_steps``."""
 
-CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER)
+CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER, *maxtext_remat.TENSORS)
 """Keys whose value takes another form here."""
 
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
@@ -104,9 +104,9 @@ KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 _FILES = Meaning(refused=f"the text comes from files of yours: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
 _KEPT = Meaning(
   refused="write remat_policy=minimal (products are kept), save_mlp (o, gate, up and down), save_outputs (o and down), "
-  "save_attention, full (nothing is kept) or none"
+  "save_attention, full (nothing is kept) or none; and remat_offload=layer_inputs, kept or all for what is to lie on the host"
 )
-_MANY = "minimal_with_context minimal_offloaded save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
+_MANY = "minimal_with_context save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
 VALUES: dict[str, Mapping[str, Meaning]] = {
   "decoder_block": {block: Meaning(name) for name, family in FAMILIES.items() for block in family.maxtext.decoder_blocks},
@@ -120,7 +120,7 @@ VALUES: dict[str, Mapping[str, Meaning]] = {
     "adam_pax": Meaning("adamw", note="the same equation; but norms, scalars and biases have no weight decay here"),
     "muon": Meaning(refused=f"write opt_type={alternatives(OPTIMIZERS)}"),
   },
-  "remat_policy": dict.fromkeys([*_MANY.split(), "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj", "custom"], _KEPT),
+  "remat_policy": dict.fromkeys([*_MANY.split(), "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj"], _KEPT),
   "matmul_precision": {"bfloat16": Meaning("default"), "float32": Meaning("highest")},
   "dataset": dict.fromkeys(("hf", "grain", "tfds", "c4_mlperf", "olmo_grain"), _FILES),
   "eval_interval": {"-1": Meaning(0)},
@@ -147,13 +147,13 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
   notes: list[str] = []
   problems: list[Problem] = []
   ignored = FAMILIES[family].maxtext.ignored if family in FAMILIES else {}
-  try:
-    done += _profiler({entry.key: entry for entry in entries if entry.key in PROFILER}, notes)
-  except CoercionError as error:
-    problems.append(Problem(str(error)))
-  for entry in entries:
-    if entry.key in PROFILER:
-      continue
+  together: list[Entry] = []
+  for keys, meant in ((PROFILER, _profiler), (maxtext_remat.KEYS, maxtext_remat.translated)):
+    try:
+      together += meant({entry.key: entry for entry in entries if entry.key in keys}, notes)
+    except CoercionError as error:
+      problems.append(Problem(str(error)))
+  for entry in (*together, *(e for e in entries if e.key not in (*PROFILER, *maxtext_remat.KEYS))):
     if entry.key in WITHOUT_EFFECT:
       notes.append(f"{entry.origin}: {entry.key} has no effect: {WITHOUT_EFFECT[entry.key]}")
     elif entry.key in ignored:

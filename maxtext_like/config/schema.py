@@ -39,6 +39,7 @@ class TrainingConfig(Checked):
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
+  remat_offload: Literal["none", "layer_inputs", "kept", "all"]
   grouped_product: grouped.Choice
   norm_kernel: norm.Choice
   attention: Choice
@@ -90,6 +91,7 @@ class TrainingConfig(Checked):
     yield from at_least(self, -1, "finite_check_steps")
     yield from above_zero(self, "per_device_batch_size", "learning_rate", "adam_eps")
     yield from at_least(self, 1, "spike_window", "max_spike_rollbacks")
+    yield from self._offload_problems()
     if self.spike_factor and not self.spike_factor > 1:
       yield Problem(
         f"spike_factor = {self.spike_factor} calls ordinary losses spikes; above 1, or 0 for off", ("spike_factor",)
@@ -127,6 +129,22 @@ class TrainingConfig(Checked):
           f"trainable_parameters_mask: {pattern!r} is not a regular expression: {error}",
           ("trainable_parameters_mask",),
         )
+
+  def _offload_problems(self) -> Iterator[Problem]:
+    keys, said = (
+      ("remat_offload", "remat_policy"),
+      f"remat_offload = {self.remat_offload} with remat_policy: {self.remat_policy}",
+    )
+    if self.remat_offload != "none" and self.remat_policy == "none":
+      yield Problem(
+        f"{said}, which keeps whatever the gradient needs", keys,
+        "set remat_policy to what is to be kept, as in remat_policy=full, or leave remat_offload out",
+      )  # fmt: skip
+    if self.remat_offload in ("kept", "all") and self.remat_policy == "full":
+      yield Problem(
+        f"{said}, which keeps nothing but what layers read", keys,
+        "set remat_offload to layer_inputs, or remat_policy to what is to be kept, as in remat_policy=save_outputs",
+      )  # fmt: skip
 
   @property
   def last_step(self) -> int:

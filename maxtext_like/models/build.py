@@ -7,11 +7,12 @@ from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.layers.decoder import Decoder, RematPolicy
+from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
 from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.layers.moe import Experts
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.remat import RematOffload, RematPolicy
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.models.registry import FAMILIES
 
@@ -29,6 +30,7 @@ def build_decoder(
   vision: VisionConfig | None = None,
   scan_layers: bool = True,
   remat_policy: RematPolicy = "none",
+  remat_offload: RematOffload = "none",
   attention: Choice = "auto",
   grouped_product: grouped.Choice = "auto",
   platform: str = "cpu",
@@ -44,6 +46,7 @@ def build_decoder(
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
     scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
     remat_policy: what a layer keeps for the backward pass.
+    remat_offload: what of it lies in the host's memory.
     attention: the kernel, "auto" for the fastest that honours mask and flags; a tower has that with any fused one, and plain
       XLA where the layers shall have it.
     grouped_product: the kernel of experts, likewise.
@@ -55,7 +58,7 @@ def build_decoder(
     A ``Decoder``: ``params()`` and a pure call.
 
   Raises:
-    ValueError: sizes that no model can have, entries for layers that it has not.
+    ValueError: sizes that no model can have, entries for layers that it has not, ``remat_offload`` without a loop.
   """
   family = FAMILIES[model.decoder_block]
   cfg, layers = family.decoder(model, precision, attention, platform)
@@ -63,7 +66,7 @@ def build_decoder(
     dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
-  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, rules=rules)
+  cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, remat_offload=remat_offload, rules=rules)
   wanted = [Experts(layer.cfg.ffn.experts, layer.precision).operands for layer in layers if layer.cfg.ffn.experts is not None]
   if grouped_product != "auto" or wanted:  # asking imports every kernel
     operands = "float32" if "float32" in wanted else precision.dtype  # all layers have one kernel
@@ -77,4 +80,11 @@ def build_decoder(
     of_tower: Choice = "dot_product" if attention in PLAIN else "auto"
     tower = dataclasses.replace(family.tower(model, vision), kernel=of_tower, platform=platform)
     cfg = dataclasses.replace(cfg, vision=tower, image_token_id=vision.image_token_id)
-  return Decoder(cfg, precision, layers)
+  decoder = Decoder(cfg, precision, layers)
+  if remat_offload != "none" and not decoder.loops:
+    why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
+    raise ValueError(
+      f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what "
+      "is to wait on the host\n  fix: leave it out"
+    )
+  return decoder

@@ -203,6 +203,7 @@ def make_model(
       vision=config.vision,
       scan_layers=t.scan_layers,
       remat_policy=t.remat_policy,
+      remat_offload=t.remat_offload,
       attention=t.attention,
       grouped_product=t.grouped_product,
       platform=platform,

@@ -18,6 +18,12 @@ from maxtext_like.layers.expert_parallel import MORE
 from maxtext_like.numerics.hlo import hlo_lines
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+HOST_COPIES = ("to host", "from host")
+"""Kinds of transfers between a device's memory and its host's."""
+COPIES = ("copy-start", "dynamic-update-slice-start", "dynamic-slice-start")
+"""Kinds that begin to move an array, or a slice into or out of one; without machine code an "async-start" calls them."""
+HOST = 5
+"""The number of the host's memory in a layout."""
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
               "u32": 4, "f64": 8, "s64": 8, "u64": 8}  # fmt: skip
 
@@ -29,11 +35,12 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Array:
-  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip."""
+  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip; ``on_host``: its host's."""
 
   dtype: str
   shape: tuple[int, ...]
   in_memory: bool = True
+  on_host: bool = False
 
   @property
   def size(self) -> int:
@@ -80,8 +87,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Transfer:
-  """A collective: kind, bytes that it moves through one device in a step, times it runs, whether it is asynchronous, and
-  whether it leaves a slice."""
+  """A collective, or copies between a device and its host: kind, bytes that it moves through one device in a step, times it
+  runs, whether it is asynchronous, and whether it leaves a slice."""
 
   kind: str
   bytes: int
@@ -142,7 +149,8 @@ class CompiledProgram:
 
   def turns(self, loop: Operation) -> int:
     """How often the body of a while loop runs: what the compiler wrote down, or else the constant that its condition compares
-    the counter with; 0 for the rounds that only an uneven load of experts needs.
+    the counter with, less what the counter begins with (the compiler may have taken the first turn out of the loop); 0 for the
+    rounds that only an uneven load of experts needs.
 
     Raises:
       UserError: the condition is no such comparison, which JAX's loops over layers always are.
@@ -158,9 +166,24 @@ class CompiledProgram:
           continue
         for name in (*op.operands, *compare.operands):
           bound = self.operations.get(name)
-          if bound is not None and bound.kind == "constant" and (found := re.match(r"(\d+)\)", bound.text)):
-            return int(found[1])
+          if bound is not None and (last := _number(bound)) is not None:
+            return last - self._first(loop, [*op.operands, *compare.operands])
     raise UserError(f"compiled program: the loop {loop.name} does not say how often it turns")
+
+  def _first(self, loop: Operation, compared: list[str]) -> int:
+    """What a loop's counter begins with, of the names that its condition compares; 0 where that is no constant."""
+    for name in compared:
+      counter, (_, numbered, index) = self.operations.get(name), name.partition("#")
+      if counter is not None and counter.kind == "get-tuple-element":
+        index = _one(r"index=(\d+)", counter.text)
+      elif not numbered:
+        continue
+      begin = self.operations.get(loop.operands[0])
+      at = None if begin is None or begin.kind != "tuple" else self.operations.get(begin.operands[int(index)])
+      while at is not None and at.kind in ("copy", "copy-done", "copy-start", "bitcast"):
+        at = self.operations.get(at.operands[0])
+      return (at is not None and _number(at)) or 0
+    return 0
 
   def flops(self, kernel: Callable[[Operation, list[Array]], float]) -> float:
     """Floating point operations of matrix products in a step.
@@ -199,7 +222,7 @@ class CompiledProgram:
     return 0.0
 
   def transfers(self, chips_per_slice: int) -> list[Transfer]:
-    """The collectives of a step, those of the same kind and manner together."""
+    """The collectives of a step and the copies to and from the host, those of the same kind and manner together."""
     found: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
     times_of: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
     for op, times in self.running():
@@ -209,6 +232,10 @@ class CompiledProgram:
         key = (kind, True, True)
         found[key] += int(times * op.results[0].bytes * (slices - 1) / slices * (2 if kind == "all-reduce" else 1))
         times_of[key] += times
+      if (copied := self._host_copy(op)) is not None:
+        kind, size = copied
+        found[kind, op.name in self._hidden, False] += times * size
+        times_of[kind, op.name in self._hidden, False] += times
       for inner, asynchronous in self._collectives(op):
         kind = next(c for c in COLLECTIVES if inner.kind.startswith(c))
         scatter = kind == "all-reduce" and op.kind == "fusion" and "all-reduce-scatter" in op.text
@@ -226,6 +253,32 @@ class CompiledProgram:
         times_of[key] += times
     order = lambda key: (key[2], COLLECTIVES.index(key[0]) if key[0] in COLLECTIVES else len(COLLECTIVES), key[0], key[1])
     return [Transfer(k[0], found[k], times_of[k], *k[1:]) for k in sorted(found, key=order)]
+
+  def _host_copy(self, op: Operation) -> tuple[str, int] | None:
+    """The kind and bytes of a copy between the device's memory and the host's; None: it is none."""
+    large, kind = [a for a in op.results if a.size > 1], op.kind
+    if kind == "async-start":
+      kind = next(inner.kind for inner in self.computations[op.called[0]] if inner.root) + "-start"
+    if kind not in COPIES or not any(a.on_host for a in large):
+      return None
+    # Results of a copy: where it goes, where it comes from. Of a slice: what it is given, and what it makes.
+    to_host = large[0].on_host if kind == "copy-start" else kind == "dynamic-update-slice-start"
+    return HOST_COPIES[0 if to_host else 1], min(a.bytes for a in large)
+
+  @functools.cached_property
+  def _hidden(self) -> set[str]:
+    """Names of the copies that something is computed beside: between where one begins and where it has to be done."""
+    hidden, works = set(), ("fusion", "convolution", "dot", "custom-call", "while")
+    for ops in self.computations.values():
+      waiting: set[str] = set()
+      for op in ops:
+        if op.kind in (*COPIES, "async-start"):
+          waiting.add(op.name)
+        elif op.kind in works:
+          hidden |= waiting
+        elif op.kind.endswith("-done"):
+          waiting -= {*op.operands}
+    return hidden
 
   def _collectives(self, op: Operation) -> Iterator[tuple[Operation, bool]]:
     if op.kind.endswith("-done"):
@@ -314,6 +367,11 @@ def _groups(text: str) -> np.ndarray | None:
   return None
 
 
+def _number(op: Operation) -> int | None:
+  found = re.match(r"(\d+)\)", op.text) if op.kind == "constant" else None
+  return int(found[1]) if found else None
+
+
 def _one(pattern: str, text: str) -> str:
   found = re.search(pattern, text)
   assert found is not None, f"{pattern} in {text[:200]}"
@@ -325,7 +383,8 @@ def arrays(text: str) -> tuple[Array, ...]:
   found = []
   for dtype, dims, layout in _ARRAY.findall(text):
     elsewhere = re.search(r"S\((\d+)\)", layout)
-    found.append(Array(dtype, tuple(int(d) for d in dims.split(",") if d), elsewhere is None))
+    on_host = elsewhere is not None and int(elsewhere[1]) == HOST
+    found.append(Array(dtype, tuple(int(d) for d in dims.split(",") if d), elsewhere is None, on_host))
   return tuple(found)
 
 

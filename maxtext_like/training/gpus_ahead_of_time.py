@@ -28,6 +28,7 @@ class CompiledForGpus:
     argument_bytes: the state and the batch.
     output_bytes: what comes out beside the state that is written over.
     temporary_bytes: what is allocated besides while it runs.
+    host_bytes: what is allocated in the host's memory meanwhile.
     seconds: of tracing and compiling.
   """
 
@@ -35,6 +36,7 @@ class CompiledForGpus:
   output_bytes: int
   temporary_bytes: int
   seconds: float
+  host_bytes: int = 0
 
   @property
   def total(self) -> int:
@@ -74,6 +76,7 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
     output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     temporary_bytes=memory.temp_size_in_bytes,
     seconds=time.monotonic() - start,
+    host_bytes=memory.host_temp_size_in_bytes,
   )
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,9 @@ from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
 
 GB = 1e9
+
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable of how much of the host's memory JAX lets the GPUs of a process have together, GiB; 64 unless set."""
 
 Numbers = Callable[[tuple[int, ...]], int]
 """How many numbers an array of a shape takes the place of."""
@@ -46,6 +50,7 @@ class MemoryEstimate:
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
     fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
       gradient in float32 before each has its share again.
+    host: what lies in the host's memory for the device (``remat_offload``), and so is in no total.
   """
 
   parameters: int
@@ -56,11 +61,26 @@ class MemoryEstimate:
   logits: int
   dequantised: int
   fetched: int = 0
+  host: int = 0
 
   @property
   def total(self) -> int:
-    """All of it."""
-    return sum(getattr(self, f.name) for f in dataclasses.fields(self))
+    """All of it that lies on the device."""
+    return sum(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "host")
+
+
+class Saved(NamedTuple):
+  """Bytes that the forward pass keeps for one device.
+
+  Attributes:
+    kept: for the backward pass, on the device.
+    everything: what it would keep without remat.
+    host: for the backward pass, in the host's memory. A CPU's is its own and counts as kept.
+  """
+
+  kept: int
+  everything: int
+  host: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +101,9 @@ def _bytes(tree: Any, numbers: Numbers = math.prod) -> int:
   return total
 
 
-def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> int:
-  """What ``jax.vjp`` of the loss keeps on one device for its part of the rows, beside the parameters and the batch themselves.
+def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
+  """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on
+  the device, and in its host's memory.
 
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
@@ -102,13 +123,16 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 
     _, backward = jax.vjp(total, trained)
     given = {id(x) for x in jax.tree.leaves((params, batch))}
-    return list({id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values())
+    kept = {id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values()
+    by_host = [[x for x in kept if (jax.typeof(x).memory_space == jax.memory.Space.Host) is there] for there in (False, True)]
+    return tuple(by_host)
 
   params = abstract(objective.params())
   # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
-  kept = [x for x in jax.eval_shape(residuals, params, batch) if x.ndim < 3 or x.shape[-1] != vocabulary]
+  kept, on_host = jax.eval_shape(residuals, params, batch)
+  kept = [x for x in kept if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
   # No slices of weights of layers that are in no loop, which XLA reads where they are.
@@ -124,9 +148,13 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
   whole = lambda x: (
     x.shape[-1] == program.config.model.emb_dim or (inputs is not None and x.shape[-2:] == (inputs.num_layers, inputs.width))
   )
-  stream = [x for x in kept if x.ndim > 1 and whole(x)]
-  split = (_bytes(kept) - _bytes(stream)) // model.ways("heads")
-  return (_bytes(stream) + split) // model.ways("sequence")
+
+  def own(arrays):
+    stream = [x for x in arrays if x.ndim > 1 and whole(x)]
+    split = (_bytes(arrays) - _bytes(stream)) // model.ways("heads")
+    return (_bytes(stream) + split) // model.ways("sequence")
+
+  return own(kept), own(on_host)
 
 
 def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
@@ -148,17 +176,24 @@ def _scanned(program: TrainProgram) -> Objective:
   return objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
 
 
-def activation_bytes(program: TrainProgram) -> tuple[int, int]:
-  """What the forward pass keeps for the backward pass on one device, and what it would keep without remat."""
+def activation_bytes(program: TrainProgram) -> Saved:
+  """What the forward pass keeps for the backward pass, and what it would keep without remat."""
   objective, decoder = _scanned(program), program.model.decoder
-  kept = _saved_bytes(objective, program)
+  kept, host = _saved_bytes(objective, program)
+  if _platform(program) == "cpu":
+    kept, host = kept + host, 0
   if decoder.cfg.remat_policy == "none":
-    return kept, kept
-  everything = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True, remat_policy="none"))
-  return kept, _saved_bytes(objective.with_decoder(everything), program)
+    return Saved(kept, kept)
+  cfg = dataclasses.replace(decoder.cfg, scan_layers=True, remat_policy="none", remat_offload="none")
+  everything, _ = _saved_bytes(objective.with_decoder(dataclasses.replace(decoder, cfg=cfg)), program)
+  return Saved(kept, everything, host)
 
 
-def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[int, int] | None = None) -> MemoryEstimate:
+def _platform(program: TrainProgram) -> str:
+  return program.model.decoder.layers[0].cfg.mixer.platform
+
+
+def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved | None = None) -> MemoryEstimate:
   """The memory that the train step needs on one device, from shapes and shardings, in about a second.
 
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
@@ -176,11 +211,11 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
   gradients = _together(gradient, numbers) if t.optimizer_in_backward else _bytes(gradient, numbers)
-  platform = program.model.decoder.layers[0].cfg.mixer.platform
+  platform = _platform(program)
   if t.gradient_accumulation_steps > 1:
     gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
   objective, model = program.objective, program.model
-  activations, everything = saved or activation_bytes(program)
+  activations, everything, host = saved or activation_bytes(program)
   again = 0
   if t.remat_policy != "none":
     tower = model.decoder.cfg.vision
@@ -212,6 +247,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: tuple[i
     logits=logits,
     dequantised=dequantised,
     fetched=_fetched_bytes(program) if platform == "gpu" else 0,
+    host=host,
   )
 
 
@@ -235,7 +271,7 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
   if any(len(stack.layers) > 1 for stack in loops):
     return activations, logits, head
   if not loops and t.remat_policy == "none":
-    activations = _saved_bytes(_scanned(program), program, casts=False)
+    activations, _ = _saved_bytes(_scanned(program), program, casts=False)
   # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
   # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
   dtype = jnp.dtype(program.config.precision.dtype)
@@ -310,14 +346,24 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
   return min(found, key=lambda limit: limit.bytes)
 
 
+def host_room(platform: str) -> Limit | None:
+  """What the devices of this process may have of the host's memory together; None: nobody knows."""
+  found = [host_limit()]
+  if platform == "gpu":
+    found.append(Limit(int(os.environ.get(PINNED, 64)) << 30, f"{PINNED}, 64 unless set"))
+  return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
+
+
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
   """The estimate for people, in GB (1e9 bytes) of one device."""
-  parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need)]
+  parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need) if f.name != "host"]
   always = ("parameters", "optimizer", "gradients", "activations")
   rows = [*((name, size) for name, size in parts if size or name in always), ("together", need.total)]
   lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
+  if need.host:
+    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in the host's memory, remat_offload)")
   return "\n".join(lines)
 
 
@@ -351,6 +397,13 @@ def require_fit(program: TrainProgram) -> tuple[MemoryEstimate, Limit | None]:
       f"{program.model.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
       f"{table(need, limit)}\n{remedies(program, need, limit)}"
     )
+  room, together = host_room(_platform(program)), need.host * len(here)
+  if together and room is not None and together > room.bytes:
+    raise DoesNotFitError(
+      f"remat_offload = {program.config.training.remat_offload}: {together / GB:.1f} GB of the host's memory are needed for "
+      f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
+      "what to try: a smaller per_device_batch_size, or remat_offload=none"
+    )
   return need, limit
 
 
@@ -363,6 +416,8 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append(f"per_device_batch_size=1 (now {now}); gradient_accumulation_steps={same} makes the same update of it")
   if t.remat_policy != "full":
     lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
+  elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
+    lines.append("remat_offload=layer_inputs: what layers read waits in the host's memory, not on the device")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
     lines.append(f"a smaller max_target_length (now {t.max_target_length})")
   states = need.parameters + need.optimizer + need.gradients

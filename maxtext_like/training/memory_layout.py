@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from maxtext_like.training.compiled_program import CompiledProgram, arrays, read_program
+from maxtext_like.training.compiled_program import HOST, CompiledProgram, arrays, read_program
 
 CLASSES = ("parameters", "optimizer", "batch", "gradients", "activations", "temporaries", "gaps")
 """Of a chip's memory. Activations: what the forward pass keeps for the backward pass. Gaps: what nothing can be put into at
@@ -43,12 +43,14 @@ class MemoryLayout:
     classes: bytes by class (``CLASSES``).
     largest: the largest arrays, largest first.
     at: what is computed at the peak.
+    host: bytes that lie in the host's memory for the chip.
   """
 
   bytes: int
   classes: dict[str, int]
   largest: tuple[Held, ...]
   at: str
+  host: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
   classes: dict[str, int] = dict.fromkeys(CLASSES, 0)
   held: list[Held] = []
   values: dict[tuple[str, str], _Value] = {}
-  heap = 0
+  heap = host = 0
   temporary = False
   for line in assignment.splitlines():
     if found := _ALLOCATION.match(line):
       size, kind = int(found[2]), found[4]
       temporary = found[3] is None and "preallocated-temp" in kind
       heap += size if temporary else 0
+      host += size if found[3] == str(HOST) and "preallocated-temp" in kind else 0
       if given := re.match(r"parameter (\d+), shape \|(.*?)\|", kind):
         op = inputs[int(given[1])]
         name = op.path.replace("\\'", "'")
@@ -128,6 +131,7 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
     classes=classes,
     largest=tuple(replace(h, count=n) for h, n in sorted(Counter(held).items(), key=lambda item: -item[0].bytes)[:count]),
     at=path(names.get(peak, "")),
+    host=host,
   )
 
 

@@ -52,6 +52,7 @@ class Plan:
     mesh: size of each mesh axis.
     parameters: number of them.
     classes: bytes by class.
+    host: bytes that lie in the host's memory for a device.
     limit: bytes that a device may use; None: nobody knows.
     flops: of matrix products with recomputation, of one device.
     model_flops: without.
@@ -65,6 +66,7 @@ class Plan:
   mesh: dict[str, int]
   parameters: int
   classes: dict[str, int]
+  host: int
   limit: int | None
   flops: float
   model_flops: float
@@ -99,8 +101,9 @@ def plan(config: Config, target: Target) -> Plan:
     several = f" num_slices={slices}" if slices is not None else ""
     raise UserError(f"topology={target.name}{several}: {error}") from error
   with assumed_gpu():
-    kept, everything = memory.activation_bytes(program)
-    need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod, (kept, everything))
+    saved = memory.activation_bytes(program)
+    need = memory.estimate(program, tiles.numbers if platform == "tpu" else math.prod, saved)
+  kept, everything = saved.kept, saved.everything
   fetched = fetched_weights(program)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
   everything -= _casts(program)
@@ -118,7 +121,7 @@ def plan(config: Config, target: Target) -> Plan:
   flops = model_flops + _recomputed(program) / devices
   moved = memory_bytes(program, fetched, everything)
   chip = _chip(target)
-  travels = transfers(program, fetched)
+  travels = transfers(program, fetched, saved.host)
   bounds = None
   if chip is not None and chip.memory is not None:
     near = target.chips_of_slice if isinstance(target, Topology) else devices
@@ -138,6 +141,7 @@ def plan(config: Config, target: Target) -> Plan:
     mesh=dict(program.model.mesh.shape),
     parameters=program.size,
     classes=classes,
+    host=saved.host,
     limit=target.bytes,
     flops=flops,
     model_flops=model_flops,

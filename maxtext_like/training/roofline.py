@@ -14,7 +14,7 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.kernels.grouped import registry as grouped
 from maxtext_like.training.chips import Chip, links_of
-from maxtext_like.training.compiled_program import Array, Operation, Transfer
+from maxtext_like.training.compiled_program import HOST_COPIES, Array, Operation, Transfer
 from maxtext_like.training.flops import visible_pairs
 
 
@@ -23,7 +23,8 @@ class Roofline:
   """Bounds of a step, seconds.
 
   Attributes:
-    bounds: by unit: "matrix units", "HBM", "ICI", "DCN"; of the links what is hidden behind computation.
+    bounds: by unit: "matrix units", "HBM", "ICI", "DCN", "host"; of the links what is hidden behind computation. To the host
+      things go in the forward pass and come back in the backward pass, so both ways are added up.
     waiting: transfers that nothing is computed beside.
     step: the largest bound and the waiting.
     mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time.
@@ -65,12 +66,17 @@ def roofline(
   assert links is not None
   assert chip.network is not None
   products = (flops - float8_flops) / chip.tflops + float8_flops / (chip.float8 or chip.tflops)
-  bounds = {"matrix units": products / 1e12, "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0}
+  bounds = {"matrix units": products / 1e12, "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0, "host": 0.0}
   waiting = 0.0
   for t in transfers:
-    seconds = t.bytes / (chip.network if t.between_slices else links)
+    if t.kind in HOST_COPIES:
+      assert chip.host is not None
+      unit, rate = "host", chip.host
+    else:
+      unit, rate = ("DCN", chip.network) if t.between_slices else ("ICI", links)
+    seconds = t.bytes / rate
     if t.asynchronous:
-      bounds["DCN" if t.between_slices else "ICI"] += seconds
+      bounds[unit] += seconds
     else:
       waiting += seconds
   step = max(bounds.values()) + waiting

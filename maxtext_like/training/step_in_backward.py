@@ -1,7 +1,8 @@
 """The train step that updates each layer as soon as the backward pass has its gradient, so that no two layers' gradients exist
 at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
 
-The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says. The backward pass goes through the
+The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says, on the device or, by
+``remat_offload``, in the host's memory. The backward pass goes through the
 layers from the last one to the first: it computes again what was not kept, differentiates the layer, updates it where it lies,
 and hands the cotangent of what it read on.
 What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
@@ -203,8 +204,10 @@ class _Pass:
     decoder = self.decoder = step.objective.decoder
     # "full" needs no remat: a layer is differentiated where its turn is, and nothing of it was kept.
     self.keeps = decoder.cfg.remat_policy != "full"
-    whole = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy="none"))
-    self.layers = decoder if self.keeps else whole
+    # What is kept leaves this loop and comes back to that of the backward pass here, so no policy has to see to where it lies.
+    self.offload = decoder.cfg.remat_offload
+    policy = decoder.cfg.remat_policy if self.keeps else "none"
+    self.layers = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, remat_policy=policy, remat_offload="none"))
     self.runs = []
     for s in decoder.stacks:
       first = 0
@@ -243,14 +246,14 @@ class _Pass:
         shapes.clear()  # a loop may be traced twice
         for j in range(len(run.layers)):
           key, own = f"layer_{j}", None if inputs is None else {j: inputs[j]}
-          carries.append(carry)
+          carries.append(self._put_away(run, carry, "layer_inputs"))
           call = self._layer(run, j, theirs[key], ctx)
           if self.keeps:
             given = (mine[key], theirs[key], carry, own, ctx)
             (carry, found[key]), pull, rest[key] = jax.vjp(call, mine[key], carry, own, has_aux=True)
             shape, array = Residuals.of(pull, given)
             shapes.append(shape)
-            arrays.append(array)
+            arrays.append(self._put_away(run, array, "kept"))
           else:
             (carry, found[key]), rest[key] = call(mine[key], carry, own)
         return carry, (carries, arrays, found, rest)
@@ -273,6 +276,11 @@ class _Pass:
     total, pull_leave, out = jax.vjp(leave, outside, carry, floats, has_aux=True)
     d_outside, last, handed_out = pull_leave(jnp.ones_like(total))
     return _Forward(out, read, saved, residuals, last, handed_out, d_outside, pull_enter, ctx, per_layer)
+
+  def _put_away(self, run: _Run, arrays: Tree, what: str) -> Tree:
+    """Arrays that wait for the backward pass, where ``remat_offload`` says; of layers in no loop on the device."""
+    away = run.count > 1 and self.offload in (what, "all")
+    return jax.device_put(arrays, jax.memory.Space.Host) if away else arrays
 
   def _layer(self, run: _Run, j: int, theirs: Tree, ctx: Context) -> Callable[..., Any]:
     """Layer j of a row as a function of what has gradients: (its trained parameters, the carry, its own input {j: [B, T, P]} or
@@ -326,10 +334,13 @@ class _Pass:
         d_inputs: list[Any] = [None] * len(parts)
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
+          carried, arrays = read[j], kept[j] if kept else []
+          if self.offload != "none":  # before the barrier, which is of the device
+            carried, arrays = jax.device_put((carried, arrays), jax.memory.Space.Device)
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
           carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
-            (read[j], kept[j] if kept else [], cotangent, alive, row, held, states)
+            (carried, arrays, cotangent, alive, row, held, states)
           )
           mine, theirs = _at(held[key], row), _at(frozen[name][key], row)
           own = None if inputs is None else {j: inputs[j]}

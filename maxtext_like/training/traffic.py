@@ -9,7 +9,7 @@ the same.
 import functools
 import re
 
-from maxtext_like.training.compiled_program import COLLECTIVES, Array, CompiledProgram, Operation
+from maxtext_like.training.compiled_program import COLLECTIVES, COPIES, Array, CompiledProgram, Operation
 
 _NOTHING = frozenset("parameter constant get-tuple-element tuple bitcast after-all iota partition-id replica-id".split())
 """Kinds that move nothing."""
@@ -57,8 +57,8 @@ class Traffic:
     """Of an instruction that is no loop, branch or call, with what is fused in it."""
     if op.kind in _NOTHING or op.kind.endswith("-done") or _MARK.search(op.text):
       return 0
-    if op.kind in ("copy-start", "async-start"):
-      # Results: where it goes, where it comes from, and a state.
+    if op.kind in (*COPIES, "async-start"):
+      # Results: where it goes, where it comes from, and a state; of slices what it is given, what it makes, and a state.
       both = [a for a in op.results[: max(1, len(op.results) - 1)] if a.size > 1]
       return min((a.bytes for a in both), default=0) * min(2, sum(a.in_memory for a in both))
     same = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", op.text)  # results that are an operand's own memory

@@ -17,7 +17,7 @@ from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.rules import GATHERED
 from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import path_keys
-from maxtext_like.training.compiled_program import Transfer
+from maxtext_like.training.compiled_program import HOST_COPIES, Transfer
 from maxtext_like.training.fetched import TABLE, Fetched
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.program import TrainProgram
@@ -25,15 +25,16 @@ from maxtext_like.training.program import TrainProgram
 Axes = tuple[str, ...]
 
 
-def transfers(program: TrainProgram, weights: list[Fetched]) -> tuple[Transfer, ...]:
+def transfers(program: TrainProgram, weights: list[Fetched], host: int = 0) -> tuple[Transfer, ...]:
   """Of one step, those of no bytes left out.
 
   Args:
     program: of the run.
     weights: what is split and multiplied whole.
+    host: bytes that the forward pass of a part of the batch keeps in the host's memory.
   """
   others = (_of_gradients, _of_tokens, _of_keys, _of_sums)
-  found = (*_of_weights(program, weights), *(t for kind in others for t in kind(program)))
+  found = (*_of_weights(program, weights), *(t for kind in others for t in kind(program)), *_of_host(program, host))
   return tuple(t for t in found if t.bytes)
 
 
@@ -80,6 +81,14 @@ def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Trans
     yield Transfer("all-gather", int(parts * chunks * head), parts * chunks, False, between)
     times = parts * (layers + (chunks if back_head else 0))
     yield Transfer("reduce-scatter", int(parts * (back + chunks * back_head) * grow), times, False, between)
+
+
+def _of_host(program: TrainProgram, host: int) -> Iterator[Transfer]:
+  """What waits in the host's memory for the backward pass, a layer's at a time."""
+  parts = _microbatches(program)
+  layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
+  for kind in HOST_COPIES:
+    yield Transfer(kind, parts * host, parts * layers, asynchronous=True)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:

@@ -6,7 +6,7 @@ B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +20,11 @@ from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
-from maxtext_like.layers.precision import LAYER_KEYS, PRODUCT, Precision
+from maxtext_like.layers.precision import LAYER_KEYS, Precision
+from maxtext_like.layers.remat import RematOffload, RematPolicy, remat
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows, unstacked
-
-RematPolicy = Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
-
-
-def remat(function, policy: RematPolicy, *, alone_in_scan: bool):
-  """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass.
-
-  Where a layer is the whole body of a scan, nothing can merge its recomputation with the forward pass. Elsewhere XLA must
-  be kept from it, and from computing several layers again at once.
-  """
-  if policy == "none":
-    return function
-  policies = jax.checkpoint_policies
-  saved = {
-    "minimal": policies.save_from_both_policies(
-      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
-    ),
-    "full": policies.nothing_saveable,
-    "save_attention": policies.save_only_these_names("attention"),
-    "save_outputs": policies.save_only_these_names("output"),
-    "save_mlp": policies.save_only_these_names("output", "mlp"),
-  }[policy]
-  return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 
 
 class Tower(Protocol):
@@ -74,6 +52,8 @@ class DecoderConfig:
     pad_token_id: the token that is looked up in their place, in the per-layer table too.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same rows over the same stacked parameters.
     remat_policy: what a layer keeps for the backward pass.
+    remat_offload: what of it lies in the host's memory until then, of layers that run in a loop (``loops``) and no tower's.
+      Out of a loop compilers move an array to the host when it is wanted back, so that it lies on the device all the time.
     rules: how parameters and activations are split over a mesh.
     grouped: the kernel that multiplies tokens with their experts.
     one_document: every row of a batch is one document, padding behind it (``masks.Tokens``).
@@ -90,6 +70,7 @@ class DecoderConfig:
   pad_token_id: int = 0
   scan_layers: bool = True
   remat_policy: RematPolicy = "none"
+  remat_offload: RematOffload = "none"
   rules: Rules = RULES
   grouped: Name = "ragged_dot"
   one_document: bool = False
@@ -127,6 +108,12 @@ class Decoder:
   @functools.cached_property
   def stacks(self) -> tuple[Stack, ...]:
     return find_stacks([replace(layer, precision=self.precision) for layer in self.layers])
+
+  @property
+  def loops(self) -> tuple[Stack, ...]:
+    """Stacks of which several rows run in a loop."""
+    rows = lambda s: max(count for count, _ in s.split(self.layers))
+    return tuple(s for s in self.stacks if rows(s) > 1) if self.cfg.scan_layers else ()
 
   def locate(self, layer: int) -> tuple[str, int, str]:
     """Where layer i's parameters are: params[stack][layer_name][...][row]. Returns (stack, row, layer_name)."""
@@ -338,7 +325,7 @@ class Decoder:
     return {"params": p[s.name], "cache": cache and cache[s.name], "per_layer": per_layer, "probes": probes}
 
   def run_row(
-    self, s: Stack, layers: tuple[Block, ...], carry: Carry, row: dict[str, Any], ctx: Context, *, alone_in_scan: bool = False
+    self, s: Stack, layers: tuple[Block, ...], carry: Carry, row: dict[str, Any], ctx: Context, *, in_loop: bool = False
   ) -> tuple[Carry, dict[str, Aux]]:
     """Runs the layers of one row of a stack.
 
@@ -348,18 +335,18 @@ class Decoder:
       carry: of ``enter`` or of the row before.
       row: one entry of ``rows``.
       ctx: ``context`` of the batch.
-      alone_in_scan: see ``remat``.
+      in_loop: the row is the body of a loop.
 
     Returns:
       The carry, and what each layer handed out, {"layer_j": aux}.
     """
     aux = {}
     for j, layer in enumerate(layers):
-      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, alone_in_scan=alone_in_scan)
+      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, in_loop=in_loop)
     return carry, aux
 
   def run_layer(
-    self, s: Stack, j: int, layer: Block, carry: Carry, row: dict[str, Any], ctx: Context, *, alone_in_scan: bool = False
+    self, s: Stack, j: int, layer: Block, carry: Carry, row: dict[str, Any], ctx: Context, *, in_loop: bool = False
   ) -> tuple[Carry, Aux]:
     """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out."""
     own = replace(
@@ -368,7 +355,8 @@ class Decoder:
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
     )
-    call = remat(layer, self.cfg.remat_policy, alone_in_scan=alone_in_scan)
+    offload = self.cfg.remat_offload if in_loop else "none"
+    call = remat(layer, self.cfg.remat_policy, alone_in_scan=in_loop and len(s.layers) == 1, offload=offload)
     with jax.named_scope(f"{s.name}/layer_{j}"):
       carry, aux = call(row["params"][f"layer_{j}"], carry, own)
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
@@ -442,12 +430,12 @@ class Decoder:
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
       for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
         # A scan of one row is no loop once it is compiled.
-        alone = len(s.layers) == 1 and len(part[0]) > 1
+        loop = len(part[0]) > 1
 
-        def body(carry, own, layers=layers, alone=alone):
+        def body(carry, own, layers=layers, loop=loop):
           each = iter(own)
           row = jax.tree.unflatten(tree, [x.in_row(own[-1]) if cuts_rows(x) else next(each) for x in mixed])
-          return self.run_row(s, layers, carry, row, ctx, alone_in_scan=alone)
+          return self.run_row(s, layers, carry, row, ctx, in_loop=loop)
 
         with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
           carry, aux = jax.lax.scan(body, carry, list(part))

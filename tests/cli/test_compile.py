@@ -272,20 +272,23 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
 
   def compiled(config, topology, flags, *, machine_code):
     t = config.training
-    asked.append((topology.name, t.remat_policy, t.per_device_batch_size, t.gradient_accumulation_steps, machine_code))
+    asked.append(
+      (topology.name, t.remat_policy, t.remat_offload, t.per_device_batch_size, t.gradient_accumulation_steps, machine_code)
+    )
     return dataclasses.replace(STEP, topology=topology, peak_bytes=(20 if topology.chips >= 32 else 40) * GIB)
 
   monkeypatch.setattr(ahead_of_time, "compile_step", compiled)
   words = ["gemma4-tiny", "topology=v6e-8", "per_device_batch_size=4", "--json", str(tmp_path / "it.json")]
   assert main(["compile", *words]) == 4
   assert asked == [
-    ("v6e-8", "none", 4, 1, "quick"),
-    ("v6e-8", "full", 4, 1, False),
-    ("v6e-8", "full", 1, 4, False),
-    ("v6e-16", "full", 1, 4, False),
-    ("v6e-32", "full", 1, 4, False),
+    ("v6e-8", "none", "none", 4, 1, "quick"),
+    ("v6e-8", "full", "none", 4, 1, False),
+    ("v6e-8", "full", "layer_inputs", 4, 1, False),
+    ("v6e-8", "full", "layer_inputs", 1, 4, False),
+    ("v6e-16", "full", "layer_inputs", 1, 4, False),
+    ("v6e-32", "full", "layer_inputs", 1, 4, False),
   ]
-  values = "topology=v6e-32 remat_policy=full per_device_batch_size=1 gradient_accumulation_steps=4"
+  values = "topology=v6e-32 remat_policy=full remat_offload=layer_inputs per_device_batch_size=1 gradient_accumulation_steps=4"
   out = capsys.readouterr().out
   assert "tried        remat_policy=full: does not fit, 40.00 GiB a chip" in out
   assert f"{values}: fits, 20.00 GiB a chip" in out

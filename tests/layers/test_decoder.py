@@ -96,6 +96,19 @@ def test_remat_changes_no_number(family, policy, compiled, batch):
   close(rematted(p, batch), plain(p, batch), 1e-5)
 
 
+WAITS = (("save_outputs", "kept"), ("minimal", "all"), ("save_mlp", "layer_inputs"))
+
+
+@pytest.mark.parametrize("where", [("full", "layer_inputs"), *slow(*WAITS)])
+@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma3", "gemma4-moe", "deepseek3.2")])
+def test_where_things_wait_for_the_backward_pass_changes_no_bit(family, where, compiled, batch):
+  """A CPU has both memories in one, so that the program runs: E2B's layers read keys and values of others too."""
+  policy, offload = where
+  _, p, here = compiled(family, remat_policy=policy)
+  _, _, there = compiled(family, remat_policy=policy, remat_offload=offload)
+  jax.tree.map(np.testing.assert_array_equal, there(p, batch), here(p, batch))
+
+
 def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batch):
   """Bytes that the forward pass hands to the backward pass: none keeps most, full least."""
 

@@ -14,10 +14,10 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from maxtext_like.layers import float8
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.decoder import remat
 from maxtext_like.layers.low_rank import Layout, LowRank
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Groups, product
 
 RNG = np.random.default_rng(0)

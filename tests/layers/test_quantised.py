@@ -12,11 +12,11 @@ import pytest
 from equations import named
 from jax.extend.core import jaxprs_in_params
 
-from maxtext_like.layers.decoder import remat
 from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.layers.param import Param, abstract, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantised import FORMS, NF4, Form, Quantised, dynamic_map, dynamic_number, quantise, stored_params
+from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Weight, product
 from tests.layers.test_decoder import UNOPTIMISED, close, objective
 

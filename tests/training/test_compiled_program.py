@@ -189,3 +189,65 @@ def test_groups_of_a_mesh_that_is_written_by_its_axes(mesh, size, between):
   gathers = [t for t in read_program(text).transfers(chips_per_slice=2) if t.kind == "all-gather" and not t.asynchronous]
   assert [t.between_slices for t in gathers] == [between]
   assert gathers[0].bytes == gathers[0].times * (8 * 6 * 2) * (size - 1) / size
+
+
+# The first turn is taken out of the loop; the loop cuts a layer's input out of what waits in the host's memory, or puts it there.
+COPIES = """HloModule jit_step, is_scheduled=true
+
+%put (host: bf16[3,7,5], row: bf16[1,7,5], at: s32[]) -> bf16[3,7,5] {
+  %host = bf16[3,7,5]{2,1,0:S(5)} parameter(0)
+  %row = bf16[1,7,5]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %update = bf16[3,7,5]{2,1,0:S(5)} dynamic-update-slice(%host, %row, %at, %at, %at)
+}
+
+%work (x.1: bf16[7,5]) -> bf16[7,5] {
+  %x.1 = bf16[7,5]{1,0} parameter(0)
+  ROOT %double = bf16[7,5]{1,0} add(%x.1, %x.1)
+}
+
+%body (state: (s32[], bf16[3,7,5], bf16[1,7,5])) -> (s32[], bf16[3,7,5], bf16[1,7,5]) {
+  %state = (s32[], bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %all = bf16[3,7,5]{2,1,0:S(5)} get-tuple-element(%state), index=1
+  %one = bf16[1,7,5]{2,1,0} get-tuple-element(%state), index=2
+  %start = ((bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}, s32[]), bf16[3,7,5]{2,1,0:S(5)}, u32[]{:S(2)}) async-start(%all, %one, %i), calls=%put
+  %x = bf16[7,5]{1,0:S(1)} constant({...})
+  %y = bf16[7,5]{1,0:S(1)} fusion(%x), kind=kLoop, calls=%work
+  %done = bf16[3,7,5]{2,1,0:S(5)} async-done(%start)
+  %cut = ((bf16[3,7,5]{2,1,0:S(5)}, s32[], s32[], s32[]), bf16[1,7,5]{2,1,0}, u32[]{:S(2)}) dynamic-slice-start(%done, %i, %i, %i), dynamic_slice_sizes={1,7,5}
+  %back = bf16[1,7,5]{2,1,0} dynamic-slice-done(%cut)
+  ROOT %next = (s32[], bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}) tuple(%i, %done, %back)
+}
+
+%condition (state.1: (s32[], bf16[3,7,5], bf16[1,7,5])) -> pred[] {
+  %state.1 = (s32[], bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %turns = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i.1, %turns), direction=LT
+}
+
+ENTRY %main (p: bf16[1,7,5]) -> f32[] {
+  %p = bf16[1,7,5]{2,1,0} parameter(0)
+  %first = s32[]{:S(6)} constant(1)
+  %counter = s32[]{:S(6)} copy(%first)
+  %empty = bf16[3,7,5]{2,1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %init = (s32[], bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}) tuple(%counter, %empty, %p)
+  %while.1 = (s32[], bf16[3,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}) while(%init), condition=%condition, body=%body
+  %out.1 = (bf16[1,7,5]{2,1,0:S(5)}, bf16[1,7,5]{2,1,0}, u32[]{:S(2)}) copy-start(%p)
+  %out.2 = bf16[1,7,5]{2,1,0:S(5)} copy-done(%out.1)
+  ROOT %out = f32[] constant(0)
+}
+"""
+
+
+@pytest.mark.parametrize("written", [str, by_number])
+def test_copies_to_the_host_and_back(written):
+  """Two turns are left; only where something is computed before it has to be done a copy is beside computation."""
+  program, size = read_program(written(COPIES)), 7 * 5 * 2
+  assert program.transfers(chips_per_slice=1) == [
+    Transfer("from host", 2 * size, 2, asynchronous=False),
+    Transfer("to host", size, 1, asynchronous=False),
+    Transfer("to host", 2 * size, 2, asynchronous=True),
+  ]
+  assert Traffic(program).step() == 2 * 2 * size + size  # the device's side of each

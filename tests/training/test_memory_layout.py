@@ -35,6 +35,8 @@ allocation 0: size 128, parameter 0, shape |f32[4,8]| at ShapeIndex {}, maybe-li
  value: <1 p @0> (size=128,offset=0): f32[4,8]{1,0}
 allocation 1: size 128, parameter 1, shape |f32[4,8]| at ShapeIndex {}, maybe-live-out:
 allocation 2: size 16, parameter 2, shape |s32[4]| at ShapeIndex {}:
+allocation 8: size 777, color 5, preallocated-temp:
+ value: <8 there @5> (size=700,offset=0): f32[175]{0}
 allocation 3: size 1000, color 1, preallocated-temp:
  value: <9 on_chip @1> (size=900,offset=0): f32[225]{0}
 allocation 4: size 640, preallocated-temp:
@@ -80,6 +82,7 @@ def test_classes_at_the_fullest_instant(assignment):
     "gaps": 640 - 200 - 64 - 128 - 40,
   }
   assert layout.bytes == 128 + 128 + 16 + 640
+  assert layout.host == 777
   assert layout.at == "jit(step)/transpose(jvp())/mlp/mul"
   assert layout.largest[0] == Held(
     bytes=200, type="bf16[2,50]", kind="activations", path="jit(step)/jvp()/mlp/add", place="layers/mlp.py:12"

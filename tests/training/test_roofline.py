@@ -5,13 +5,13 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.chips import CHIPS, find_chip, links_of
-from maxtext_like.training.compiled_program import Array, Operation, Transfer
+from maxtext_like.training.compiled_program import HOST_COPIES, Array, Operation, Transfer
 from maxtext_like.training.flops import visible_pairs
 from maxtext_like.training.program import make_program
 from maxtext_like.training.roofline import kernel_flops, roofline
 
 CHIP = next(chip for chip in CHIPS if chip.kind == "tpu v6 lite")
-LINKS, NETWORK = 180_000_000_000, 12_500_000_000
+LINKS, NETWORK, HOST = 180_000_000_000, 12_500_000_000, 32_000_000_000
 
 
 def test_chips():
@@ -31,14 +31,16 @@ def test_what_runs_beside_products_is_a_bound_and_what_is_waited_for_is_added():
     Transfer("all-gather", 2 * LINKS, 5, asynchronous=True),
     Transfer("reduce-scatter", LINKS, 5, asynchronous=False),
     Transfer("all-reduce", NETWORK // 2, 1, asynchronous=True, between_slices=True),
+    *(Transfer(kind, HOST // 4, 5, asynchronous=True) for kind in HOST_COPIES),
   )
-  assert found.bounds == pytest.approx({"matrix units": 1.0, "HBM": 0.5, "ICI": 2.0, "DCN": 0.5})
+  assert found.bounds == pytest.approx({"matrix units": 1.0, "HBM": 0.5, "ICI": 2.0, "DCN": 0.5, "host": 0.5})
   assert (found.waiting, found.step) == pytest.approx((1.0, 3.0))
   assert found.mfu == pytest.approx(0.25)
   assert found.binds == "ICI"
   assert bounds().binds == "matrix units"
   assert bounds(memory=3e12).binds == "HBM"
   assert bounds(Transfer("all-gather", 3 * LINKS, 5, asynchronous=False)).binds == "transfers that nothing hides"
+  assert bounds(Transfer("to host", 3 * HOST, 5, asynchronous=True)).binds == "host"
 
 
 def call(name: str, path: str, *results: Array) -> Operation:

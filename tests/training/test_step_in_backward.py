@@ -125,6 +125,15 @@ def test_what_a_layer_keeps_changes_no_number(policy):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), keeping, full)
 
 
+@pytest.mark.parametrize(
+  ("policy", "offload"), [("full", "layer_inputs"), *(slow(*w) for w in (("save_mlp", "all"), ("minimal", "kept")))]
+)
+def test_where_things_wait_changes_no_bit(policy, offload):
+  words = (*THREE, "optimizer_in_backward=true", "clip=layer", f"remat_policy={policy}")
+  (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
+  assert_bits(there, here)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma4-e2b-tiny", "gemma4-moe-tiny"])
 def test_keys_that_are_lent_and_experts_keep_too(model):

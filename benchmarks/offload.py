@@ -1,0 +1,125 @@
+"""What offload to the host's memory takes and gives: training steps with and without it on one GPU, row after row.
+
+. gpu/env.sh; python benchmarks/offload.py                        the rows of Qwen3; about 3 minutes on an H200
+python benchmarks/offload.py --only gemma4-31b                    all of gemma4-31b on one GPU; about 5 minutes
+python benchmarks/offload.py --model qwen3-tiny max_target_length=64 remat_policy=full     a CPU, for a look: no memory is saved
+
+Each line is a process of its own: the same model, batch and seed, ``remat_offload`` alone differs. Random tokens, packed with
+three documents a row, steps back to back, a step being the median of several groups, the first two apart. "peak" is what the
+device's allocator held at most, "host" what the program has in the host's memory. What the compiler says does not fit the
+device is not run. "loss" is that of the last step: the same numbers, but for what XLA chooses by trial.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+  """A configuration: name for --only, words of ``train``, values of remat_offload, each of which is a line."""
+
+  name: str
+  words: tuple[str, ...]
+  offloads: tuple[str, ...] = ("none", "layer_inputs")
+
+
+_QWEN = ("qwen3-8b", "num_decoder_layers=32", "max_target_length=4096", "remat_policy=full")
+_GEMMA = ("gemma4-31b", "gpu/one_h200.yml", "max_target_length=4096")
+ROWS = (
+  Row("qwen3-8b, 32 layers, 8 rows", (*_QWEN, "per_device_batch_size=8")),
+  Row("qwen3-8b, 32 layers, 14 rows", (*_QWEN, "per_device_batch_size=14")),
+  Row("gemma4-31b, 4 rows", (*_GEMMA, "per_device_batch_size=4")),
+)
+HEADER = "| run | remat_offload | step | tokens/s | peak GiB | host GiB | loss |\n|---|---|---|---|---|---|---|"
+
+
+def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[str, Any]:
+  """One line, in this process."""
+  import jax
+  import numpy as np
+  from peer import GIB, resident, timed
+  from step_cost import batch, require_updates
+
+  from maxtext_like.config.load import load_config
+  from maxtext_like.sharding.mesh import make_mesh
+  from maxtext_like.training.program import make_program
+
+  config = load_config(words[0], [*words[1:], f"remat_offload={offload}"]).config
+  device = jax.local_devices()[0]
+  program = make_program(config, mesh=make_mesh(config.mesh, [device]))
+  compiled = program.lower_step().compile()
+  said = compiled.memory_analysis()
+  needed = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
+  limit = (device.memory_stats() or {}).get("bytes_limit")
+  found = {"host_gib": said.host_temp_size_in_bytes / GIB, "device": device.device_kind, "jax": jax.__version__}
+  if limit is not None and needed > limit:
+    return found | {"needed_gib": needed / GIB, "limit_gib": limit / GIB}
+  state: Any = program.lower_init().compile()(np.uint32(0))
+  data, known = batch(program, 3), np.full(2, 1e4, np.float32)
+  taken: list[dict[str, Any]] = []
+
+  def step() -> Any:
+    nonlocal state
+    state, metrics = compiled(state, data, known)
+    taken.append({name: metrics[name] for name in ("usual", "skipped")})  # on the device: nothing waits for them here
+    return metrics
+
+  found |= timed(step, lambda metrics: float(jax.block_until_ready(metrics)["loss"]), steps, groups)
+  require_updates(taken[-steps * groups :])
+  peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+  tokens = program.global_batch * config.training.max_target_length
+  return found | {"tokens_per_second": tokens / found["seconds"], "peak_gib": resident() if peak is None else peak / GIB}
+
+
+def line(name: str, offload: str, found: dict[str, Any]) -> str:
+  """A row of the table."""
+  if "failed" in found:
+    cells = [f"failed: {found['failed'][:160]}", *["-"] * 4]
+  elif "needed_gib" in found:
+    said = f"does not fit: {found['needed_gib']:.2f} of {found['limit_gib']:.2f} GiB"
+    cells = [said, "-", "-", f"{found['host_gib']:.2f}", "-"]
+  else:
+    cells = [f"{1e3 * found['seconds']:,.0f} ms", f"{found['tokens_per_second']:,.0f}", f"{found['peak_gib']:.2f}"]
+    cells += [f"{found['host_gib']:.2f}", f"{found['loss']:.6f}"]
+  return f"| {name} | {offload} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+  """Prints the table."""
+  if sys.argv[1:2] == ["--alone"]:
+    print(json.dumps(measured(**json.loads(sys.argv[2]))))
+    return
+  from peer import apart
+
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--only", default="qwen3-8b", help="rows whose name begins so")
+  parser.add_argument("--model", help="in the place of all rows: a model, with the values of the rest of the line")
+  parser.add_argument("--steps", type=int, default=1, help="of a group")
+  parser.add_argument("--groups", type=int, default=3)
+  options, words = parser.parse_known_args()
+  if words and not options.model:
+    parser.error(f"{words[0]} without --model")
+  rows = (
+    [Row(options.model, (options.model, *words))] if options.model else [r for r in ROWS if r.name.startswith(options.only)]
+  )
+  if not rows:
+    parser.error(f"--only {options.only}: the rows are {', '.join(repr(row.name) for row in ROWS)}")
+  print(HEADER, flush=True)
+  devices = set()
+  for row in rows:
+    for offload in row.offloads:
+      given = {"words": row.words, "offload": offload, "steps": options.steps, "groups": options.groups}
+      found = apart([sys.executable, __file__, "--alone", json.dumps(given)])
+      print(line(row.name, offload, found), flush=True)
+      if "failed" in found:
+        print(found["said"], file=sys.stderr)
+      else:
+        devices.add(f"{found['device']}, jax {found['jax']}")
+  print(f"\n{'; '.join(sorted(devices))}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,53 @@
+"""What a layer keeps for its backward pass, by policy, and in which memory it lies. Bits: test_decoder.py."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_like.layers.precision import PRODUCT
+from maxtext_like.layers.remat import NAMES, remat
+
+X, W = jnp.ones((3, 5)), jnp.ones((5, 5))
+
+
+def layer(p, carry, ctx):
+  """A product of another name after each name that layers give, and what two layers share."""
+  x, lent = carry["x"], carry["lent"]
+  for name in (PRODUCT, "attention", "output", "mlp"):
+    x = jnp.sin(checkpoint_name(jnp.einsum("td,de->te", jnp.cos(x), p), name)) * ctx
+  return {"x": x * jnp.tanh(lent), "lent": lent}
+
+
+def kept(policy, offload):
+  """How many arrays of tokens wait on the device and in the host's memory."""
+  found = []
+
+  def step(p, x, lent, ctx):
+    call = remat(layer, policy, alone_in_scan=True, offload=offload)
+    _, pull = jax.vjp(lambda p, x, lent: call(p, {"x": x * 2, "lent": lent * 3}, ctx)["x"], p, x, lent)
+    found.extend(jax.typeof(a) for a in jax.tree.leaves(pull) if a.shape == X.shape)
+    return pull
+
+  jax.eval_shape(step, W, X, X, jnp.float32(2))
+  on_host = [a for a in found if a.memory_space == jax.memory.Space.Host]
+  return len(found) - len(on_host), len(on_host)
+
+
+# By the names of a policy; minimal keeps every product besides, of which each has a name here.
+COUNTS = {"full": 0, "save_attention": 1, "save_outputs": 1, "save_mlp": 2, "minimal": 4}
+
+
+@pytest.mark.parametrize("policy", COUNTS)
+def test_what_a_policy_keeps_lies_where_offload_says(policy):
+  names, inputs = COUNTS[policy], 2  # the stream and what is lent
+  assert kept(policy, "none") == (inputs + names, 0)
+  assert kept(policy, "layer_inputs") == (names, inputs)
+  assert kept(policy, "kept") == (inputs, names)
+  assert kept(policy, "all") == (0, inputs + names)
+  assert set(COUNTS) == set(NAMES)
+
+
+def test_nothing_is_offloaded_of_what_no_policy_names():
+  with pytest.raises(ValueError, match="remat_offload all with remat_policy none"):
+    remat(layer, "none", alone_in_scan=True, offload="all")

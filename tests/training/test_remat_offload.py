@@ -1,0 +1,131 @@
+"""What waits in the host's memory for the backward pass: in libtpu's programs, and as plan and the estimate count it."""
+
+import functools
+import importlib.util
+
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import memory
+from maxtext_like.training.compiled_program import HOST_COPIES
+from maxtext_like.training.plan import Plan, plan
+from maxtext_like.training.program import make_program
+from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
+
+ROWS, LENGTH, D, LAYERS = 3, 256, 128, 5
+WORDS = (
+  f"num_decoder_layers={LAYERS}", f"emb_dim={D}", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
+  "dtype=bfloat16", "remat_policy=full",
+)  # fmt: skip
+OFFLOAD = "remat_offload=layer_inputs"
+STREAM = LAYERS * ROWS * LENGTH * D * 2  # of a device, bytes
+
+
+@functools.cache
+def planned(topology: str, *words: str) -> Plan:
+  target = TOPOLOGIES.get(topology) or find_gpus(topology)
+  assert target is not None
+  return plan(load_config("qwen3-tiny", [*WORDS, *words]).config, target)
+
+
+@pytest.mark.parametrize("topology", ["v6e-8", "h200-8"])
+def test_layers_inputs_leave_the_device_and_travel_twice(topology):
+  here, there = planned(topology), planned(topology, OFFLOAD)
+  assert (here.host, there.host) == (0, STREAM)
+  assert here.classes["activations"] - there.classes["activations"] == STREAM
+  copies = [t for t in there.transfers if t.kind in HOST_COPIES]
+  assert [(t.kind, t.bytes, t.times) for t in copies] == [(kind, STREAM, LAYERS) for kind in HOST_COPIES]
+  assert there.memory_bytes == here.memory_bytes
+  assert there.flops == here.flops
+  assert not [t for t in here.transfers if t.kind in HOST_COPIES]
+
+
+def test_parts_of_a_batch_follow_one_another():
+  twice = planned("v6e-8", OFFLOAD, "gradient_accumulation_steps=2")
+  assert twice.host == STREAM
+  assert sum(t.bytes for t in twice.transfers if t.kind in HOST_COPIES) == 2 * 2 * STREAM
+
+
+def test_what_a_policy_keeps_can_lie_there_too():
+  words = ("remat_policy=save_outputs",)
+  here, kept, both = (planned("v6e-8", *words, *more) for more in ((), ("remat_offload=kept",), ("remat_offload=all",)))
+  assert (kept.host, both.host) == (STREAM, 2 * STREAM)  # o's output; down's is added, which needs it no more
+  assert here.classes["activations"] - both.classes["activations"] == 2 * STREAM
+
+
+def test_a_cpu_has_one_memory():
+  """There it is all the same, and counted where it was."""
+  need = lambda *words: memory.estimate(make_program(load_config("qwen3-tiny", [*WORDS, *words]).config))
+  assert need(OFFLOAD) == need()
+
+
+def for_gpus(config):
+  host = find_gpus("h200")
+  assert host is not None
+  return memory.for_gpus(config, host)[1]
+
+
+def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
+  """A row of six layers twice, and one that is a row of its own."""
+  words = ["num_decoder_layers=13", "remat_policy=full", OFFLOAD, "inhomogeneous_layer_cycle_interval=6"]
+  target = TOPOLOGIES["v6e-1"]
+  found = plan(load_config("gemma3-tiny", words).config, target)
+  assert [t.times for t in found.transfers] == [12, 12]
+  with pytest.raises(UserError, match="no two rows of its layers are equal"):
+    plan(load_config("gemma3-tiny", ["num_decoder_layers=1", *words[1:]]).config, target)
+  with pytest.raises(UserError, match=r"in no loop \(scan_layers is false\)"):
+    plan(load_config("gemma3-tiny", [*words, "scan_layers=false"]).config, target)
+
+
+def test_a_host_without_the_room_is_refused(monkeypatch):
+  """One that a run would find out of in the middle of its first step."""
+  config = load_config("qwen3-tiny", [*WORDS, OFFLOAD]).config
+  program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
+  monkeypatch.setattr(memory, "device_limit", lambda *_: None)
+  monkeypatch.setattr(type(program.model), "devices", [type("Device", (), {"process_index": 0})] * 2)
+  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM, "a test"))
+  monkeypatch.delenv(memory.PINNED, raising=False)
+  need = for_gpus(config)
+  monkeypatch.setattr(memory, "estimate", lambda _: need)
+  assert memory.require_fit(program)[0].host == STREAM
+  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM - 1, "a test"))
+  with pytest.raises(DoesNotFitError, match=r"remat_offload = layer_inputs: .* the 2 device\(s\) of this process"):
+    memory.require_fit(program)
+  monkeypatch.setattr(memory, "host_limit", lambda: None)
+  monkeypatch.setenv(memory.PINNED, "0")
+  with pytest.raises(DoesNotFitError, match=memory.PINNED):
+    memory.require_fit(program)
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  "words",
+  [
+    (),
+    slow(("optimizer_in_backward=true", "clip=layer")),
+    slow(("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")),
+  ],
+)
+def test_libtpu_moves_them_beside_computation(words):
+  """A chip's own rows, once to the host and once back, and so much less lies in its memory."""
+  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+
+  def compiled(*more):
+    config = load_config("qwen3-tiny", [*WORDS, *words, *more]).config
+    return compile_step(config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
+
+  there = compiled(OFFLOAD)
+  rows = 2 * STREAM if "ici_tensor_parallelism=2" in words else STREAM  # two chips share the rows of both
+  assert there.layout is not None
+  assert there.layout.host == rows
+  assert there.work is not None
+  moved = {(t.kind, t.asynchronous): t.bytes for t in there.work.transfers if t.kind in HOST_COPIES}
+  for kind in HOST_COPIES:
+    assert sum(size for (other, _), size in moved.items() if other == kind) == rows
+    assert moved[kind, True] >= rows * (LAYERS - 1) / LAYERS
