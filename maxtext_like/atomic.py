@@ -20,13 +20,18 @@ def sync_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, fence: Fence = contextlib.nullcontext) -> None:
-  """Writes ``text`` (UTF-8) to ``path`` through a temporary neighbour, fsync and rename.
+  """Writes ``text`` in UTF-8; otherwise as ``write_bytes``."""
+  write_bytes(path, text.encode(), fence)
+
+
+def write_bytes(path: Path, content: bytes, fence: Fence = contextlib.nullcontext) -> None:
+  """Writes ``content`` to ``path`` through a temporary neighbour, fsync and rename.
 
   A reader sees the old file or the new one, never half of one, whatever kills the writer.
 
   Args:
     path: of the file.
-    text: all of it.
+    content: all of it.
     fence: around the rename. The fsync before it may take long, and longer where the process is stopped within it.
 
   Raises:
@@ -34,8 +39,8 @@ def write_text(path: Path, text: str, fence: Fence = contextlib.nullcontext) -> 
   """
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   try:
-    with open(temporary, "w", encoding="utf-8") as file:
-      file.write(text)
+    with open(temporary, "wb") as file:
+      file.write(content)
       file.flush()
       os.fsync(file.fileno())
     with fence():

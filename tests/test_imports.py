@@ -10,7 +10,18 @@ PACKAGE = Path(__file__).parents[1] / "maxtext_like"
 
 # From the bottom up. A module imports what stands below it, and its own package; of several in one line none imports another.
 ORDER = (
-  ("__version__", "atomic", "errors", "masking", "left_behind", "local_copies", "storage", "strict_json", "targets"),
+  (
+    "__version__",
+    "atomic",
+    "errors",
+    "masking",
+    "left_behind",
+    "local_copies",
+    "own_process",
+    "storage",
+    "strict_json",
+    "targets",
+  ),
   ("layers",),
   ("numerics",),
   ("registry",),

@@ -382,13 +382,17 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
   return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of an {host.card}")
 
 
-def require_fit(program: TrainProgram) -> tuple[MemoryEstimate, Limit | None]:
+def require_fit(program: TrainProgram, saved: tuple[int, int] | None = None) -> tuple[MemoryEstimate, Limit | None]:
   """The estimate and the limit, when the one is within the other.
+
+  Args:
+    program: of the run.
+    saved: as of ``estimate``.
 
   Raises:
     DoesNotFitError: with the table and what can be done.
   """
-  need = estimate(program)
+  need = estimate(program, saved=saved)
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]
   limit = device_limit(here[0], len(here))
   if limit is not None and need.total > limit.bytes:

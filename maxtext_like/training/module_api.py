@@ -4,6 +4,7 @@ All three are functions of (parameter tree, *arguments) over the same tree and g
 step does not know which one it holds.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,13 +28,18 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
     module = Linen(layer)
     return lambda params, *args: module.apply({"params": params}, *args)
 
-  from flax import nnx
+  @functools.cache
+  def face() -> tuple[Any, Any, Any]:
+    """Made when it is first traced: a start that has its programs (``kept_programs``) does without Flax."""
+    with jax.ensure_compile_time_eval():  # what an import makes is no part of the trace
+      from flax import nnx
 
-  from maxtext_like.layers.nnx import NNX
+      from maxtext_like.layers.nnx import NNX
 
-  graph, shapes = nnx.split(NNX(layer, rngs=None))
+      return nnx, *nnx.split(NNX(layer, rngs=None))
 
   def apply(params, *args):
+    nnx, graph, shapes = face()
     state = jax.tree.map(lambda x: x, shapes)  # a copy: the values are written into it
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(*args)

@@ -24,6 +24,7 @@ from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights, with_given_adapter
+from maxtext_like.training.kept_programs import KeptPrograms
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress, compile_notice, duration
 from maxtext_like.training.spikes import EXTRA as SPIKES
@@ -52,6 +53,7 @@ class Start:
 
 def prepare(
   program: TrainProgram,
+  kept: KeptPrograms,
   manager: CheckpointManager | None,
   data: DataSource,
   progress: Progress,
@@ -89,18 +91,20 @@ def prepare(
         base = _below(program, params)
     # XLA works outside Python's lock, so the programs compile side by side.
     with goodput.phase("compile"):
-      initial = pool.submit(program.lower_init().compile) if restored is None and params is None else None
-      looking = pool.submit(program.lower_look().compile)
-      train_step = program.lower_step().compile()
+      with kept.compiling():
+        first = pool.submit(kept.program("init", program.lower_init)) if restored is None and params is None else None
+        looking = pool.submit(kept.program("look", program.lower_look))
+        train_step = kept.program("step", program.lower_step)()
+        look, initial = looking.result(), None if first is None else first.result()
+      kept.write()
       if restored is not None:
         step, state = restored.step, program.completed(restored.state, below)
       elif initial is not None:
-        state = initial.result()(np.uint32(program.config.training.seed % 2**32))
+        state = initial(np.uint32(program.config.training.seed % 2**32))
       else:
         state = program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
       if restored is None:
         step, state = 0, with_given_adapter(program, state)
-      look = looking.result()
       if program.adapter is not None and base is None:
         base = _below(program, state["params"])
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"

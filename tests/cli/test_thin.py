@@ -14,7 +14,16 @@ CLI = Path(__file__).parents[2] / "maxtext_like" / "cli"
 CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "checkpoint")
 # What a verb may import besides the API: how its words are read, and what its help lists.
 BESIDES = {
-  *("errors", "left_behind", "config.paths", "config.hub", "config.files", "config.problems", "config.overrides"),
+  *(
+    "errors",
+    "left_behind",
+    "own_process",
+    "config.paths",
+    "config.hub",
+    "config.files",
+    "config.problems",
+    "config.overrides",
+  ),
   "sharding",  # of several processes one prints
   "storage",  # a word may be a URL
   *("generation.prompts", "training.topologies", "training.sinks.output", "__version__"),
