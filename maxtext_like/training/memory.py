@@ -382,7 +382,7 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
   return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of an {host.card}")
 
 
-def require_fit(program: TrainProgram, saved: tuple[int, int] | None = None) -> tuple[MemoryEstimate, Limit | None]:
+def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[MemoryEstimate, Limit | None]:
   """The estimate and the limit, when the one is within the other.
 
   Args:

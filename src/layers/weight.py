@@ -144,7 +144,7 @@ def products(
   at = e.weight.index(axis)
   beside = jnp.concatenate([precision.cast(w) for w in own], axis=at)
   made = product(precision, equation, x, beside, large=large)
-  return jax.lax.split(made, [w.shape[at] for w in own], e.result.index(axis))
+  return list(jax.lax.split(made, [w.shape[at] for w in own], e.result.index(axis)))
 
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
