@@ -170,8 +170,9 @@ def tower_program(model: str, name: str, *words: str) -> TrainProgram:
 def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict]:
   """Parameters before and after so many steps on the same batch."""
   state = program.lower_init().compile(compiler_options=QUICK)(np.uint32(0))
-  step, known = jax.jit(dataclasses.replace(program.step, careful=True), compiler_options=QUICK), UNKNOWN
-  before = jax.tree.map(np.asarray, state["params"])
+  # The run's own form, compiled once: what jax.jit is given in the second step lies elsewhere than in the first.
+  step, known = program.lower_step(careful=True).compile(compiler_options=QUICK), UNKNOWN
+  before = jax.tree.map(np.array, state["params"])  # a copy: the step takes the state's memory
   for _ in range(count):
     state, metrics = step(state, batch, known)
     assert np.isfinite(metrics["loss"])
