@@ -63,7 +63,7 @@ class TrainingConfig(Checked):
   stochastic_rounding: bool
   sgd_momentum: float
   gradient_clipping_threshold: float
-  clip: Literal["exact", "layer"]
+  clip: Literal["exact", "running", "layer"]
   optimizer_in_backward: bool
   z_loss_multiplier: float
   num_vocab_tiling: int

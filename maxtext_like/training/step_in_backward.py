@@ -87,6 +87,23 @@ class _Forward(NamedTuple):
   per_layer: jax.Array | None
 
 
+class _SoFar(NamedTuple):
+  """Of the gradients that the backward pass has made: sums of squares of all together, float32 scalars in the two parts of
+  ``Squares``, and the number of parts, float32 scalar."""
+
+  small: jax.Array
+  large: jax.Array
+  parts: jax.Array
+
+  def with_part(self, squares: Squares) -> "_SoFar":
+    """And of one part more."""
+    return _SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + 1)
+
+  def norm(self) -> Norm:
+    """Of all of them."""
+    return Squares(self.small, self.large).norm()
+
+
 class _Seen(NamedTuple):
   """What is known of a part once the backward pass has been there, by leaf; without an update only of its gradients.
 
@@ -112,7 +129,8 @@ class StepInBackward(TrainStep):
   """One update, layer by layer. ``optimizer`` is a ``ByLayer``.
 
   Attributes:
-    clip_by: "exact": by the norm of all gradients; "layer": by that of each layer's, and of those of all that lies in no stack.
+    clip_by: "exact": by the norm of all gradients; "running": by what that is to be expected to be, of the layers that the
+      backward pass has been through; "layer": by that of each layer's, and of those of all that lies in no stack.
   """
 
   clip_by: str = "exact"
@@ -122,11 +140,11 @@ class StepInBackward(TrainStep):
     """Gradients are clipped by the norm of all."""
     return self.clip > 0 and self.clip_by == "exact"
 
-  @property
-  def limit(self) -> float:
-    """The largest norm of what is clipped together. Layers that are all at theirs have ``clip`` together: Adam divides by what
-    it remembers, and would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
-    return self.clip if self.exact else self.clip / (len(self.objective.decoder.layers) + 1) ** 0.5
+  def limit(self, parts: Any = 1.0) -> Any:
+    """The largest norm of what is clipped together, so many of the model's parts: of all of them ``clip``, and of fewer what
+    is theirs where all are alike. Layers that are all at theirs have ``clip`` together: Adam divides by what it remembers, and
+    would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
+    return self.clip * (parts / (len(self.objective.decoder.layers) + 1)) ** 0.5
 
   @property
   def all_or_nothing(self) -> bool:
@@ -314,6 +332,7 @@ class _Pass:
     updated: dict[str, Tree] = {}  # by stack, and the state of its parts
     states: dict[Part, Tree] = {}
     seen: dict[Part, list[_Seen]] = {part: [] for part in self.optimizers}
+    so_far = _SoFar(*[jnp.zeros((), jnp.float32)] * 3)
     made = zip(self.runs, forward.read, forward.kept, forward.residuals, forward.handed_out, strict=True)
     for run, read, kept, residuals, handed_out in reversed([*made]):
       name = run.stack.name
@@ -327,7 +346,7 @@ class _Pass:
         )
 
       def body(carry, x, run=run, name=name, parts=parts, residuals=residuals):
-        written, cotangent, alive = carry
+        written, cotangent, alive, so_far = carry
         row, read, kept, handed_out, inputs = x
         held, states = written or (params[name], None)
         found: dict[str, _Seen] = {}
@@ -351,16 +370,17 @@ class _Pass:
           grads, cotangent, d_inputs[j] = pull((cotangent, handed_out[key]))
           state = None if states is None else _at(states[part], row)
           tree = lambda x, key=key: {name: {key: x}}
-          new, state, alive, found[key] = self._part(part, tree(grads), tree(mine), state, alive, norm, row)
+          new, state, alive, so_far, found[key] = self._part(part, tree(grads), tree(mine), state, alive, norm, so_far, row)
           if states is not None:
             held = {**held, key: _put(held[key], new[name][key], row)}
             states = {**states, part: _put(states[part], state, row)}
         d_own = None if inputs is None else jnp.stack([d[j] for j, d in enumerate(d_inputs)])
-        return (None if states is None else (held, states), cotangent, alive), (found, d_own)
+        return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
 
       here = slice(run.first, run.first + run.count)
       xs = run.first + jnp.arange(run.count), read, kept, handed_out, None if inputs is None else inputs[here]
-      (written, cotangent, alive), (found, d_own) = self._scan(body, (written, cotangent, alive), xs, run, reverse=True)
+      begin = written, cotangent, alive, so_far
+      (written, cotangent, alive, so_far), (found, d_own) = self._scan(body, begin, xs, run, reverse=True)
       d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))
       for part in parts:
         seen[part].insert(0, found[part[1]])
@@ -371,7 +391,7 @@ class _Pass:
     (d_before,) = forward.pull_enter((cotangent, d_inputs))
     grads = self.step.in_stored_order(jax.tree.map(jnp.add, forward.outside, d_before))
     state = None if opt_state is None else take_state(opt_state, ())
-    outside, state, alive, found = self._part((), grads, take(params, ()), state, alive, norm)
+    outside, state, alive, _, found = self._part((), grads, take(params, ()), state, alive, norm, so_far)
     seen[()] = [found]
     if opt_state is not None:
       params = {name: (outside | updated)[name] for name in params}
@@ -380,8 +400,16 @@ class _Pass:
 
   @jax.named_scope("optimizer")
   def _part(
-    self, part: Part, grads: Tree, params: Tree, state: Tree, alive: jax.Array, norm: Norm | None, row: jax.Array | None = None
-  ) -> tuple[Tree, Tree, jax.Array, _Seen]:
+    self,
+    part: Part,
+    grads: Tree,
+    params: Tree,
+    state: Tree,
+    alive: jax.Array,
+    norm: Norm | None,
+    so_far: _SoFar,
+    row: jax.Array | None = None,
+  ) -> tuple[Tree, Tree, jax.Array, _SoFar, _Seen]:
     """Updates a part by its gradients, or measures them where ``state`` is None.
 
     Args:
@@ -389,10 +417,12 @@ class _Pass:
       grads: as they were differentiated, times the loss scale.
       params, state: before the update.
       alive, norm: as in ``backward``.
+      so_far: of the parts before.
       row: int32 scalar, which one.
 
     Returns:
-      What is stored next, of parameters and optimizer; whether the update, if any, was taken over; what was seen.
+      What is stored next, of parameters and optimizer; whether the update, if any, was taken over; ``so_far`` with this part;
+      what was seen.
     """
     step, masks = self.step, take(self.masks, part)
     if self.scale is not None:
@@ -400,15 +430,16 @@ class _Pass:
     grads = _masked(jax.tree.map(lambda g: g.astype(step.grad_dtype), grads), masks, row)
     gradients = squares_of_arrays(grads, rows=False)
     if state is None:
-      return params, None, alive, _Seen(gradients)
+      return params, None, alive, so_far, _Seen(gradients)
     together = Squares(*map(_by_row, gradients))
     alive = alive & jnp.all(together.finite)
-    clipped = jnp.zeros((), bool)
-    if step.clip and step.clip_by == "layer":
-      norm = together.norm()
-      clipped = norm.above(step.limit)
+    so_far, limit, clipped = so_far.with_part(together), step.clip, jnp.zeros((), bool)
+    if step.clip and not step.exact:
+      running = step.clip_by == "running"
+      norm, limit = (so_far.norm(), step.limit(so_far.parts)) if running else (together.norm(), step.limit())
+      clipped = norm.above(limit)
     if norm is not None:
-      grads = clip(grads, norm, step.limit)
+      grads = clip(grads, norm, limit)
     direction, new_state = self.optimizers[part].update(grads, state, params)
     direction = _masked(direction, masks, row)
     moved, survival = step.moved(params, direction, self.rate), None
@@ -421,7 +452,8 @@ class _Pass:
     peaks = peaks_of_arrays(new_state)
     alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
-    return new, new_state, alive, _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
+    found = _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
+    return new, new_state, alive, so_far, found
 
 
 def _at(tree: Tree, row: jax.Array) -> Tree:

@@ -170,6 +170,29 @@ def test_each_layer_is_clipped_by_its_own_norm():
 
 
 @pytest.mark.slow
+def test_a_running_norm_is_that_of_the_layers_so_far():
+  """From the last layer to the first and then what lies in none: of so many of four parts the root of their share."""
+  plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
+  _, _, before, _ = compiled(*plain, UNCLIPPED)
+  (free, _), (held, (metrics,)) = (
+    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=1", "clip=running"])
+  )
+  assert metrics["clipped"]
+  apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
+  free, held = apart(free), apart(held)
+  outside = lambda tree: {name: x for name, x in tree.items() if name != "stack_0"}
+  row = lambda tree, r: jax.tree.map(lambda x: x[r], tree["stack_0"])
+  so_far = 0.0
+  for number, part in enumerate([*(lambda t, r=r: row(t, r) for r in (2, 1, 0)), outside], 1):
+    gradient, step = (jax.tree.leaves(part(t)) for t in (free, held))
+    so_far += sum(np.sum(np.square(g)) for g in gradient)
+    limit = (number / 4) ** 0.5
+    assert so_far**0.5 > limit
+    for g, s in zip(gradient, step, strict=True):
+      np.testing.assert_allclose(s, g * limit / so_far**0.5, atol=3e-7)
+
+
+@pytest.mark.slow
 def test_adafactor_factors_and_clips_each_layer_by_itself():
   words = (*THREE, "opt_type=adafactor", UNCLIPPED, "optimizer_in_backward=true", "emb_dim=128", "mlp_dim=136")
   program, _, before, batch = compiled(*words)
@@ -238,6 +261,7 @@ def test_meshes_give_the_losses_of_one_device(model):
     (["lora_rank=4"], "lora_rank = 4"),
     (["numerics_every=10"], "numerics_every = 10"),
     (["optimizer_in_backward=false", "clip=layer"], "clip = layer without optimizer_in_backward"),
+    (["optimizer_in_backward=false", "clip=running"], "clip = running without optimizer_in_backward"),
   ],
 )
 def test_what_it_cannot_be_had_with_is_refused(words, said):
