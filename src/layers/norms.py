@@ -66,13 +66,13 @@ class RMSNorm:
     normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, *self._given(p, x), real)
     return normed
 
-  @jax.named_scope("norm")
   def beside(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x itself, for its other uses, and normed. Of a kernel the gradients of both come together."""
-    scale, x = self._given(p, x)
-    how = self.cfg, self.precision.dtype
-    pair: Any = (x, _rms_norm(*how, scale, x, None)) if self.cfg.kernel == "xla" else _beside(*how, scale, x)
-    return pair
+    if self.cfg.kernel == "xla":
+      return x, self(p, x)
+    with jax.named_scope("norm"):
+      pair: Any = _beside(self.cfg, self.precision.dtype, *self._given(p, x))
+      return pair
 
   def _given(self, p: dict, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     scale, x = vary_alike(p["scale"], x) if self.cfg.with_scale else (None, x)

@@ -145,7 +145,7 @@ def test_a_share_of_the_memory_that_is_none(value, monkeypatch, capsys):
 
 
 def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
-  """XLA's own compiler says 69.43 GB of this step: docs/compile.md."""
+  """XLA's own compiler says 69.01 GB of this step: docs/compile.md."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: None)
@@ -155,7 +155,7 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   for part in (
     "3,880,263,168 parameters",
     "not compiled JAX's CUDA libraries are not here (pip install -e '.[cuda]'; needs no GPU)",
-    "together          69.51 GB",
+    "together          69.50 GB",
     "138.10 GB",
     "fits by estimate",
   ):

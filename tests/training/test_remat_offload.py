@@ -88,7 +88,7 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
   monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM, "a test"))
   monkeypatch.delenv(memory.PINNED, raising=False)
   need = for_gpus(config)
-  monkeypatch.setattr(memory, "estimate", lambda _: need)
+  monkeypatch.setattr(memory, "estimate", lambda _, **how: need)
   assert memory.require_fit(program)[0].host == STREAM
   monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM - 1, "a test"))
   with pytest.raises(DoesNotFitError, match=r"remat_offload = layer_inputs: .* the 2 device\(s\) of this process"):
