@@ -68,6 +68,28 @@ class Squares(NamedTuple):
       return np.asarray(self.small, np.float64) + np.asarray(self.large, np.float64) * _DOWN**-2
 
 
+class SoFar(NamedTuple):
+  """Of arrays that come part by part: sums of squares of all so far, float32 scalars in the two parts of ``Squares``, and the
+  number of parts, float32 scalar."""
+
+  small: jax.Array
+  large: jax.Array
+  parts: jax.Array
+
+  @classmethod
+  def nothing(cls) -> "SoFar":
+    """Before the first part."""
+    return cls(*[jnp.zeros((), jnp.float32)] * 3)
+
+  def with_part(self, squares: Squares) -> "SoFar":
+    """And of one part more."""
+    return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + 1)
+
+  def norm(self) -> Norm:
+    """Of all of them."""
+    return _norm(self.small, self.large)
+
+
 def _norm(small: jax.Array, large: jax.Array) -> Norm:
   huge = large > 0
   return Norm(jnp.sqrt(jnp.where(huge, large, small)), jnp.where(huge, 1 / _DOWN, 1.0))

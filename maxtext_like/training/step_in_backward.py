@@ -26,7 +26,7 @@ from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
-from maxtext_like.models.row_norms import Norm, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
+from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
 from maxtext_like.training.residuals import Residuals
@@ -85,23 +85,6 @@ class _Forward(NamedTuple):
   pull_enter: Callable[..., Any]
   ctx: Context
   per_layer: jax.Array | None
-
-
-class _SoFar(NamedTuple):
-  """Of the gradients that the backward pass has made: sums of squares of all together, float32 scalars in the two parts of
-  ``Squares``, and the number of parts, float32 scalar."""
-
-  small: jax.Array
-  large: jax.Array
-  parts: jax.Array
-
-  def with_part(self, squares: Squares) -> "_SoFar":
-    """And of one part more."""
-    return _SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + 1)
-
-  def norm(self) -> Norm:
-    """Of all of them."""
-    return Squares(self.small, self.large).norm()
 
 
 class _Seen(NamedTuple):
@@ -332,7 +315,7 @@ class _Pass:
     updated: dict[str, Tree] = {}  # by stack, and the state of its parts
     states: dict[Part, Tree] = {}
     seen: dict[Part, list[_Seen]] = {part: [] for part in self.optimizers}
-    so_far = _SoFar(*[jnp.zeros((), jnp.float32)] * 3)
+    so_far = SoFar.nothing()
     made = zip(self.runs, forward.read, forward.kept, forward.residuals, forward.handed_out, strict=True)
     for run, read, kept, residuals, handed_out in reversed([*made]):
       name = run.stack.name
@@ -407,9 +390,9 @@ class _Pass:
     state: Tree,
     alive: jax.Array,
     norm: Norm | None,
-    so_far: _SoFar,
+    so_far: SoFar,
     row: jax.Array | None = None,
-  ) -> tuple[Tree, Tree, jax.Array, _SoFar, _Seen]:
+  ) -> tuple[Tree, Tree, jax.Array, SoFar, _Seen]:
     """Updates a part by its gradients, or measures them where ``state`` is None.
 
     Args:

@@ -150,17 +150,22 @@ def test_an_exact_norm_clips_as_the_ordinary_step_does():
   assert [m["clipped"] for m in metrics] == [m["clipped"] for m in ordinary] == [True, True]
 
 
-@pytest.mark.slow
-def test_each_layer_is_clipped_by_its_own_norm():
-  """Three layers and what lies in none: each has half of the threshold, so that all together have it."""
+def gradients_and_steps(clip):
+  """By plain descent at rate 1: how far the parameters move without clipping, and with this one at a threshold of 1."""
   plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
   _, _, before, _ = compiled(*plain, UNCLIPPED)
   (free, _), (held, (metrics,)) = (
-    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=1", "clip=layer"])
+    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=1", f"clip={clip}"])
   )
   assert metrics["clipped"]
   apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
-  free, held = apart(free), apart(held)
+  return apart(free), apart(held)
+
+
+@pytest.mark.slow
+def test_each_layer_is_clipped_by_its_own_norm():
+  """Three layers and what lies in none: each has half of the threshold, so that all together have it."""
+  free, held = gradients_and_steps("layer")
   for row in range(3):
     gradient, step = (jax.tree.leaves(jax.tree.map(lambda x, r=row: x[r], t["stack_0"])) for t in (free, held))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradient))
@@ -172,14 +177,7 @@ def test_each_layer_is_clipped_by_its_own_norm():
 @pytest.mark.slow
 def test_a_running_norm_is_that_of_the_layers_so_far():
   """From the last layer to the first and then what lies in none: of so many of four parts the root of their share."""
-  plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
-  _, _, before, _ = compiled(*plain, UNCLIPPED)
-  (free, _), (held, (metrics,)) = (
-    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=1", "clip=running"])
-  )
-  assert metrics["clipped"]
-  apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
-  free, held = apart(free), apart(held)
+  free, held = gradients_and_steps("running")
   outside = lambda tree: {name: x for name, x in tree.items() if name != "stack_0"}
   row = lambda tree, r: jax.tree.map(lambda x: x[r], tree["stack_0"])
   so_far = 0.0
