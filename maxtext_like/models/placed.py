@@ -240,13 +240,15 @@ def make_model(
     device=device,
     cache=config.logging.compilation_cache_dir,
   )
-  decoder, norms = norm_kernels.settle(
-    decoder,
-    asked=t.norm_kernel,
-    platform=platform,
-    devices=mesh.size,
-    capability=capability,
-    device=device,
-    cache=config.logging.compilation_cache_dir,
-  )
+  norms = ""
+  if runs_attention:  # generation has no gradients
+    decoder, norms = norm_kernels.settle(
+      decoder,
+      asked=t.norm_kernel,
+      platform=platform,
+      devices=mesh.size,
+      capability=capability,
+      device=device,
+      cache=config.logging.compilation_cache_dir,
+    )
   return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict, norms=norms)
