@@ -82,13 +82,17 @@ MAPPINGS = Path("/proc/self/maps")
 def pytest_runtest_teardown(item, nextitem):
   """Behind the last test of a file: what it keeps in caches that it defines goes, and what JAX keeps where it is much.
 
-  What a file imports stays: the emulators of stores are one a process.
+  Its runs' cache of compiled programs is no longer JAX's. What a file imports stays: the emulators of stores are one a process.
   """
   result = yield
   if nextitem is None or nextitem.path != item.path:
     for kept in vars(item.module).values():
       if isinstance(kept, functools._lru_cache_wrapper) and kept.__module__ == item.module.__name__:
         kept.cache_clear()
+    if "jax" in sys.modules:
+      settings = sys.modules["jax"].config
+      settings.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+      settings.update("jax_enable_compilation_cache", True)
     if "jax" in sys.modules and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 10_000:
       sys.modules["jax"].clear_caches()
       gc.collect()

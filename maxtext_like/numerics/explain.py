@@ -43,7 +43,7 @@ class Cause:
   """The first cause of non-finite numbers.
 
   Attributes:
-    op, source, frames: the primitive; `file:line` of the innermost frame outside jax; up to six frames, innermost first.
+    op, source, frames: the primitive; `file:line` of the innermost frame outside jax; up to eight frames, innermost first.
     path: name stack and the calls and loops around.      direction: forward, backward, recomputed, update or input.
     loops: the loops around, outermost first.      layer: index in the outermost scan, or None.
     dtype, shape: of the result.      operands: what the equation read.      result: "nan", "inf" or "-inf".

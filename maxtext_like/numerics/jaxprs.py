@@ -93,8 +93,11 @@ def bind(eqn, operands):
   return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def frames(eqn, limit: int = 6) -> tuple[str, ...]:
-  """The equation's source as 'file:line', innermost first: frames of jax and of x-ray itself are left out."""
+def frames(eqn, limit: int = 8) -> tuple[str, ...]:
+  """The equation's source as 'file:line', innermost first: frames of jax and of x-ray itself are left out.
+
+  A line that calls itself, as a comprehension does up to Python 3.11, stands once.
+  """
   traceback = eqn.source_info.traceback
   found: list[str] = []
   for frame in traceback.frames if traceback is not None else ():
@@ -106,7 +109,10 @@ def frames(eqn, limit: int = 6) -> tuple[str, ...]:
     relative = os.path.relpath(path)
     if relative.count(".." + os.sep) > 1:  # outside the project: the part from site-packages on says enough
       relative = path.rsplit("site-packages" + os.sep, 1)[-1]
-    found.append(f"{relative}:{frame.line_num}")
+    line = f"{relative}:{frame.line_num}"
+    if found[-1:] == [line]:
+      continue
+    found.append(line)
     if len(found) == limit:
       break
   return tuple(found)

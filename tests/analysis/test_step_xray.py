@@ -20,7 +20,10 @@ import pytest
 
 from maxtext_like.analysis import step_xray
 from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, xray_step
+from maxtext_like.config.files import configs_folder
 from maxtext_like.layers.stack import Stack
+from maxtext_like.numerics.jaxprs import frames
+from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.program import make_program
 from maxtext_like.training.step import UNKNOWN
 from tests.processes import environment
@@ -28,6 +31,7 @@ from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 
 HERE = Path(__file__).resolve()
+TINY = sorted(path.stem for path in (configs_folder() / "models").glob("*-tiny.yml"))
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,32 @@ def test_places_in_the_model_and_names_of_lines():
   assert (place.layers, place.axis) == ((7,), None)
   assert place_of(decoder, "head").layers == ()
   assert line_of(("src/layers/precision.py:88", "src/layers/weight.py:72", "src/layers/mlp.py:7")) == "src/layers/mlp.py:7"
+
+
+def products(jaxpr):
+  """Every product of a jaxpr and of those within it."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      yield eqn
+    for value in eqn.params.values():
+      for part in value if isinstance(value, tuple | list) else (value,):
+        inner = getattr(part, "jaxpr", part)
+        if hasattr(inner, "eqns"):
+          yield from products(inner)
+
+
+@pytest.mark.parametrize(
+  "model", [name if name == "gemma3-tiny" else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
+)
+def test_every_product_of_a_layer_has_the_layers_line(model):
+  program = make_program(small_config(model, "dtype=bfloat16"))
+  with use_mesh(program.model.mesh):
+    step = jax.make_jaxpr(lambda state, batch: program.step(state, batch, jnp.asarray(UNKNOWN)))
+    found = [frames(eqn) for eqn in products(step(program.abstract_state, program.abstract_batch).jaxpr)]
+  # A derivative that the project wrote itself is traced far from the layer; there the path has its name.
+  lines = [line_of(names) for names in found if len(names) > 2]
+  assert len(lines) > 10
+  assert not [line for line in lines if "precision.py" in line or "weight.py" in line], found
 
 
 def test_keys_against_overflows_outside_the_layers():

@@ -1,6 +1,5 @@
 """``maxtext-like bisect``: words that are refused, and whole runs with their exit codes and what they print."""
 
-import jax
 import pytest
 
 from maxtext_like.cli.main import main
@@ -13,15 +12,13 @@ SMALL += ["per_device_batch_size=2", "dataset=synthetic", "learning_rate=1e-4", 
 
 @pytest.fixture
 def bisect(capsys):
-  """bisect(*words) -> exit code, standard output and standard error; JAX's settings stay as they were."""
-  before = jax.config.jax_enable_compilation_cache  # pyright: ignore
+  """bisect(*words) -> exit code, standard output and standard error."""
 
   def run(*words):
     code = main(["bisect", *words])
     return code, *capsys.readouterr()
 
-  yield run
-  jax.config.update("jax_enable_compilation_cache", before)
+  return run
 
 
 @pytest.mark.parametrize(

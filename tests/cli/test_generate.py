@@ -20,16 +20,13 @@ TOKENS = 5
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
   """gemma4_vision_large with a tokenizer and two pictures of different shapes."""
-  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
   folder = copy_golden("gemma4_vision_large", tmp_path_factory.mktemp("golden") / "vision", eos=[1, 4])
   for name, size in (("wide.png", (20, 50)), ("tall.jpg", (40, 15))):
     Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)
   rows = [{"prompt": "a <image>b<image> c", "images": ["wide.png", "tall.jpg"]}, {"prompt": "the fox"}]
   rows.append({"prompt": "what is this?", "images": ["tall.jpg"]})
   (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  yield folder
-  for name, value in before.items():
-    jax.config.update(name, value)
+  return folder
 
 
 def words(checkpoint: Path, *more: str) -> list[str]:

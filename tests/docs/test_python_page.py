@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import maxtext_like
@@ -17,13 +16,9 @@ PAGE = ROOT / "docs" / "python.md"
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
-  """A home for compiled programs, and JAX's settings as they were."""
+  """A home for compiled programs."""
   monkeypatch.setenv("HOME", str(tmp_path))
   monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-  before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
 
 
 @pytest.mark.slow

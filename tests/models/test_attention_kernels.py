@@ -326,9 +326,6 @@ def splash_everywhere(monkeypatch):
   monkeypatch.setattr(
     attention_kernels, "choose", lambda kernel, case, without: registry.kernel("dot_product" if without else "splash")
   )
-  before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-  yield
-  jax.config.update("jax_enable_compilation_cache", before)
 
 
 @pytest.mark.slow
