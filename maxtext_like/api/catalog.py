@@ -11,8 +11,9 @@ from maxtext_like.config.document import keys as documented
 from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.config.model import ExpertsConfig, ModelConfig
+from maxtext_like.config.precision_keys import PrecisionConfig
 from maxtext_like.config.problems import did_you_mean
-from maxtext_like.config.schema import Config, PrecisionConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 

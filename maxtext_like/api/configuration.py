@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
 from maxtext_like.config import load as files
+from maxtext_like.config.data_keys import NO_CONVERSATIONS
 from maxtext_like.config.load import Loaded, to_config_dict
-from maxtext_like.config.schema import NO_CONVERSATIONS, Config
+from maxtext_like.config.schema import Config
 from maxtext_like.config.values import load_values
 from maxtext_like.errors import UserError
 

@@ -16,8 +16,8 @@ import jax
 
 from maxtext_like.checkpoint.huggingface.tensors import tensor_table
 from maxtext_like.checkpoint.huggingface.tied import PREFIXES
+from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.config.problems import nearest
-from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder

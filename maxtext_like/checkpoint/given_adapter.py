@@ -17,8 +17,8 @@ from maxtext_like.checkpoint.added_adapters import step_of_adapter
 from maxtext_like.checkpoint.huggingface import peft, peft_places
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
+from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.config.hub import name_of
-from maxtext_like.config.schema import AdapterConfig
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import WHOLE, Adapter

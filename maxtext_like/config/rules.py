@@ -1,6 +1,6 @@
 """Rules among the sections of a configuration, and keys that would do nothing in the family they are given to.
 
-``model.py`` and ``schema.py`` refuse what cannot be built. This module judges what a person wrote: a key that is
+The sections refuse what cannot be built. This module judges what a person wrote: a key that is
 accepted and then ignored is worse than an error.
 """
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataConfig(Protocol):
-  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/schema.py has the real one)."""
+  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/data_keys.py has the real one)."""
 
   @property
   def dataset(self) -> str: ...

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.config.schema import AdapterConfig
+from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.dropout import Dropout, folded
 from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.config.schema import CheckpointConfig, DataConfig
+from maxtext_like.config.data_keys import DataConfig
+from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.data.loader import DataSource, make_data
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.storage import Place

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext_like.checkpoint.manifest import Manifest
-from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.config.training_keys import TrainingConfig
 
 EXTRA = "best"  # name in a checkpoint's extra values
 

@@ -8,7 +8,8 @@ from maxtext_like.checkpoint.restore import Restored
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.config.load import base_values
 from maxtext_like.config.problems import InvalidSectionError
-from maxtext_like.config.schema import LEAVES, Config, TrainingConfig
+from maxtext_like.config.schema import LEAVES, Config
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.schedule import make_schedule

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, open_steps
-from maxtext_like.config.schema import CheckpointConfig, DataConfig
+from maxtext_like.config.data_keys import DataConfig
+from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, BytesTokenizer

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from maxtext_like.checkpoint import compatibility, manifest
 from maxtext_like.checkpoint.weight_sources import located, require_source
+from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Problem, error_of
-from maxtext_like.config.schema import Config, DataConfig, TrainingConfig
+from maxtext_like.config.schema import Config
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.checkpoint.huggingface.peft_places import places
+from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import base_values
-from maxtext_like.config.schema import Config, DataConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.layers.param import count
 from maxtext_like.models import float8_products

@@ -17,8 +17,8 @@ from maxtext_like.checkpoint.best import NAME as BEST
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.tree import flatten, total_bytes
 from maxtext_like.checkpoint.weight_sources import located, require_source
+from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import Loaded
-from maxtext_like.config.schema import DataConfig
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.sources import source_names
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.config.training_keys import TrainingConfig
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import NoProgressError
 
 FILE_NAME = "spikes.json"

@@ -416,7 +416,7 @@ def test_storage_errors_are_retryable(make, path, monkeypatch):
 def test_the_configuration_has_the_fields_that_the_pipeline_reads(make):
   import dataclasses
 
-  from maxtext_like.config.schema import DataConfig
+  from maxtext_like.config.data_keys import DataConfig
 
   read = {name for name, member in vars(sources.DataConfig).items() if isinstance(member, property)}
   assert len(read) == 17

@@ -26,7 +26,7 @@ from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
-from maxtext_like.config.schema import TABLES, AdapterConfig
+from maxtext_like.config.adapter_keys import TABLES, AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.adapter import WHOLE, Adapter

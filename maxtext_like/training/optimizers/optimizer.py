@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
-  from maxtext_like.config.schema import TrainingConfig
+  from maxtext_like.config.training_keys import TrainingConfig
   from maxtext_like.training.optimizers.rule import Rule
 
 Name = Literal["adamw", "adafactor", "lion", "sgd"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.config.schema import TrainingConfig
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.layers.param import Param
 from maxtext_like.training.optimizers.optimizer import decays, make_optimizer
 from maxtext_like.training.optimizers.registry import NAMES

@@ -1,0 +1,84 @@
+"""``adapter:``, low-rank additions, and how the weights beneath them are stored."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
+
+TABLES = ("embed_tokens", "lm_head")
+"""What ``modules_to_save`` may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Checked):
+  """``adapter:``, low-rank additions that are trained in the place of the weights (LoRA)."""
+
+  lora_rank: int
+  lora_alpha: float | None
+  lora_rslora: bool
+  lora_dora: bool
+  lora_dropout: float
+  lora_modules: tuple[str, ...]
+  modules_to_save: tuple[str, ...]
+  lora_rank_pattern: dict[str, int] | None = field(hash=False)
+  lora_alpha_pattern: dict[str, float] | None = field(hash=False)
+  lora_from: str | None
+  base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
+  base_weights_modules: tuple[str, ...]
+
+  def problems(self) -> Iterator[Problem]:
+    """Every contradiction among the values."""
+    yield from at_least(self, 0, "lora_rank")
+    yield from above_zero(self, "lora_alpha")
+    for key in ("lora_rank_pattern", "lora_alpha_pattern"):
+      for entry, value in (getattr(self, key) or {}).items():
+        if value <= 0:
+          yield Problem(f"{key}: {entry}: {value:g} is not above 0", (key,), "leave out of lora_modules what is to have none")
+    if self.lora_from == "":
+      yield Problem("lora_from is empty", ("lora_from",), "name a directory, or null for a fresh adapter")
+    if not 0 <= self.lora_dropout < 1:
+      yield Problem(f"lora_dropout = {self.lora_dropout} is outside [0, 1)", ("lora_dropout",))
+    if self.lora_rank and not self.lora_modules:
+      yield Problem(
+        f"lora_rank = {self.lora_rank} without lora_modules: nothing would be trained", ("lora_rank", "lora_modules"),
+        "name some, as in lora_modules=[all-linear] or lora_modules=[q_proj, v_proj]",
+      )  # fmt: skip
+    for name in sorted(set(self.modules_to_save) - set(TABLES)):
+      yield Problem(
+        f"modules_to_save: '{name}' is not one of {', '.join(TABLES)}", ("modules_to_save",),
+        "vision_tower=trained or projector is for a tower; of what else is a product, name an addition in lora_modules",
+      )  # fmt: skip
+    if self.base_weights_modules and not self.base_weights:
+      yield Problem(
+        "base_weights_modules without base_weights: nothing would be stored otherwise",
+        ("base_weights_modules", "base_weights"), "say how, as in base_weights=nf4, or leave it out",
+      )  # fmt: skip
+    if not self.lora_rank:
+      of_it = ("lora_dropout", "base_weights")  # which any adapter has, a given one too
+      patterns = ("lora_rank_pattern", "lora_alpha_pattern")
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", "modules_to_save", *patterns, *(() if self.lora_from else of_it)):
+        if value := getattr(self, name):
+          shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+          said = f"{name} = {shown} does nothing with"
+          if self.lora_from:
+            yield Problem(f"{said} lora_from: the adapter there brings its own", (name, "lora_from"), "leave it out")
+            continue
+          yield Problem(
+            f"{said} lora_rank: 0", (name, "lora_rank"),
+            "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
+          )  # fmt: skip
+
+  @property
+  def trained(self) -> bool:
+    """Whether there is an adapter, of these settings or of those that come with a given one."""
+    return bool(self.lora_rank or self.lora_from)
+
+  @property
+  def alpha(self) -> float:
+    """``lora_alpha``, where null is ``lora_rank``."""
+    return self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+  def scale(self, rank: int, alpha: float) -> float:
+    """What multiplies an addition: alpha / rank, or alpha / sqrt(rank) with ``lora_rslora``."""
+    return alpha / (rank**0.5 if self.lora_rslora else rank)
