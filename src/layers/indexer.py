@@ -3,6 +3,7 @@
 B batch, T query, S key, D model, R query latent, X index heads, H index head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -122,42 +123,64 @@ class Indexer:
     return jnp.concatenate([rotate(rotated, table), rest], axis=-1)
 
   @jax.named_scope("indexer")
-  def select(self, scores_BTS: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def select(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
     """The ``topk`` best visible keys of each query; of equal scores the earlier key.
+
+    Nothing is sorted: the score at the cut is found bit by bit, and so is, of the keys that have it, the last that counts.
 
     Args:
       scores_BTS: index scores.
       mask: bool [B or 1, T, S], what the query may see at all.
 
     Returns:
-      bool [B, T, S]: visible and selected; and the indices [B, T, min(topk, S)] int32, which name masked keys too where
-      fewer than ``topk`` are visible.
+      bool [B, T, S]: visible and selected.
     """
     S = scores_BTS.shape[-1]
-    scores = masked_fill(jax.lax.stop_gradient(scores_BTS), mask)
-    indices = jax.lax.top_k(scores, min(self.cfg.topk, S))[1]
     if self.cfg.topk >= S:
-      return jnp.broadcast_to(mask, scores.shape), indices
-    rows, queries = jnp.ogrid[: scores.shape[0], : scores.shape[1]]
-    chosen = jnp.zeros(scores.shape, bool).at[rows[..., None], queries[..., None], indices].set(True)
-    return chosen & mask, indices
+      return jnp.broadcast_to(mask, scores_BTS.shape)
+    rank = jnp.where(mask, _rank(jax.lax.stop_gradient(scores_BTS)), jnp.uint32(0))
+    cut = _largest(lambda cut: _count(rank >= cut) >= self.cfg.topk, 32, rank[..., :1])
+    above, equal, key = rank > cut, rank == cut, jax.lax.broadcasted_iota(jnp.uint32, rank.shape, rank.ndim - 1)
+    wanted = self.cfg.topk - _count(above)
+    last = _largest(lambda last: _count(equal & (key < last)) <= wanted, S.bit_length(), rank[..., :1])
+    return (above | (equal & (key < last))) & mask
+
+  @jax.named_scope("indexer")
+  def best(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
+    """The same as indices [B, T, min(topk, S)] int32, best first, which name masked keys too where fewer are visible."""
+    scores = masked_fill(jax.lax.stop_gradient(scores_BTS), mask)
+    return jax.lax.top_k(scores, min(self.cfg.topk, scores.shape[-1]))[1]
+
+
+def _rank(scores: jax.Array) -> jax.Array:
+  """uint32 in the order of the scores, which may have 16 bits; above 0 for all but a negative NaN."""
+  scores = scores.astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), jnp.uint32)  # -0 is 0
+  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _count(found_BTS: jax.Array) -> jax.Array:
+  return jnp.sum(found_BTS, axis=-1, keepdims=True, dtype=jnp.int32)
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
+  """The largest uint32 of so many bits, [B, T, 1] as ``like``, for which something holds that holds for all smaller ones."""
+
+  def step(i, found):
+    larger = found | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
+    return jnp.where(holds(larger), larger, found)
+
+  return jax.lax.fori_loop(0, bits, step, like & jnp.uint32(0))
 
 
 @jax.named_scope("indexer_loss")
-def indexer_loss(
-  scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array, real: jax.Array | None = None, over: tuple[str, ...] = ()
-) -> jax.Array:
-  """Mean over tokens of KL(p || softmax(I)), the loss that trains the indexer.
+def divergence(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array) -> jax.Array:
+  """KL(p || softmax(I)) of each query, float32 [B, T], in nats.
 
   Args:
     scores_BTS: index scores; the gradient goes here alone.
     probs_BTS: the main attention's probabilities summed over heads, any positive scale; detached.
     mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected ones in sparse training.
-    real: bool [B, T], real tokens; a mean over no token is 0.
-    over: inside shard_map, the mesh axes that tokens are split over.
-
-  Returns:
-    float32 scalar, in nats a token.
   """
   target = jax.lax.stop_gradient(probs_BTS).astype(jnp.float32)
   target = jnp.where(mask, target, 0)
@@ -169,9 +192,23 @@ def indexer_loss(
   total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1, keepdims=True)
   log_index = shifted - jnp.log(jnp.where(total == 0, 1, total))
   log_target = jnp.log(jnp.where(target > 0, target, 1))
-  divergence = jnp.sum(jnp.where(target > 0, target * (log_target - log_index), 0), axis=-1)
-  counts = jnp.ones(divergence.shape, jnp.float32) if real is None else real.astype(jnp.float32)
-  total, tokens = jnp.sum(divergence * counts), jnp.sum(counts)
+  return jnp.sum(jnp.where(target > 0, target * (log_target - log_index), 0), axis=-1)
+
+
+@jax.named_scope("indexer_loss")
+def indexer_loss(divergence_BT: jax.Array, real: jax.Array | None = None, over: tuple[str, ...] = ()) -> jax.Array:
+  """The loss that trains the indexer: the mean over tokens of ``divergence``.
+
+  Args:
+    divergence_BT: of each query.
+    real: bool [B, T], real tokens; a mean over no token is 0.
+    over: inside shard_map, the mesh axes that tokens are split over.
+
+  Returns:
+    float32 scalar, in nats a token.
+  """
+  counts = jnp.ones(divergence_BT.shape, jnp.float32) if real is None else real.astype(jnp.float32)
+  total, tokens = jnp.sum(divergence_BT * counts), jnp.sum(counts)
   if over:
     total, tokens = (jax.lax.psum(vary(x, over), over) for x in (total, tokens))
   return total / jnp.maximum(tokens, 1.0)

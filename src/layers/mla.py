@@ -4,6 +4,7 @@ B batch, T query, S key, D model, N heads, R query latent, C key-value latent, P
 V value head.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,18 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers import context_parallel
 from maxtext_like.layers.cache import cached_mask
 from maxtext_like.layers.context import CAPTURES, Aux, Context
-from maxtext_like.layers.indexer import Indexer, IndexerConfig, indexer_loss
+from maxtext_like.layers.indexer import Indexer, IndexerConfig, divergence, indexer_loss
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
-from maxtext_like.layers.masks import Tokens, attention_mask, zeroed
+from maxtext_like.layers.masks import Keys, Tokens, masked_softmax, zeroed
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, repeated, vary
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.query_tiles import Arrays, chosen, over_queries
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.rules import Rules
-from maxtext_like.layers.weight import Weight, alone, product
+from maxtext_like.layers.weight import Weight, alone, product, rows
 
 Axes = tuple[str, ...]
 
@@ -197,7 +199,7 @@ class MLA:
       [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
     """
     c, tokens = self.cfg, ctx.tokens
-    B, T, _ = x_BTD.shape
+    T = x_BTD.shape[1]
     table = rope_table(c.rope, ctx.positions)
     q, q_latent = self._queries(p, x_BTD, table)
     latent, k_rope = self.latents(p, x_BTD, table)
@@ -208,25 +210,26 @@ class MLA:
       queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
     keys = ctx.remember(**keys)
-    named = False
+    named, wanted = False, "indexer" in ctx.capture
     if ctx.step is not None:
       visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
-      out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible)
+      k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
+      found = self._attend(keys | {"k": k, "v": v}, queries, visible, wanted=k.shape[1] if wanted else None)
+      out_BTNV, indices, loss = found["out"], found.get("indices"), None
     else:
       parts = context_parallel.parts(ctx.rules, T)
       kernel = choose(c.kernel, self.case(T, images=False, documents=tokens.several_documents, context=parts), c.failed)
       named = kernel.named
       if parts > 1:
-        out_BTNV, indices, loss = self._attend_in_parts(kernel, p["kv_b"], queries, keys, tokens, ctx.rules)
+        out_BTNV, indices, loss = self._attend_in_parts(kernel, p["kv_b"], queries, keys, tokens, ctx.rules, wanted)
       elif c.indexer:
-        visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False)
-        out_BTNV, indices, loss = self._attend(p["kv_b"], queries, keys, visible, ctx.real)
+        out_BTNV, indices, loss = self._indexed(p["kv_b"], queries, keys, tokens, Keys(tokens, 0), ctx.real, wanted)
       else:
         k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
         out_BTNV, indices, loss = attend(kernel.name, q, k, v, tokens, rules=ctx.rules, **self._how), None, None
     if indices is not None:
       ctx.tap("indexer.topk_idx", indices)
-    if loss is not None and ctx.step is None:
+    if loss is not None:
       ctx.note("indexer_loss", loss)
     if not named:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
@@ -240,41 +243,118 @@ class MLA:
     return {"window": None, "bidirectional_images": False, "scale": self.cfg.scale, "precision": self.precision}
 
   def _attend(
-    self, kv_b, queries: dict, keys: dict, visible: jax.Array, real=None, *, tokens_on: Axes = (), heads_on: Axes = ()
-  ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Attention with every score written out.
+    self, keys: Arrays, queries: Arrays, visible: jax.Array, *, wanted: int | None = None, heads_on: Axes = ()
+  ) -> Arrays:
+    """Attention with every score written out, or, where that is less work, those of the chosen keys.
+
+    Args:
+      keys: "k", "v"; with an indexer "index_k", and where chosen keys can be gathered "latent", "k_rope" and "kv_b".
+      queries: "q"; with an indexer "index_q" and "index_weights".
+      visible: bool [B or 1, T, S].
+      wanted: how many keys there are in all, where what is chosen of them is asked for.
+      heads_on: inside shard_map, the mesh axes that heads are split over.
+
+    Returns:
+      "out" [B, T, N, V]; with an indexer "indices" [B, T, min(topk, wanted)], if asked for, and if it is trained the
+      "divergence" [B, T].
+    """
+    c = self.cfg
+    plainly = functools.partial(
+      dot_product_attention, queries["q"], keys["k"], keys["v"], scale=c.scale, precision=self.precision
+    )
+    if not c.indexer:
+      return {"out": plainly(visible)[0]}
+    found, indexer = {}, Indexer(c.indexer, self.precision)
+    scores = indexer.score(queries["index_q"], queries["index_weights"], keys["index_k"])
+    if wanted is not None:
+      more = ((0, 0), (0, 0), (0, wanted - scores.shape[-1]))
+      found["indices"] = indexer.best(jnp.pad(scores, more), jnp.pad(visible, more))
+    if "kv_b" in keys and self._gathers(scores.shape[-1]):
+      scores, mask, found["out"], probs = self._gathered(keys, queries["q"], scores, visible)
+    else:
+      mask = chosen(indexer.select(scores, visible)) if c.indexer_sparse else visible
+      found["out"], probs = plainly(mask)
+      probs = probs[:, :, 0]
+    if c.indexer_loss_weight:
+      heads_summed = jnp.sum(jax.lax.stop_gradient(probs).astype(jnp.float32), axis=1)
+      if heads_on:
+        heads_summed = jax.lax.psum(heads_summed, heads_on)
+      found["divergence"] = divergence(scores, heads_summed, mask)
+    return found
+
+  def _gathers(self, count: int) -> bool:
+    """Whether queries that may see so many keys attend to gathered ones: it takes fewer multiplications, and no TPU has to read
+    rows one by one. Latents are wider than the keys and values of a head."""
+    c = self.cfg
+    assert c.indexer is not None
+    work = c.indexer.topk * (2 * c.kv_lora_rank + c.rope_dim)
+    return c.indexer_sparse and c.platform != "tpu" and work < count * (c.nope_dim + c.rope_dim + c.value_dim)
+
+  def _gathered(
+    self, keys: Arrays, q_BTNH: jax.Array, scores_BTS: jax.Array, visible: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Attention to the chosen keys alone, whose latents all heads share: queries are brought to the latents' numbers, and what
+    they attend to is brought back (DeepSeek-V2, section 2.1.2: the weight that expands latents is absorbed).
+
+    Returns:
+      Of the K chosen keys the index scores [B, T, K], and which of them are visible; the output [B, T, N, V], and the
+      probabilities [B, N, T, K].
+    """
+    c, precision = self.cfg, self.precision
+    assert c.indexer is not None
+    indices = chosen(Indexer(c.indexer, precision).best(scores_BTS, visible))
+    seen = jnp.take_along_axis(jnp.broadcast_to(visible, scores_BTS.shape), indices, axis=-1)
+    latent_BTKC, rope_BTKP = (jax.vmap(rows)(keys[name], indices) for name in ("latent", "k_rope"))
+    of_keys, of_values = jnp.split(keys["kv_b"], [c.nope_dim], axis=-1)
+    nope, rope = jnp.split(q_BTNH, [c.nope_dim], axis=-1)
+    with jax.named_scope("qk_product"):
+      q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
+      k_BTKC = jnp.concatenate([latent_BTKC, rope_BTKP], axis=-1)
+      products = precision.einsum("BTNC,BTKC->BNTK", q_BTNC, k_BTKC, float32=precision.float32_qk_product) * c.scale
+    with jax.named_scope("softmax"):
+      products = products.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+      probs_BNTK = masked_softmax(products, seen[:, None])
+    with jax.named_scope("pv_product"):
+      out = precision.einsum("BNTK,BTKC->BTNC", probs_BNTK, latent_BTKC)
+      out = precision.einsum("BTNC,CNV->BTNV", out, of_values, large=True)
+    return jnp.take_along_axis(scores_BTS, indices, axis=-1), seen, out, probs_BNTK
+
+  def _indexed(
+    self,
+    kv_b,
+    queries: Arrays,
+    keys: Arrays,
+    tokens: Tokens,
+    where: Keys,
+    real: jax.Array | None,
+    wanted: bool,
+    *,
+    tokens_on: Axes = (),
+    heads_on: Axes = (),
+  ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Attention with an indexer, a tile of queries at a time.
 
     Args:
       kv_b: the weight that expands latents.
-      queries: "q"; with an indexer "index_q" and "index_weights".
-      keys: "latent", "k_rope"; with an indexer "index_k".
-      visible: bool [B or 1, T, S].
-      real: bool [B, T], for the indexer's loss.
+      queries: "q", "index_q" and "index_weights".
+      keys: "latent", "k_rope" and "index_k".
+      tokens, real: of the queries; ``real`` is bool [B, T].
+      where: the keys stand.
+      wanted: whether what is chosen is asked for.
       tokens_on, heads_on: inside shard_map, the mesh axes that they are split over.
 
     Returns:
-      [B, T, N, V]; with an indexer the selected keys and the loss.
+      [B, T, N, V], the best keys [B, T, min(topk, S)] or None, and the loss.
     """
-    c, indices, mask, scores = self.cfg, None, visible, None
-    k, v = self.expand(kv_b, keys["latent"], keys["k_rope"])
-    if c.indexer:
-      indexer = Indexer(c.indexer, self.precision)
-      scores = indexer.score(queries["index_q"], queries["index_weights"], keys["index_k"])
-      selected, indices = indexer.select(scores, visible)
-      mask = selected if c.indexer_sparse else visible
-    out_BTNV, probs = dot_product_attention(queries["q"], k, v, mask, scale=c.scale, precision=self.precision)
-    if scores is None:
-      return out_BTNV, None, None
-    loss = jnp.zeros((), jnp.float32)
-    if c.indexer_loss_weight:
-      heads_summed = jnp.sum(jax.lax.stop_gradient(probs).astype(jnp.float32), axis=(1, 2))
-      if heads_on:
-        heads_summed = jax.lax.psum(heads_summed, heads_on)
-      loss = c.indexer_loss_weight * indexer_loss(scores, heads_summed, mask, real, tokens_on)
-    return out_BTNV, indices, loss
+    weight, (k, v) = self.cfg.indexer_loss_weight, self.expand(kv_b, keys["latent"], keys["k_rope"])
+    attend = functools.partial(self._attend, wanted=k.shape[1] if wanted else None, heads_on=heads_on)
+    shared = {} if isinstance(kv_b, Weight) else {"kv_b": kv_b}
+    found = over_queries(attend, shared, keys | {"k": k, "v": v}, queries, tokens, where)
+    loss = weight * indexer_loss(found["divergence"], real, tokens_on) if weight else jnp.zeros((), jnp.float32)
+    return found["out"], found.get("indices"), loss
 
   def _attend_in_parts(
-    self, kernel: AttentionKernel, kv_b, queries: dict, keys: dict, tokens: Tokens, rules: Rules
+    self, kernel: AttentionKernel, kv_b, queries: Arrays, keys: Arrays, tokens: Tokens, rules: Rules, wanted: bool
   ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The same where the positions of a row are split over devices: each gathers the latents, small as they are, and expands
     them for its own queries. See ``context_parallel``."""
@@ -299,10 +379,9 @@ class MLA:
       if self.cfg.indexer is None:
         k, v = self.expand(kv_b, keys["latent"], keys["k_rope"])
         return kernel.run(queries["q"], k, v, tokens, keys=where, rules=rules, **self._how), None, None
-      S = keys["latent"].shape[1]
-      visible = attention_mask(tokens, B, T, window=None, bidirectional_images=False, among=(S, where))
       real = None if tokens.segments is None else tokens.segments > 0
-      return self._attend(kv_b, queries, keys, visible, real, tokens_on=tokens_on, heads_on=heads_on)
+      on = {"tokens_on": tokens_on, "heads_on": heads_on}
+      return self._indexed(kv_b, queries, keys, tokens, where, real, wanted, **on)
 
     of_queries = {name: place if name == "q" else rows for name in queries}
     specs = (held.spec, of_queries, rows, rows)

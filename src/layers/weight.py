@@ -154,14 +154,14 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   (weight,) = together(weight)
   copies = weight_copies()
   if copies == 1 or index.shape[0] % copies:
-    return precision.cast(_rows(weight, index))
+    return precision.cast(rows(weight, index))
   # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
   every = by_copy(repeated(weight, copies, 0))
-  rows = jax.vmap(_rows)(every, index.reshape(copies, -1, *index.shape[1:]))
-  return precision.cast(rows.reshape(*index.shape, *weight.shape[1:]))
+  found = jax.vmap(rows)(every, index.reshape(copies, -1, *index.shape[1:]))
+  return precision.cast(found.reshape(*index.shape, *weight.shape[1:]))
 
 
-def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
+def rows(table: jax.Array, index: jax.Array) -> jax.Array:
   """table[index]. The gradient of a row adds up in float32 over all places that read it, as PyTorch's does: a token may stand
   in thousands, and a sum in bfloat16 grows no further once it is 256 times what is added."""
   if table.dtype.itemsize > 2:
@@ -169,7 +169,7 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
   like = jax.ShapeDtypeStruct(table.shape, table.dtype)
 
   @jax.custom_vjp
-  def rows(table, index):
+  def read(table, index):
     return table[index]
 
   def backward(index, gradient):
@@ -177,8 +177,8 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
     total = jnp.broadcast_to(zero, like.shape).at[index].add(gradient)
     return rounded_sum(total, like.dtype), None
 
-  rows.defvjp(lambda table, index: (table[index], index), backward)
-  return rows(*vary_alike(table, index))
+  read.defvjp(lambda table, index: (table[index], index), backward)
+  return read(*vary_alike(table, index))
 
 
 def values(precision: Precision, weight: Any) -> jax.Array:

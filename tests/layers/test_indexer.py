@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_out import causal
 
-from maxtext_like.layers.indexer import Indexer, IndexerConfig, index_distribution, indexer_loss
+from maxtext_like.layers.indexer import Indexer, IndexerConfig, divergence, index_distribution, indexer_loss
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig
 
@@ -24,7 +24,12 @@ def indexer(topk, dtype: Any = "float32", indexer_float32_logits=True):
   return Indexer(cfg, Precision(dtype=dtype, indexer_float32_logits=indexer_float32_logits))
 
 
-SELECT = {topk: jax.jit(indexer(topk).select) for topk in (1, 3, T, T + 5)}
+def both(topk):
+  layer = indexer(topk)
+  return jax.jit(lambda scores, mask: (layer.select(scores, mask), layer.best(scores, mask)))
+
+
+SELECT = {topk: both(topk) for topk in (1, 3, T, T + 5)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,7 +64,7 @@ def test_selection_has_no_gradient():
   scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, T)), jnp.float32)
 
   def kept(s):
-    chosen, _ = layer.select(s, jnp.ones((1, T, T), bool))
+    chosen = layer.select(s, jnp.ones((1, T, T), bool))
     return jnp.sum(jnp.where(chosen, 1.0, 0.0))
 
   assert (jax.grad(kept)(scores) == 0).all()
@@ -78,6 +83,10 @@ def written_divergence(scores, probs, mask, real):
   return total / max(real.sum(), 1)
 
 
+def mean_divergence(scores, probs, mask, real=None):
+  return indexer_loss(divergence(scores, probs, mask), real)
+
+
 def test_loss_and_gradient_against_numpy():
   rng = np.random.default_rng(0)
   scores, probs = rng.normal(size=(2, T, T)), rng.uniform(size=(2, T, T)) * 3
@@ -85,7 +94,7 @@ def test_loss_and_gradient_against_numpy():
   segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0]])
   mask, real = causal(T, segments), segments > 0
   arrays = [jnp.asarray(a, jnp.float32) for a in (scores, probs)]
-  run = jax.jit(jax.value_and_grad(indexer_loss, (0, 1)))
+  run = jax.jit(jax.value_and_grad(mean_divergence, (0, 1)))
   loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(real))
   np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, real), rtol=1e-5)
   # d KL(p || softmax(I)) / dI = softmax(I) - p, over the mean's tokens.
@@ -104,8 +113,8 @@ def test_loss_is_zero_where_both_agree_and_without_tokens():
   rng = np.random.default_rng(0)
   scores = jnp.asarray(rng.normal(size=(1, T, T)), jnp.float32)
   mask = jnp.asarray(causal(T))
-  assert indexer_loss(scores, 7 * index_distribution(scores, mask), mask) == pytest.approx(0, abs=1e-6)
-  loss, gradient = jax.value_and_grad(indexer_loss)(scores, jnp.ones((1, T, T)), mask & False, jnp.zeros((1, T), bool))
+  assert mean_divergence(scores, 7 * index_distribution(scores, mask), mask) == pytest.approx(0, abs=1e-6)
+  loss, gradient = jax.value_and_grad(mean_divergence)(scores, jnp.ones((1, T, T)), mask & False, jnp.zeros((1, T), bool))
   assert loss == 0
   assert (gradient == 0).all()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from written_out import attention, causal, layer_norm, rms, rope, tree64
 
+from maxtext_like.layers import query_tiles
 from maxtext_like.layers.indexer import IndexerConfig
 from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.masks import Tokens
@@ -133,9 +135,14 @@ def test_against_float64(variant, random_params):
   assert aux == {}
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_sparse_attention_and_its_dense_warm_up(sparse, random_params):
-  cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse)
+# Of the whole row, or of tiles of 2 and 3 queries; those that see few keys meet all of them with a mask, as on TPUs all do.
+TILED = [(True, 128, "cpu"), (True, 2, "cpu"), (True, 3, "cpu"), (True, 2, "tpu"), (True, 128, "tpu"), (False, 128, "cpu")]
+
+
+@pytest.mark.parametrize(("sparse", "tile", "platform"), [*TILED, (False, 2, "cpu")])
+def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_params, monkeypatch):
+  monkeypatch.setattr(query_tiles, "TILE", tile)
+  cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform=platform)
   p = random_params(MLA(cfg, FLOAT32).params(), seed=1)
   out, aux = run(cfg, p)
   expected, expected_aux = written(cfg, tree64(p), X)
@@ -149,6 +156,52 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, random_params):
     assert chosen == set(np.flatnonzero(expected_aux["selected"][b, t]))
   dense = written(dataclasses.replace(cfg, indexer=None), tree64(p), X)[0]
   assert np.allclose(expected, dense) != sparse  # the selection acts, and in the warm-up it does not
+
+
+@pytest.mark.parametrize(
+  ("sparse", "dtype", "tolerance"),
+  [(True, "float32", 2e-6), pytest.param(True, "bfloat16", 2e-2, marks=pytest.mark.slow), (False, "float32", 2e-6)],
+)
+def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):
+  """float32 scores of the indexer, so that all choose the same keys in bfloat16."""
+  cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform="tpu")
+  p = random_params(MLA(cfg, FLOAT32).params(), seed=1)
+  precision = Precision(dtype=dtype)
+
+  def gradients(platform, tile):
+    monkeypatch.setattr(query_tiles, "TILE", tile)
+    layer = MLA(dataclasses.replace(cfg, platform=platform), precision)
+
+    def loss(p, x):
+      out, aux = layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
+      return jnp.sum(jnp.sin(out.astype(jnp.float32))) + aux["indexer_loss"]
+
+    return jax.jit(jax.grad(loss, (0, 1)))(p, jnp.asarray(X, jnp.float32))
+
+  whole = gradients("tpu", 128)
+  for found in (gradients("cpu", 2), gradients("tpu", 3)):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+      np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
+
+
+def test_scores_of_all_heads_are_those_of_a_tile(monkeypatch):
+  """Of 40 positions, forward and backward: the most numbers of an array that has positions twice."""
+  length, layer = 40, MLA(SPARSE, FLOAT32)
+  p = jax.tree.map(lambda s: jnp.ones(s.shape), layer.params())
+
+  def largest(tile):
+    monkeypatch.setattr(query_tiles, "TILE", tile)
+
+    def loss(p, x):
+      out, aux = layer.alone(p, x, jnp.arange(length)[None], Tokens())
+      return jnp.sum(out) + aux["indexer_loss"]
+
+    text = jax.jit(jax.grad(loss)).lower(p, jnp.ones((1, length, D))).as_text()
+    shapes = [[int(n) for n in found.split("x")[:-1]] for found in re.findall(r"tensor<((?:\d+x)+)(?=[a-z])", text)]
+    return max((math.prod(shape) for shape in shapes if shape.count(length) >= 2), default=0)
+
+  assert largest(length) >= N * length * length
+  assert largest(4) <= length * length
 
 
 def test_as_many_keys_as_there_are_is_dense(random_params):

@@ -1,0 +1,92 @@
+"""Attention whose keys an indexer chooses, a tile of queries at a time.
+
+Scores of every pair, those of each index head and of each attention head, would be the largest arrays of a model by far: 8.6 GB
+for one layer and row of 4096 positions of DeepSeek V3.2. Here those of a tile exist at a time. The backward pass makes them
+again, but for what was chosen, which is kept: a bit that came out otherwise would make it the gradient of something else.
+
+B batch, T query, S key, t queries of a tile, s keys that any of them may see.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_like.layers.masks import Keys, Tokens, attention_mask
+
+TILE = 128  # queries, as many as a matrix unit has rows; rows of at most this many are one tile
+STRETCHES = 8  # of tiles in one loop, which meet the keys of its last: at most an eighth more pairs than queries see
+CHOSEN = "chosen keys"
+
+Arrays = dict[str, jax.Array]
+
+
+def chosen(x: jax.Array) -> jax.Array:
+  """x, what queries were found to attend to: kept for the backward pass."""
+  return checkpoint_name(x, CHOSEN)
+
+
+def over_queries(
+  attend: Callable[[Arrays, Arrays, jax.Array], Arrays],
+  shared: Arrays,
+  keys: Arrays,
+  queries: Arrays,
+  tokens: Tokens,
+  where: Keys,
+) -> Arrays:
+  """What ``attend`` makes of all queries, given a tile of them at a time.
+
+  Args:
+    attend: (``shared`` and keys by name [B, s, ...], queries by name [B, t, ...], visible bool [B or 1, t, s]) -> results by
+      name [B, t, ...].
+    shared: what else all queries meet, by name.
+    keys, queries: by name, [B, S, ...] and [B, T, ...].
+    tokens: of the queries.
+    where: the keys stand; with an array ``first`` all queries meet all keys.
+
+  Returns:
+    Results by name, [B, T, ...].
+  """
+  (B, T), S = next(iter(queries.values())).shape[:2], next(iter(keys.values())).shape[1]
+
+  def visible(own: Tokens, first, count: int, end: int) -> jax.Array:
+    among = (end, Keys(jax.tree.map(lambda x: x[:, :end], where.tokens), first))
+    return attention_mask(own, B, count, window=None, bidirectional_images=False, among=among)
+
+  if T <= TILE:
+    return attend(shared | keys, queries, visible(tokens, where.first, T, S))
+  # Sums over tiles, of the gradients of what all of them read, are made in float32.
+  dtypes = {name: x.dtype for name, x in (shared | keys).items()}
+  shared, keys = jax.tree.map(lambda x: x.astype(jnp.float32), (shared, keys))
+  count, known = -(-T // TILE), isinstance(where.first, int)
+  cut: Any = jax.tree.map(_cut, (queries, tokens))
+  found = []
+  for begin, end in _stretches(count, known):
+    last = min(S, int(where.first) + min(end * TILE, T)) if known else S
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(CHOSEN))
+    def one(seen, queries, own, number, last=last):
+      seen = {name: x.astype(dtypes[name]) for name, x in seen.items()}
+      return attend(seen, queries, visible(own, where.first + number * TILE, TILE, last))
+
+    seen = shared | {name: x[:, :last] for name, x in keys.items()}
+    parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], cut)
+    found.append(jax.lax.map(lambda part, seen=seen, one=one: one(seen, *part), (*parts, jnp.arange(begin, end))))
+  joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * TILE, *x.shape[3:])[:, :T], joined)
+
+
+def _stretches(count: int, known: bool) -> list[tuple[int, int]]:
+  """Of so many tiles, the first and the one behind the last of each loop."""
+  size = -(-count // STRETCHES) if known else count
+  return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+def _cut(x_BT: jax.Array) -> jax.Array:
+  """[n, B, t, ...] of [B, T, ...], with zeros for what is not there."""
+  B, T = x_BT.shape[:2]
+  x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % TILE), *((0, 0),) * (x_BT.ndim - 2)))
+  return jnp.moveaxis(x_BT.reshape(B, -1, TILE, *x_BT.shape[2:]), 1, 0)
