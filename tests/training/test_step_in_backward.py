@@ -228,6 +228,15 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
+def test_a_stack_may_be_frozen_whole():
+  words = (*THREE, "clip=running", "trainable_parameters_mask=['final_norm']", "optimizer_in_backward=true")
+  _, _, before, _ = compiled(*words)
+  after, metrics = descend(*words)
+  moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), after["params"], before["params"])
+  assert [name for name, tree in moved.items() if any(jax.tree.leaves(tree))] == ["final_norm"]
+  assert not any(m["skipped"] for m in metrics)
+
+
 @pytest.mark.slow
 def test_float16_takes_all_of_an_update_or_nothing():
   words = (*THREE, "dtype=float16", UNCLIPPED, "optimizer_in_backward=true")
