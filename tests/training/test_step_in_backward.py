@@ -238,6 +238,18 @@ def test_a_stack_may_be_frozen_whole():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("clip", ["running", "layer"])
+def test_what_is_frozen_has_no_share_of_the_threshold(clip):
+  """Where one layer alone is trained, its own norm is that of all, whichever it is."""
+  words = (*THREE, "opt_type=sgd", "sgd_momentum=0", "gradient_clipping_threshold=0.5", "optimizer_in_backward=true")
+  for mask in ("trainable_parameters_mask=['layers.2']", "trainable_parameters_mask=['layers.0.mlp']"):
+    (whole, (exact,)), (layered, (metrics,)) = (descend(*words, mask, *w, steps=1) for w in ((), (f"clip={clip}",)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), layered["params"], whole["params"])
+    assert metrics["clipped"]
+    assert exact["clipped"]
+
+
+@pytest.mark.slow
 def test_float16_takes_all_of_an_update_or_nothing():
   words = (*THREE, "dtype=float16", UNCLIPPED, "optimizer_in_backward=true")
   _, _, before, _ = compiled(*words)
