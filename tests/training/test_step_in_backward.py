@@ -228,12 +228,15 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
-def test_a_stack_may_be_frozen_whole():
-  words = (*THREE, "clip=running", "trainable_parameters_mask=['final_norm']", "optimizer_in_backward=true")
+@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
+def test_a_part_may_be_frozen_whole(mask, moves):
+  """All layers, or all that lies in no stack: there is not an array to update."""
+  words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", "optimizer_in_backward=true")
+  words = (*words, "mu_dtype=dynamic8", "nu_dtype=dynamic8")
   _, _, before, _ = compiled(*words)
   after, metrics = descend(*words)
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), after["params"], before["params"])
-  assert [name for name, tree in moved.items() if any(jax.tree.leaves(tree))] == ["final_norm"]
+  assert [name for name, tree in moved.items() if any(jax.tree.leaves(tree))] == [moves]
   assert not any(m["skipped"] for m in metrics)
 
 
