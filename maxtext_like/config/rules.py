@@ -163,7 +163,7 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
     if t.clip != "exact":
       yield Problem(
         f"clip = {t.clip} without optimizer_in_backward", ("clip", "optimizer_in_backward"),
-        "leave it out: the ordinary step has the norm of all gradients before it updates anything",
+        "set clip=exact: the ordinary step has the norm of all gradients before it updates anything",
       )  # fmt: skip
     return
   adapter = _adapter_key(config)

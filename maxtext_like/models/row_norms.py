@@ -70,7 +70,7 @@ class Squares(NamedTuple):
 
 class SoFar(NamedTuple):
   """Of arrays that come part by part: sums of squares of all so far, float32 scalars in the two parts of ``Squares``, and the
-  number of parts, float32 scalar."""
+  number of parts that count, float32 scalar."""
 
   small: jax.Array
   large: jax.Array
@@ -81,9 +81,9 @@ class SoFar(NamedTuple):
     """Before the first part."""
     return cls(*[jnp.zeros((), jnp.float32)] * 3)
 
-  def with_part(self, squares: Squares) -> "SoFar":
-    """And of one part more."""
-    return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + 1)
+  def with_part(self, squares: Squares, counts: Any) -> "SoFar":
+    """And of one part more; counts: bool scalar, false for one that is frozen, which has zeros."""
+    return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + counts)
 
   def norm(self) -> Norm:
     """Of all of them."""

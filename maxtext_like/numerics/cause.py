@@ -169,7 +169,7 @@ class _Replay:
         v = floats[0]
         signs = _signs_out(node.eqn.primitive.name, operands) if node.eqn.primitive.name in ("neg", "abs") else v.signs
         return [dataclasses.replace(v, signs=signs, slices=None)] * len(node.eqn.outvars)
-      return [_union(floats)] * len(node.eqn.outvars)
+      return [_beside(floats)] * len(node.eqn.outvars)
     outs = []
     for site in node.sites:
       if site is None:
@@ -367,6 +367,15 @@ def _union(values: Sequence[Value]) -> Value:
     carried = frozenset(sorted(carried)[:_CARRIED])
   sure = frozenset().union(*(v.sure for v in values)) & carried
   return Value(earliest, signs, row, any(v.full for v in values), carried=carried, sure=sure)
+
+
+def _beside(values: Sequence[Value]) -> Value:
+  """What holds the numbers of all of them, as arrays side by side: the range is that of all whose range is known."""
+  whole, known = _union(values), [(v.row, v.full) for v in values if v.row is not None]
+  if len(known) < 2:
+    return whole
+  row = tensor_statistics.merge_axis(np.stack([row for row, _ in known]))
+  return dataclasses.replace(whole, row=row, full=all(full for _, full in known))
 
 
 def _stacked(values: list[Value]) -> Value:

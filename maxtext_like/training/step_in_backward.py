@@ -14,12 +14,14 @@ either: the layers behind it have moved already.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.context import Aux, Context
@@ -28,7 +30,7 @@ from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
-from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, take, take_state
+from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, parts_of, take, take_state
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
@@ -123,11 +125,18 @@ class StepInBackward(TrainStep):
     """Gradients are clipped by the norm of all."""
     return self.clip > 0 and self.clip_by == "exact"
 
+  @functools.cached_property
+  def trained(self) -> dict[Part, np.ndarray]:
+    """Which rows of a part have a gradient, bool [rows]; of what lies in no stack bool [1]."""
+    masks, rows = self.selection.masks, {s.name: s.repeats for s in self.objective.decoder.stacks}
+    any_of = lambda part: functools.reduce(np.logical_or, jax.tree.leaves(take(masks, part)), np.zeros((), bool))
+    return {part: np.broadcast_to(any_of(part), rows[part[0]] if part else 1) for part in parts_of(masks)}
+
   def limit(self, parts: Any = 1.0) -> Any:
-    """The largest norm of what is clipped together, so many of the model's parts: of all of them ``clip``, and of fewer what
-    is theirs where all are alike. Layers that are all at theirs have ``clip`` together: Adam divides by what it remembers, and
-    would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
-    return self.clip * (parts / (len(self.objective.decoder.layers) + 1)) ** 0.5
+    """The largest norm of what is clipped together, so many of the parts that are trained: of all of them ``clip``, and of
+    fewer what is theirs where all are alike. Layers that are all at theirs have ``clip`` together: Adam divides by what it
+    remembers, and would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
+    return self.clip * (parts / sum(int(rows.sum()) for rows in self.trained.values())) ** 0.5
 
   @property
   def all_or_nothing(self) -> bool:
@@ -416,7 +425,8 @@ class _Pass:
       return params, None, alive, so_far, _Seen(gradients)
     together = Squares(*map(_by_row, gradients))
     alive = alive & jnp.all(together.finite)
-    so_far, limit, clipped = so_far.with_part(together), step.clip, jnp.zeros((), bool)
+    trained = jnp.asarray(step.trained[part])[0 if row is None else row]
+    so_far, limit, clipped = so_far.with_part(together, trained), step.clip, jnp.zeros((), bool)
     if step.clip and not step.exact:
       running = step.clip_by == "running"
       norm, limit = (so_far.norm(), step.limit(so_far.parts)) if running else (together.norm(), step.limit())

@@ -67,6 +67,20 @@ def test_fp16_product_overflow_in_layer_7_of_a_scanned_stack():
   assert cause.outputs == ("output",)
 
 
+def beside(x, small, large):
+  return x @ jnp.concatenate([small, large], axis=1)
+
+
+def test_arrays_side_by_side_have_the_range_of_all():
+  """As the weights of queries, keys and values have on one GPU: the one that overflows need not be the first."""
+  given = jnp.full((2, 3), 1e20), jnp.full((3, 4), 1e-3), jnp.full((3, 5), 1e30).at[0, 0].set(-1)
+  cause = assert_names(xray(beside)(*given), beside, "concatenate", "dot_general")
+  weights = cause.operands[1]
+  np.testing.assert_allclose([weights.high, weights.low], [1e30, 1e-3], rtol=1e-6)
+  assert weights.negative == 1
+  assert "1.0e20 @ 1.0e30 -> inf" in str(cause)
+
+
 def test_the_forward_cause_is_named_when_the_gradient_is_xrayed_too():
   ws = stack_weights()
   ws["gate"] = ws["gate"].at[7].mul(6e3)

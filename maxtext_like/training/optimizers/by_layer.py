@@ -86,7 +86,7 @@ class ByLayer(Optimizer):
 
 def _by_row(part: Part, function: Any, *trees: Tree) -> Tree:
   """A function of trees of a part, for each row of a stacked one; counters belong to all rows together."""
-  if not part:
+  if not part or all(map(_is_counter, jax.tree.leaves(trees))):  # a layer that is frozen whole has nothing else
     return function(*trees)
   axes = [jax.tree.map(lambda x: None if _is_counter(x) else 0, tree) for tree in trees]
   row = jax.tree.map(lambda x: x if _is_counter(x) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees)

@@ -99,7 +99,8 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
     trees = (structure.flatten_up_to(tree) for tree in (grads, *(getattr(state, field) for field in fields)))
     found = [_in_pieces(one, p, *arrays) for p, *arrays in zip(jax.tree.leaves(spec), *trees, strict=True)]
-    direction, *after = (structure.unflatten(arrays) for arrays in zip(*found, strict=True))
+    # By number: of a part that is frozen whole nothing is found.
+    direction, *after = (structure.unflatten([of[i] for of in found]) for i in range(1 + len(fields)))
     _, counters = advance({}, state._replace(**{field: {} for field in fields}))
     return direction, counters._replace(**dict(zip(fields, after, strict=True)))
 
