@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from maxtext_like.layers import context_parallel
+from maxtext_like.layers import context_parallel, query_tiles
 from maxtext_like.layers.cache import cached_mask
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.indexer import Indexer, IndexerConfig, divergence, indexer_loss
@@ -27,7 +27,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.query_tiles import Arrays, chosen, over_queries
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.rules import Rules
-from maxtext_like.layers.weight import Weight, alone, product, rows
+from maxtext_like.layers.weight import Rounded, Weight, alone, product, rows, values
 
 Axes = tuple[str, ...]
 
@@ -307,16 +307,16 @@ class MLA:
     latent_BTKC, rope_BTKP = (jax.vmap(rows)(keys[name], indices) for name in ("latent", "k_rope"))
     of_keys, of_values = jnp.split(keys["kv_b"], [c.nope_dim], axis=-1)
     nope, rope = jnp.split(q_BTNH, [c.nope_dim], axis=-1)
+    q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
     with jax.named_scope("qk_product"):
-      q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
       k_BTKC = jnp.concatenate([latent_BTKC, rope_BTKP], axis=-1)
       products = precision.einsum("BTNC,BTKC->BNTK", q_BTNC, k_BTKC, float32=precision.float32_qk_product) * c.scale
     with jax.named_scope("softmax"):
       products = products.astype(jnp.float32 if precision.float32_logits else precision.dtype)
       probs_BNTK = masked_softmax(products, seen[:, None])
     with jax.named_scope("pv_product"):
-      out = precision.einsum("BNTK,BTKC->BTNC", probs_BNTK, latent_BTKC)
-      out = precision.einsum("BTNC,CNV->BTNV", out, of_values, large=True)
+      latent_BTNC = precision.einsum("BNTK,BTKC->BTNC", probs_BNTK, latent_BTKC)
+    out = precision.einsum("BTNC,CNV->BTNV", latent_BTNC, of_values, large=True)
     return jnp.take_along_axis(scores_BTS, indices, axis=-1), seen, out, probs_BNTK
 
   def _indexed(
@@ -348,7 +348,9 @@ class MLA:
     """
     weight, (k, v) = self.cfg.indexer_loss_weight, self.expand(kv_b, keys["latent"], keys["k_rope"])
     attend = functools.partial(self._attend, wanted=k.shape[1] if wanted else None, heads_on=heads_on)
-    shared = {} if isinstance(kv_b, Weight) else {"kv_b": kv_b}
+    # Short rows keep to one form, whatever their weights are made of.
+    gathers = k.shape[1] > query_tiles.TILE and (isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight))
+    shared = {"kv_b": values(self.precision, kv_b)} if gathers else {}
     found = over_queries(attend, shared, keys | {"k": k, "v": v}, queries, tokens, where)
     loss = weight * indexer_loss(found["divergence"], real, tokens_on) if weight else jnp.zeros((), jnp.float32)
     return found["out"], found.get("indices"), loss
