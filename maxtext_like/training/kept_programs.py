@@ -75,7 +75,7 @@ class KeptPrograms:
     try:
       around = _around(model)
       return cls(folder, _key(model, around), around, model.devices)
-    except TypeError as error:
+    except (TypeError, OSError) as error:
       _log.warning("the compiled programs are not kept for the next start: %s", error)
       return cls()
 
@@ -245,7 +245,7 @@ def _sources(folder: str) -> str:
       for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.is_dir():  # the layers are behind a link
           folders.append(entry.path)
-        elif entry.name.endswith(".py"):
+        elif entry.name.endswith(".py") and entry.is_file():  # Emacs' lock of a file is a link to nowhere beside it
           with open(entry.path, "rb") as file:
             content = file.read()
           found.update(f"{entry.path} {len(content)}\n".encode() + content)

@@ -162,6 +162,19 @@ def test_every_source_file_is_in_the_key(tmp_path):
   assert kept_programs._sources(str(folder)) == usual
 
 
+def test_what_is_no_file_or_cannot_be_read_ends_no_start(kept, caplog, monkeypatch, tmp_path):
+  """A buffer that Emacs has not saved, or a file that goes as it is looked at."""
+  (tmp_path / "step.py").write_text("x = 1")
+  usual = kept_programs._sources(str(tmp_path))
+  (tmp_path / ".#step.py").symlink_to("user@host.123:456")
+  assert kept_programs._sources(str(tmp_path)) == usual
+  monkeypatch.setattr(kept_programs, "_PACKAGE", str(tmp_path / "gone"))
+  with caplog.at_level(logging.WARNING):
+    assert once(model_of(), 1) == 1
+  assert "not kept for the next start" in caplog.text
+  assert not kept.exists()
+
+
 def test_the_program_does_not_follow_from_its_places():
   texts = {
     make_program(small_config("qwen3-tiny", "num_decoder_layers=2", *words)).lower_step().as_text()
