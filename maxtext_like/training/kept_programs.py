@@ -2,8 +2,8 @@
 
 JAX's own cache of compiled programs asks for the text of a program, and to make that takes a third of a start of a tiny model
 (docs/cpu.md). What the text follows from is asked here: the configuration, the model on its devices, every source file of this
-package by its content, every other file that code was loaded from by its size and time, the versions, the flags and the
-processor. A change of any of them finds nothing here; the program is lowered, and then found by its text, or compiled.
+package by its content, every other file that code was loaded from by its size and time, where code is looked for and found,
+the versions, the flags and the processor. A change of any of them finds nothing here; the program is lowered, and then found by its text, or compiled.
 
 That is all only where no other code has had a hand in it: in a process that is the command alone (``own_process``), the only
 one of its run. Nothing is kept where a variable of JAX's is set, as whoever sets one may want to see something of the tracing.
@@ -16,13 +16,14 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import importlib.util
 import logging
 import os
 import pickle
 import platform
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +64,8 @@ class KeptPrograms:
     """
     self._folder, self._around, self._devices, self._new = folder, around, devices, False
     self._path = Path() if folder is None else folder / f"{key}{_START}"
-    files, self._parts = (None if folder is None else _read(self._path)) or ({}, {})
-    if not all(_stamp(name) == stamp for name, stamp in files.items()):
+    files, places, self._parts = (None if folder is None else _read(self._path)) or ({}, {}, {})
+    if places != _places(places) or not all(_stamp(name) == stamp for name, stamp in files.items()):
       self._parts = {}
 
   @classmethod
@@ -134,7 +135,8 @@ class KeptPrograms:
       return
     files = _files_of_code()
     if all(time < began * 1e9 for _, time in files.values()):  # else what was loaded may not be what is there now
-      _write(self._path, (files, self._parts), KEPT)
+      packages = {name.partition(".")[0] for name in list(sys.modules)}
+      _write(self._path, (files, _places(packages), self._parts), KEPT)
 
 
 def _place(model: Model) -> Path | None:
@@ -198,7 +200,7 @@ def _key(model: Model, around: str) -> str:
   for name in _PLACES:
     del config["logging"][name]
   own = {field.name: _plain(getattr(model, field.name)) for field in dataclasses.fields(model) if field.name != "config"}
-  return hashlib.sha256(repr((config, own, around, _sources(_PACKAGE))).encode()).hexdigest()
+  return hashlib.sha256(repr((config, own, around, sys.path, _sources(_PACKAGE))).encode()).hexdigest()
 
 
 def _plain(x: Any) -> Any:
@@ -257,6 +259,18 @@ def _files_of_code() -> dict[str, tuple[int, int]]:
   # Not getattr: it makes some modules import more.
   names = {file for module in list(sys.modules.values()) if (file := getattr(module, "__dict__", {}).get("__file__"))}
   return {name: stamp for name in names if (stamp := _stamp(name)) is not None}
+
+
+def _places(packages: Iterable[str]) -> dict[str, Any]:
+  """Where each of some packages was imported from, or would be: another one of the same name may have come before it."""
+  found: dict[str, Any] = {}
+  for name in packages:
+    try:
+      spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that something has made, and the command itself
+      spec = None
+    found[name] = None if spec is None else spec.origin or list(spec.submodule_search_locations or ())
+  return found
 
 
 def _stamp(name: str | Path) -> tuple[int, int] | None:

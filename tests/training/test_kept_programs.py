@@ -1,5 +1,6 @@
 """Programs kept for the next start: the same to the last bit, and only where nothing has changed that they follow from."""
 
+import importlib
 import json
 import logging
 import os
@@ -194,6 +195,26 @@ def test_a_changed_file_of_others_finds_nothing(kept, tmp_path, monkeypatch):
   assert once(model, 3) == 3
   file.unlink()
   assert once(model, 4) == 4
+
+
+def test_code_that_is_found_elsewhere_finds_nothing(kept, tmp_path, monkeypatch):
+  """Another environment with the same cache, a patched package before the installed one: no file of the first has changed."""
+  for name in ("one", "two"):
+    (tmp_path / name).mkdir()
+  monkeypatch.setattr(sys, "path", [str(tmp_path / "two"), str(tmp_path / "one"), *sys.path])
+  (tmp_path / "one" / "imported_first.py").write_text("x = 1")
+  importlib.import_module("imported_first")
+  model = model_of()
+  assert once(model, 1) == 1
+  del sys.modules["imported_first"]
+  assert once(model, 2) == 1
+  (tmp_path / "two" / "imported_first.py").write_text("x = 2")
+  importlib.invalidate_caches()
+  assert once(model, 3) == 3
+  with monkeypatch.context() as other:
+    other.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert once(model, 4) == 4
+  assert once(model, 5) == 3
 
 
 def test_code_that_changed_while_it_was_loaded_is_not_kept(kept, monkeypatch):
