@@ -217,6 +217,18 @@ def test_code_that_is_found_elsewhere_finds_nothing(kept, tmp_path, monkeypatch)
   assert once(model, 5) == 3
 
 
+def test_flags_of_a_file_are_in_the_key(monkeypatch, tmp_path):
+  """XLA takes an ``XLA_FLAGS`` that does not begin with a dash for the name of a file."""
+  model = model_of()
+  (file := tmp_path / "flags.txt").write_text("--xla_cpu_enable_fast_math=false")
+  monkeypatch.setenv("XLA_FLAGS", str(file))
+  usual = kept_programs._around(model)
+  file.write_text("--xla_cpu_enable_fast_math=true")
+  assert kept_programs._around(model) != usual
+  file.write_text("--xla_cpu_enable_fast_math=false")
+  assert kept_programs._around(model) == usual
+
+
 def test_code_that_changed_while_it_was_loaded_is_not_kept(kept, monkeypatch):
   monkeypatch.setattr(own_process, "_began", 1.0)
   assert once(model_of(), 1) == 1
