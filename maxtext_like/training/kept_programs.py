@@ -281,9 +281,11 @@ def _places(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def _stamp(name: str | Path) -> tuple[int, int] | None:
-  """(size, time of the last change in ns) of a file; None: there is none, as of a module in an archive."""
+  """(size, time of the last change in ns) of a file, of a module in an archive the archive's; None: there is none."""
   try:
     found = os.stat(name)
+  except NotADirectoryError:
+    return _stamp(os.path.dirname(name))
   except OSError:
     return None
   return found.st_size, found.st_mtime_ns

@@ -229,6 +229,17 @@ def test_flags_of_a_file_are_in_the_key(monkeypatch, tmp_path):
   assert kept_programs._around(model) == usual
 
 
+def test_an_archive_that_code_was_loaded_from_finds_nothing_once_it_has_changed(kept, tmp_path, monkeypatch):
+  (archive := tmp_path / "packed.zip").write_bytes(b"one")
+  monkeypatch.setitem(sys.modules, "packed", types.ModuleType("packed"))
+  monkeypatch.setattr(sys.modules["packed"], "__file__", str(archive / "packed" / "module.py"), raising=False)
+  model = model_of()
+  assert once(model, 1) == 1
+  assert once(model, 2) == 1
+  archive.write_bytes(b"other")
+  assert once(model, 3) == 3
+
+
 def test_code_that_changed_while_it_was_loaded_is_not_kept(kept, monkeypatch):
   monkeypatch.setattr(own_process, "_began", 1.0)
   assert once(model_of(), 1) == 1
