@@ -164,7 +164,11 @@ def _read(path: Path) -> Any:
     return None
   with contextlib.suppress(OSError):  # another user's
     os.utime(path)  # the oldest is the one that was not asked for the longest
-  return pickle.loads(content)
+  try:
+    return pickle.loads(content)
+  except Exception as error:  # trees have classes of other packages, which may have moved or gone since then
+    _log.warning("%s: %s: %s; the programs are made again", path, type(error).__name__, error)
+    return None
 
 
 def _write(path: Path, content: Any, keep: int) -> None:

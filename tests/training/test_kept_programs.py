@@ -269,6 +269,20 @@ def test_a_damaged_file_is_told_and_made_again(kept, caplog):
   assert once(model, 3) == 2
 
 
+def test_classes_that_have_moved_are_told_and_made_again(kept, caplog, monkeypatch):
+  """As those of an optimizer's state do from one version of optax to the next."""
+  monkeypatch.setitem(sys.modules, "moving", module := types.ModuleType("moving"))
+  moved = type("Moved", (), {"__module__": "moving"})
+  monkeypatch.setattr(module, "Moved", moved, raising=False)
+  model = model_of()
+  once(model, moved())
+  monkeypatch.delattr(module, "Moved")
+  with caplog.at_level(logging.WARNING):
+    assert once(model, 2) == 2
+  assert "the programs are made again" in caplog.text
+  assert once(model, 3) == 2
+
+
 def test_a_full_or_closed_folder_is_told(kept, caplog):
   kept.parent.joinpath(kept_programs.FOLDER).write_text("a file")
   with caplog.at_level(logging.WARNING):
