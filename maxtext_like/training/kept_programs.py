@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import pickle
@@ -239,10 +240,10 @@ def _processor() -> str:
   """What code is compiled for: its model and what it can do."""
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
-      first = [line for line in iter(file.readline, "\n") if line.startswith(("model name", "flags", "Features", "CPU "))]
+      first = itertools.takewhile(str.strip, file)  # one of them: a blank line follows each, but some files have none
+      return "".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU ")))
   except OSError:  # no Linux
     return platform.processor()
-  return "".join(first)
 
 
 def _processors() -> int | None:

@@ -1,6 +1,7 @@
 """Programs kept for the next start: the same to the last bit, and only where nothing has changed that they follow from."""
 
 import importlib
+import io
 import json
 import logging
 import os
@@ -306,6 +307,26 @@ def test_a_kind_that_is_not_known_is_told(kept, caplog, monkeypatch):
   with caplog.at_level(logging.WARNING):
     assert once(model, 1) == 1
   assert "not kept for the next start: a thing" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("text", "told"),
+  [("", ""), ("model name : a\nflags : b\nbogomips : 1", "model name : a\nflags : b\n"), ("flags : b\n\nflags : b\n\n", "flags : b\n")],
+)
+def test_a_processor_that_is_told_in_other_words_ends_the_reading_too(text, told, monkeypatch):
+  """A sandbox may show none, and not every system has a blank line."""
+
+  class Once(io.StringIO):
+    ended = False
+
+    def readline(self, *args):
+      assert not self.ended, "it reads behind the end"
+      line = super().readline(*args)
+      self.ended = not line
+      return line
+
+  monkeypatch.setattr("builtins.open", lambda *_, **__: Once(text))
+  assert kept_programs._processor() == told
 
 
 def test_only_a_command_that_has_not_imported_jax_is_alone(monkeypatch):
