@@ -179,7 +179,8 @@ def _write(path: Path, content: Any, keep: int) -> None:
     write_bytes(path, zlib.compress(pickle.dumps(content), level=1))
     ages = {other: stamp[1] for other in path.parent.glob(f"*{path.suffix}") if (stamp := _stamp(other)) is not None}
     for old in sorted(ages, key=ages.__getitem__)[:-keep]:
-      old.unlink(missing_ok=True)
+      with contextlib.suppress(PermissionError):  # another user's, in a folder that all may write to
+        old.unlink(missing_ok=True)
   except OSError as error:
     _log.warning("%s: %s; the compiled programs are not kept for the next start", path, error.strerror)
 

@@ -299,6 +299,28 @@ def test_the_oldest_go(kept, monkeypatch):
   assert [once(model, "gone") for model in reversed(models)] == [2, 1, "gone"]
 
 
+def test_what_another_user_may_not_remove_stays_and_nothing_is_told(kept, caplog, monkeypatch):
+  """In a folder that all may write to, where each removes their own files alone."""
+  monkeypatch.setattr(kept_programs, "KEPT", 1)
+  models = [model_of(f"seed={seed}") for seed in range(3)]
+  once(models[0], 0)
+  (others,) = kept.iterdir()
+  usual = Path.unlink
+
+  def unlink(path, **how):
+    if path == others:
+      raise PermissionError(1, "Operation not permitted")
+    usual(path, **how)
+
+  monkeypatch.setattr(Path, "unlink", unlink)
+  with caplog.at_level(logging.WARNING):
+    once(models[1], 1)
+    os.utime(others, (0, 0))
+    once(models[2], 2)
+  assert not caplog.text
+  assert len(list(kept.iterdir())) == 2
+
+
 def test_a_kind_that_is_not_known_is_told(kept, caplog, monkeypatch):
   with pytest.raises(TypeError, match="a object"):
     kept_programs._plain({"x": (object(),)})
