@@ -23,6 +23,7 @@ import os
 import pickle
 import platform
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -135,7 +136,7 @@ class KeptPrograms:
     if self._folder is None or not self._new or began is None:
       return
     files = _files_of_code()
-    if all(time < began * 1e9 for _, time in files.values()):  # else what was loaded may not be what is there now
+    if all(_written(name) < began * 1e9 for name in files):  # else what was loaded may not be what is there now
       packages = {name.partition(".")[0] for name in list(sys.modules)}
       _write(self._path, (files, _places(packages), self._parts), KEPT)
 
@@ -295,3 +296,17 @@ def _stamp(name: str | Path) -> tuple[int, int] | None:
   except OSError:
     return None
   return found.st_size, found.st_mtime_ns
+
+
+def _written(name: str) -> int:
+  """When a file came to be what it is, in ns; now, where there is none any more.
+
+  The time of its last change may be that of a file that it is a copy of (rsync, cp -p), or that was moved here.
+  """
+  try:
+    found = os.stat(name)
+  except NotADirectoryError:
+    return _written(os.path.dirname(name))
+  except OSError:
+    return time.time_ns()
+  return max(found.st_mtime_ns, found.st_ctime_ns)

@@ -247,6 +247,21 @@ def test_code_that_changed_while_it_was_loaded_is_not_kept(kept, monkeypatch):
   assert not kept.exists()
 
 
+def test_code_that_came_in_the_place_of_what_was_loaded_is_not_kept(kept, tmp_path, monkeypatch):
+  """By rsync or mv, which bring along the time of another file."""
+  time.sleep(0.05)  # a file system's clock is coarse
+  monkeypatch.setattr(own_process, "_began", time.time())
+  time.sleep(0.05)
+  (file := tmp_path / "others.py").write_text("x = 1")
+  os.utime(file, (1, 1))
+  monkeypatch.setitem(sys.modules, "others", types.ModuleType("others"))
+  monkeypatch.setattr(sys.modules["others"], "__file__", str(file), raising=False)
+  assert once(model_of(), 1) == 1
+  assert not kept.exists()
+
+
+
+
 def test_nothing_is_kept_where_others_may_have_a_hand_in_it(kept, monkeypatch):
   model = model_of()
   monkeypatch.setenv("JAX_LOG_COMPILES", "1")
