@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from maxtext_like import own_process
+from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.training import kept_programs, memory
 from maxtext_like.training.kept_programs import KeptPrograms
@@ -373,6 +374,20 @@ def test_only_a_command_that_has_not_imported_jax_is_alone(monkeypatch):
   monkeypatch.delitem(sys.modules, "jax")
   own_process.begin()
   assert own_process.began() == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.slow
+def test_a_run_by_epochs_is_estimated_once(kept, tmp_path, monkeypatch):
+  """Before its steps, which are constants of its programs, are counted: that is a start of its own."""
+  (data := tmp_path / "texts.jsonl").write_text('{"text": "a few words and a few more of them"}\n' * 20)
+  words = ["train", "qwen3-tiny", *SMALL, "num_decoder_layers=2", "dataset=jsonl", f"dataset_path={data}", "epochs=1"]
+  words += [f"compilation_cache_dir={kept.parent}", f"output_dir={tmp_path}"]
+  assert main([*words, "run_name=first"]) == 0
+  monkeypatch.setattr(memory, "activation_bytes", never)
+  assert main([*words, "run_name=second"]) == 0
+  assert len(list(kept.glob("*.start"))) == 2
+
+
 
 
 @pytest.mark.slow
