@@ -347,10 +347,17 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 
 
 def host_room(platform: str) -> Limit | None:
-  """What the devices of this process may have of the host's memory together; None: nobody knows."""
+  """What the devices of this process may have of the host's memory together; None: nobody knows.
+
+  Raises:
+    UserError: the environment's number for GPUs is none.
+  """
   found = [host_limit()]
   if platform == "gpu":
-    found.append(Limit(int(os.environ.get(PINNED, 64)) << 30, f"{PINNED}, 64 unless set"))
+    text = os.environ.get(PINNED, "").strip() or "64"
+    if not text.isdecimal():
+      raise UserError(f"environment variable {PINNED}={text}: not a whole number of GiB\n  fix: unset it, or {PINNED}=64")
+    found.append(Limit(int(text) << 30, f"{PINNED}, 64 unless set"))
   return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
 
 
@@ -391,6 +398,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
 
   Raises:
     DoesNotFitError: with the table and what can be done.
+    UserError: as ``host_room``.
   """
   need = estimate(program, saved=saved)
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]

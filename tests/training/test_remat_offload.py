@@ -99,6 +99,24 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
     memory.require_fit(program)
 
 
+@pytest.mark.parametrize("text", ["64GB", "0.5", "-1", "1_000"])
+def test_a_limit_that_is_no_number_is_named(text, monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: None)
+  monkeypatch.setenv(memory.PINNED, text)
+  with pytest.raises(UserError, match=f"{memory.PINNED}={text}: not a whole number of GiB\n  fix: "):
+    memory.host_room("gpu")
+  assert memory.host_room("tpu") is None
+
+
+@pytest.mark.parametrize(("text", "gib"), [("", 64), (" 128 ", 128), ("0", 0)])
+def test_a_limit_that_is_a_number_counts(text, gib, monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: None)
+  monkeypatch.setenv(memory.PINNED, text)
+  found = memory.host_room("gpu")
+  assert found is not None
+  assert found.bytes == gib << 30
+
+
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
