@@ -338,13 +338,15 @@ def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
 
 def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterator[Change]":
   """Values that make a step smaller, those first that change no number: tried until one fits."""
+  from maxtext_like.layers.remat import offload_under
   from maxtext_like.training import ahead_of_time
 
   t = c.training
+  offload = offload_under("full", t.remat_offload)
   values: dict[str, Any] = {}
   steps: list[dict[str, Any]] = []
   if t.remat_policy != "full":
-    steps.append({"remat_policy": "full"})
+    steps.append({"remat_policy": "full"} | ({} if offload == t.remat_offload else {"remat_offload": offload}))
   if t.remat_offload == "none" and _loops(c):
     steps.append({"remat_offload": "layer_inputs"})
   if t.per_device_batch_size > 1:
