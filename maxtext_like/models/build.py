@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
@@ -20,6 +21,12 @@ from maxtext_like.models.registry import FAMILIES
 def precision_of(section: PrecisionConfig) -> Precision:
   """The ``precision:`` section as the layers know it: all of it but ``layer_precision``."""
   return Precision(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Precision)})
+
+
+def runs_in_loops(config: Config) -> bool:
+  """Whether layers run in a loop, without which ``remat_offload`` is refused."""
+  c, layers = config, config.precision.layer_precision
+  return bool(build_decoder(c.model, precision_of(c.precision), layer_precision=layers, scan_layers=c.training.scan_layers).loops)
 
 
 def build_decoder(
