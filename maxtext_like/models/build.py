@@ -92,6 +92,6 @@ def build_decoder(
     why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
     raise ValueError(
       f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what "
-      "is to wait on the host\n  fix: leave it out"
+      "is to wait on the host\n  fix: remat_offload=none"
     )
   return decoder
