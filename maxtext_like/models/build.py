@@ -25,8 +25,9 @@ def precision_of(section: PrecisionConfig) -> Precision:
 
 def runs_in_loops(config: Config) -> bool:
   """Whether layers run in a loop, without which ``remat_offload`` is refused."""
-  c, layers = config, config.precision.layer_precision
-  return bool(build_decoder(c.model, precision_of(c.precision), layer_precision=layers, scan_layers=c.training.scan_layers).loops)
+  p, scanned = config.precision, config.training.scan_layers
+  decoder = build_decoder(config.model, precision_of(p), layer_precision=p.layer_precision, scan_layers=scanned)
+  return bool(decoder.loops)
 
 
 def build_decoder(

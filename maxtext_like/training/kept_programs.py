@@ -3,7 +3,8 @@
 JAX's own cache of compiled programs asks for the text of a program, and to make that takes a third of a start of a tiny model
 (docs/cpu.md). What the text follows from is asked here: the configuration, the model on its devices, every source file of this
 package by its content, every other file that code was loaded from by its size and time, where code is looked for and found,
-the versions, the flags and the processor. A change of any of them finds nothing here; the program is lowered, and then found by its text, or compiled.
+the versions, the flags and the processor. A change of any of them finds nothing here; the program is lowered, and then found by
+its text, or compiled.
 
 That is all only where no other code has had a hand in it: in a process that is the command alone (``own_process``), the only
 one of its run. Nothing is kept where a variable of JAX's is set, as whoever sets one may want to see something of the tracing.

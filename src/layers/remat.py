@@ -49,7 +49,7 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool, offload: RematO
 
 
 def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:
-  """What becomes of an offload where another policy is tried: "none" names nothing that is kept, "full" what layers read alone."""
+  """What an offload is under another policy: "none" names nothing that is kept, "full" nothing but what layers read."""
   if policy == "none" or offload == "none":
     return "none"
   return "layer_inputs" if policy == "full" else offload

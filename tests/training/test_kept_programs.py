@@ -261,8 +261,6 @@ def test_code_that_came_in_the_place_of_what_was_loaded_is_not_kept(kept, tmp_pa
   assert not kept.exists()
 
 
-
-
 def test_nothing_is_kept_where_others_may_have_a_hand_in_it(kept, monkeypatch):
   model = model_of()
   monkeypatch.setenv("JAX_LOG_COMPILES", "1")
@@ -349,7 +347,11 @@ def test_a_kind_that_is_not_known_is_told(kept, caplog, monkeypatch):
 
 @pytest.mark.parametrize(
   ("text", "told"),
-  [("", ""), ("model name : a\nflags : b\nbogomips : 1", "model name : a\nflags : b\n"), ("flags : b\n\nflags : b\n\n", "flags : b\n")],
+  [
+    ("", ""),
+    ("model name : a\nflags : b\nbogomips : 1", "model name : a\nflags : b\n"),
+    ("flags : b\n\nflags : b\n\n", "flags : b\n"),
+  ],
 )
 def test_a_processor_that_is_told_in_other_words_ends_the_reading_too(text, told, monkeypatch):
   """A sandbox may show none, and not every system has a blank line."""
@@ -386,8 +388,6 @@ def test_a_run_by_epochs_is_estimated_once(kept, tmp_path, monkeypatch):
   monkeypatch.setattr(memory, "activation_bytes", never)
   assert main([*words, "run_name=second"]) == 0
   assert len(list(kept.glob("*.start"))) == 2
-
-
 
 
 @pytest.mark.slow
