@@ -11,6 +11,7 @@ from maxtext_like.config.precision_keys import KEYS, LAYER_KEYS, REMEDIES, idle_
 from maxtext_like.config.schema import Config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.layers.kernels.attention.registry import kernel
+from maxtext_like.models.build import runs_in_loops
 
 LOSS_SCALE = "loss_scale_init"
 
@@ -111,8 +112,11 @@ def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None
   whole["layer_precision"] = written(layers)
   if whole["weight_dtype"] == "float32" != config.precision.weight_dtype:
     training = dataclasses.replace(training, stochastic_rounding=False)  # there is nothing left to round
-  precision = dataclasses.replace(config.precision, **whole)
-  return dataclasses.replace(config, precision=precision, training=training)
+  changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
+  if training.remat_offload == "none" or runs_in_loops(changed):
+    return changed
+  # No two rows of layers are equal any more: nothing of them can wait on the host, and no number depends on it.
+  return dataclasses.replace(changed, training=dataclasses.replace(training, remat_offload="none"))
 
 
 def reference(config: Config) -> Config:

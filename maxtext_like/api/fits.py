@@ -338,14 +338,17 @@ def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
 
 def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterator[Change]":
   """Values that make a step smaller, those first that change no number: tried until one fits."""
+  from maxtext_like.layers.remat import offload_under
+  from maxtext_like.models.build import runs_in_loops
   from maxtext_like.training import ahead_of_time
 
   t = c.training
+  offload = offload_under("full", t.remat_offload)
   values: dict[str, Any] = {}
   steps: list[dict[str, Any]] = []
   if t.remat_policy != "full":
-    steps.append({"remat_policy": "full"})
-  if t.remat_offload == "none" and _loops(c):
+    steps.append({"remat_policy": "full"} | ({} if offload == t.remat_offload else {"remat_offload": offload}))
+  if t.remat_offload == "none" and runs_in_loops(c):
     steps.append({"remat_offload": "layer_inputs"})
   if t.per_device_batch_size > 1:
     parts = t.per_device_batch_size * t.gradient_accumulation_steps
@@ -369,15 +372,6 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
     narrow = replace(changed, precision=replace(c.precision, weight_dtype="bfloat16"))
     step = ahead_of_time.compile_step(narrow, topology, flags, machine_code=False)
     yield Change((*(f"{k}={v}" for k, v in values.items()), "weight_dtype=bfloat16"), step)
-
-
-def _loops(c: "Config") -> bool:
-  """Whether layers run in a loop, without which ``remat_offload`` is refused."""
-  from maxtext_like.models.build import build_decoder, precision_of
-
-  layers = c.precision.layer_precision
-  decoder = build_decoder(c.model, precision_of(c.precision), layer_precision=layers, scan_layers=c.training.scan_layers)
-  return bool(decoder.loops)
 
 
 def _any_size(c: "Config") -> bool:

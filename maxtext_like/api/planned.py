@@ -55,7 +55,7 @@ class Planned:
     ]
     if self.found is not None:
       rows += [("search", "nothing fits")] if not self.found else []
-      rows += [("search" if i == 0 else "", _in_a_line(found)) for i, found in enumerate(self.found[:SHOWN])]
+      rows += [("search" if i == 0 else "", _in_a_line(found, p)) for i, found in enumerate(self.found[:SHOWN])]
     return columns(rows)
 
   def to_json(self) -> dict[str, Any]:
@@ -86,12 +86,13 @@ def _plan_json(p: "Plan") -> dict[str, Any]:
   }
 
 
-def _in_a_line(p: "Plan") -> str:
+def _in_a_line(p: "Plan", configured: "Plan") -> str:
   t, mesh = p.config.training, vars(p.config.mesh)
   axes = [f"{name}={size}" for name, size in mesh.items() if name.endswith("_parallelism") and size != 1]
-  values = " ".join([f"per_device_batch_size={t.per_device_batch_size}", f"remat_policy={t.remat_policy}", *axes])
+  offload = [f"remat_offload={t.remat_offload}"] if t.remat_offload != configured.config.training.remat_offload else []
+  values = [f"per_device_batch_size={t.per_device_batch_size}", f"remat_policy={t.remat_policy}", *offload, *axes]
   bound = "" if p.roofline is None else f", at most {p.roofline.mfu:.1%} MFU by {p.roofline.binds}"
-  return f"{values}: {size_words(p.bytes)}{bound}"
+  return f"{' '.join(values)}: {size_words(p.bytes)}{bound}"
 
 
 def plan(

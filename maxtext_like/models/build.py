@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
+from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
@@ -20,6 +21,13 @@ from maxtext_like.models.registry import FAMILIES
 def precision_of(section: PrecisionConfig) -> Precision:
   """The ``precision:`` section as the layers know it: all of it but ``layer_precision``."""
   return Precision(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Precision)})
+
+
+def runs_in_loops(config: Config) -> bool:
+  """Whether layers run in a loop, without which ``remat_offload`` is refused."""
+  p, scanned = config.precision, config.training.scan_layers
+  decoder = build_decoder(config.model, precision_of(p), layer_precision=p.layer_precision, scan_layers=scanned)
+  return bool(decoder.loops)
 
 
 def build_decoder(
@@ -85,6 +93,6 @@ def build_decoder(
     why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
     raise ValueError(
       f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what "
-      "is to wait on the host\n  fix: leave it out"
+      "is to wait on the host\n  fix: remat_offload=none"
     )
   return decoder

@@ -2,8 +2,9 @@
 
 JAX's own cache of compiled programs asks for the text of a program, and to make that takes a third of a start of a tiny model
 (docs/cpu.md). What the text follows from is asked here: the configuration, the model on its devices, every source file of this
-package by its content, every other file that code was loaded from by its size and time, the versions, the flags and the
-processor. A change of any of them finds nothing here; the program is lowered, and then found by its text, or compiled.
+package by its content, every other file that code was loaded from by its size and time, where code is looked for and found,
+the versions, the flags and the processor. A change of any of them finds nothing here; the program is lowered, and then found by
+its text, or compiled.
 
 That is all only where no other code has had a hand in it: in a process that is the command alone (``own_process``), the only
 one of its run. Nothing is kept where a variable of JAX's is set, as whoever sets one may want to see something of the tracing.
@@ -16,13 +17,16 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import importlib.util
+import itertools
 import logging
 import os
 import pickle
 import platform
 import sys
+import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +67,8 @@ class KeptPrograms:
     """
     self._folder, self._around, self._devices, self._new = folder, around, devices, False
     self._path = Path() if folder is None else folder / f"{key}{_START}"
-    files, self._parts = (None if folder is None else _read(self._path)) or ({}, {})
-    if not all(_stamp(name) == stamp for name, stamp in files.items()):
+    files, places, self._parts = (None if folder is None else _read(self._path)) or ({}, {}, {})
+    if places != _places(places) or not all(_stamp(name) == stamp for name, stamp in files.items()):
       self._parts = {}
 
   @classmethod
@@ -75,7 +79,7 @@ class KeptPrograms:
     try:
       around = _around(model)
       return cls(folder, _key(model, around), around, model.devices)
-    except TypeError as error:
+    except (TypeError, OSError) as error:
       _log.warning("the compiled programs are not kept for the next start: %s", error)
       return cls()
 
@@ -133,8 +137,9 @@ class KeptPrograms:
     if self._folder is None or not self._new or began is None:
       return
     files = _files_of_code()
-    if all(time < began * 1e9 for _, time in files.values()):  # else what was loaded may not be what is there now
-      _write(self._path, (files, self._parts), KEPT)
+    if all(_written(name) < began * 1e9 for name in files):  # else what was loaded may not be what is there now
+      packages = {name.partition(".")[0] for name in list(sys.modules)}
+      _write(self._path, (files, _places(packages), self._parts), KEPT)
 
 
 def _place(model: Model) -> Path | None:
@@ -162,7 +167,11 @@ def _read(path: Path) -> Any:
     return None
   with contextlib.suppress(OSError):  # another user's
     os.utime(path)  # the oldest is the one that was not asked for the longest
-  return pickle.loads(content)
+  try:
+    return pickle.loads(content)
+  except Exception as error:  # trees have classes of other packages, which may have moved or gone since then
+    _log.warning("%s: %s: %s; the programs are made again", path, type(error).__name__, error)
+    return None
 
 
 def _write(path: Path, content: Any, keep: int) -> None:
@@ -172,7 +181,8 @@ def _write(path: Path, content: Any, keep: int) -> None:
     write_bytes(path, zlib.compress(pickle.dumps(content), level=1))
     ages = {other: stamp[1] for other in path.parent.glob(f"*{path.suffix}") if (stamp := _stamp(other)) is not None}
     for old in sorted(ages, key=ages.__getitem__)[:-keep]:
-      old.unlink(missing_ok=True)
+      with contextlib.suppress(PermissionError):  # another user's, in a folder that all may write to
+        old.unlink(missing_ok=True)
   except OSError as error:
     _log.warning("%s: %s; the compiled programs are not kept for the next start", path, error.strerror)
 
@@ -181,9 +191,16 @@ def _around(model: Model) -> str:
   """What compiled programs follow from beside their texts: devices, processor, flags and versions."""
   machine = (platform.machine(), _processor(), os.cpu_count(), _processors())
   variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_", "TF_"))}
+  variables |= {"flags": _flags_of_file(os.environ.get("XLA_FLAGS", ""))}
   versions = (sys.version, str(sys.flags), jax.__version__, jaxlib.version.__version__)
   settings = {k: repr(v) for k, v in sorted(jax.config.values.items())}
   return repr((_plain(model.mesh), machine, variables, versions, settings))
+
+
+def _flags_of_file(value: str) -> str:
+  """The flags of a file, which ``XLA_FLAGS`` names where it does not begin with a dash; "" where it names none."""
+  name = value.strip()
+  return "" if not name or name.startswith("-") else Path(name).read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def _text_key(lowered: Any, around: str) -> str:
@@ -198,7 +215,7 @@ def _key(model: Model, around: str) -> str:
   for name in _PLACES:
     del config["logging"][name]
   own = {field.name: _plain(getattr(model, field.name)) for field in dataclasses.fields(model) if field.name != "config"}
-  return hashlib.sha256(repr((config, own, around, _sources(_PACKAGE))).encode()).hexdigest()
+  return hashlib.sha256(repr((config, own, around, sys.path, _sources(_PACKAGE))).encode()).hexdigest()
 
 
 def _plain(x: Any) -> Any:
@@ -226,10 +243,10 @@ def _processor() -> str:
   """What code is compiled for: its model and what it can do."""
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
-      first = [line for line in iter(file.readline, "\n") if line.startswith(("model name", "flags", "Features", "CPU "))]
+      first = itertools.takewhile(str.strip, file)  # one of them: a blank line follows each, but some files have none
+      return "".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU ")))
   except OSError:  # no Linux
     return platform.processor()
-  return "".join(first)
 
 
 def _processors() -> int | None:
@@ -245,7 +262,7 @@ def _sources(folder: str) -> str:
       for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.is_dir():  # the layers are behind a link
           folders.append(entry.path)
-        elif entry.name.endswith(".py"):
+        elif entry.name.endswith(".py") and entry.is_file():  # Emacs' lock of a file is a link to nowhere beside it
           with open(entry.path, "rb") as file:
             content = file.read()
           found.update(f"{entry.path} {len(content)}\n".encode() + content)
@@ -259,10 +276,38 @@ def _files_of_code() -> dict[str, tuple[int, int]]:
   return {name: stamp for name in names if (stamp := _stamp(name)) is not None}
 
 
+def _places(packages: Iterable[str]) -> dict[str, Any]:
+  """Where each of some packages was imported from, or would be: another one of the same name may have come before it."""
+  found: dict[str, Any] = {}
+  for name in packages:
+    try:
+      spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that something has made, and the command itself
+      spec = None
+    found[name] = None if spec is None else spec.origin or list(spec.submodule_search_locations or ())
+  return found
+
+
 def _stamp(name: str | Path) -> tuple[int, int] | None:
-  """(size, time of the last change in ns) of a file; None: there is none, as of a module in an archive."""
+  """(size, time of the last change in ns) of a file, of a module in an archive the archive's; None: there is none."""
   try:
     found = os.stat(name)
+  except NotADirectoryError:
+    return _stamp(os.path.dirname(name))
   except OSError:
     return None
   return found.st_size, found.st_mtime_ns
+
+
+def _written(name: str) -> int:
+  """When a file came to be what it is, in ns; now, where there is none any more.
+
+  The time of its last change may be that of a file that it is a copy of (rsync, cp -p), or that was moved here.
+  """
+  try:
+    found = os.stat(name)
+  except NotADirectoryError:
+    return _written(os.path.dirname(name))
+  except OSError:
+    return time.time_ns()
+  return max(found.st_mtime_ns, found.st_ctime_ns)

@@ -15,6 +15,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
+from maxtext_like.layers.remat import offload_under
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
@@ -347,10 +348,17 @@ def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 
 
 def host_room(platform: str) -> Limit | None:
-  """What the devices of this process may have of the host's memory together; None: nobody knows."""
+  """What the devices of this process may have of the host's memory together; None: nobody knows.
+
+  Raises:
+    UserError: the environment's number for GPUs is none.
+  """
   found = [host_limit()]
   if platform == "gpu":
-    found.append(Limit(int(os.environ.get(PINNED, 64)) << 30, f"{PINNED}, 64 unless set"))
+    text = os.environ.get(PINNED, "").strip() or "64"
+    if not text.isdecimal():
+      raise UserError(f"environment variable {PINNED}={text}: not a whole number of GiB\n  fix: unset it, or {PINNED}=64")
+    found.append(Limit(int(text) << 30, f"{PINNED}, 64 unless set"))
   return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
 
 
@@ -391,6 +399,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
 
   Raises:
     DoesNotFitError: with the table and what can be done.
+    UserError: as ``host_room``.
   """
   need = estimate(program, saved=saved)
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]
@@ -414,12 +423,14 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
 def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -> str:
   """What makes a run smaller, in the order to try."""
   t, precision = program.config.training, program.config.precision
+  offload = offload_under("full", t.remat_offload)
+  full = "remat_policy=full" + (f" remat_offload={offload}" if offload != t.remat_offload else "")
   lines = []
   if t.per_device_batch_size > 1:
     now, same = t.per_device_batch_size, t.per_device_batch_size * t.gradient_accumulation_steps
     lines.append(f"per_device_batch_size=1 (now {now}); gradient_accumulation_steps={same} makes the same update of it")
   if t.remat_policy != "full":
-    lines.append(f"remat_policy=full (now {t.remat_policy}): activations are computed again instead of kept")
+    lines.append(f"{full} (now {t.remat_policy}): activations are computed again instead of kept")
   elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
     lines.append("remat_offload=layer_inputs: what layers read waits in the host's memory, not on the device")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
@@ -433,7 +444,7 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
   if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
-    lines.append("optimizer_in_backward=true remat_policy=full: the gradients of one layer at a time (docs/performance.md)")
+    lines.append(f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/performance.md)")
   if not t.trainable_parameters_mask:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

@@ -19,6 +19,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers import tiles
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.remat import offload_under
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory, tpu_memory
@@ -209,7 +210,9 @@ def search(config: Config, target: Target) -> list[Plan]:
   for policy in dict.fromkeys((*POLICIES, config.training.remat_policy)):
     for mesh in _meshes(config, target):
       for rows in (1, 2, 4, 8):
-        training = dataclasses.replace(config.training, remat_policy=policy, per_device_batch_size=rows)
+        offload = offload_under(policy, config.training.remat_offload)
+        values = {"remat_policy": policy, "remat_offload": offload, "per_device_batch_size": rows}
+        training = dataclasses.replace(config.training, **values)
         try:
           tried = plan(dataclasses.replace(config, training=training, mesh=mesh), target)
         except UserError:

@@ -197,6 +197,7 @@ class _Run:
     begun = None if newest is None else Begun(**newest)
     program = stop.interruptible(lambda: counted(program, data, begun))
     if program.config != c:  # steps are constants of a program
+      kept.write()  # what was estimated before they were counted
       kept = KeptPrograms.of(program.model)
     self._config = c = program.config
     self._progress.last_step = c.training.last_step

@@ -48,6 +48,13 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool, offload: RematO
   return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
 
 
+def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:
+  """What an offload is under another policy: "none" names nothing that is kept, "full" nothing but what layers read."""
+  if policy == "none" or offload == "none":
+    return "none"
+  return "layer_inputs" if policy == "full" else offload
+
+
 def _kept_on_device(policy: RematPolicy) -> Any:
   policies = jax.checkpoint_policies
   if policy == "full":

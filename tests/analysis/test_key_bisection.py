@@ -20,6 +20,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.layers.param import init
+from maxtext_like.training.program import make_program
 from tests.models.test_golden import GOLDEN
 from tests.models.test_golden_vision import larger
 from tests.training.test_vision_training import golden_batch
@@ -253,6 +254,19 @@ def test_a_fault_of_one_layer_is_mended_there_alone(scan):
   (finding,) = result.findings
   assert finding.layers == (1,)
   assert finding.before.worst > 0.1 >= finding.after.worst
+
+
+def test_layers_that_no_longer_run_in_a_loop_keep_nothing_on_the_host():
+  """What has no loop is refused with an offload, in the middle of a search or by whoever takes its result."""
+  words = ["dtype=float16", "float32_gate_product=false", "remat_policy=full", "remat_offload=layer_inputs"]
+  own = Remedy("float32_gate_product", True, layer=1)
+  for layers, offload in ((3, "none"), (4, "layer_inputs")):  # one, another, one; and a row more, which is as the one before
+    config = config_of("gemma4", f"num_decoder_layers={layers}", *words)
+    changed = applied(config, [own])
+    assert changed.training.remat_offload == offload
+    assert ("remat_offload: none" in yaml(config, changed)) == (offload == "none")
+    make_program(changed)
+  assert applied(config, []).training.remat_offload == "layer_inputs"
 
 
 @pytest.mark.slow

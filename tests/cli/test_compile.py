@@ -299,6 +299,15 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
   assert told["layout"]["largest"][0]["place"] == "a.py:3"
 
 
+@pytest.mark.parametrize("offload", ["kept", "all"])
+def test_what_lies_on_the_host_is_what_layers_read_where_no_more_is_kept(offload, monkeypatch, capsys):
+  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
+  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_, **__: dataclasses.replace(STEP, peak_bytes=40 * GIB))
+  words = ["gemma4-tiny", "topology=v6e-256", "per_device_batch_size=1", "remat_policy=minimal", f"remat_offload={offload}"]
+  assert main(["compile", *words]) == 4
+  assert "tried        remat_policy=full remat_offload=layer_inputs: does not fit" in capsys.readouterr().out
+
+
 @needs_libtpu
 def test_a_mesh_that_the_slice_has_not_got():
   config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config

@@ -1,5 +1,7 @@
 """Programs kept for the next start: the same to the last bit, and only where nothing has changed that they follow from."""
 
+import importlib
+import io
 import json
 import logging
 import os
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from maxtext_like import own_process
+from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.training import kept_programs, memory
 from maxtext_like.training.kept_programs import KeptPrograms
@@ -162,6 +165,19 @@ def test_every_source_file_is_in_the_key(tmp_path):
   assert kept_programs._sources(str(folder)) == usual
 
 
+def test_what_is_no_file_or_cannot_be_read_ends_no_start(kept, caplog, monkeypatch, tmp_path):
+  """A buffer that Emacs has not saved, or a file that goes as it is looked at."""
+  (tmp_path / "step.py").write_text("x = 1")
+  usual = kept_programs._sources(str(tmp_path))
+  (tmp_path / ".#step.py").symlink_to("user@host.123:456")
+  assert kept_programs._sources(str(tmp_path)) == usual
+  monkeypatch.setattr(kept_programs, "_PACKAGE", str(tmp_path / "gone"))
+  with caplog.at_level(logging.WARNING):
+    assert once(model_of(), 1) == 1
+  assert "not kept for the next start" in caplog.text
+  assert not kept.exists()
+
+
 def test_the_program_does_not_follow_from_its_places():
   texts = {
     make_program(small_config("qwen3-tiny", "num_decoder_layers=2", *words)).lower_step().as_text()
@@ -183,8 +199,64 @@ def test_a_changed_file_of_others_finds_nothing(kept, tmp_path, monkeypatch):
   assert once(model, 4) == 4
 
 
+def test_code_that_is_found_elsewhere_finds_nothing(kept, tmp_path, monkeypatch):
+  """Another environment with the same cache, a patched package before the installed one: no file of the first has changed."""
+  for name in ("one", "two"):
+    (tmp_path / name).mkdir()
+  monkeypatch.setattr(sys, "path", [str(tmp_path / "two"), str(tmp_path / "one"), *sys.path])
+  (tmp_path / "one" / "imported_first.py").write_text("x = 1")
+  importlib.import_module("imported_first")
+  model = model_of()
+  assert once(model, 1) == 1
+  del sys.modules["imported_first"]
+  assert once(model, 2) == 1
+  (tmp_path / "two" / "imported_first.py").write_text("x = 2")
+  importlib.invalidate_caches()
+  assert once(model, 3) == 3
+  with monkeypatch.context() as other:
+    other.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert once(model, 4) == 4
+  assert once(model, 5) == 3
+
+
+def test_flags_of_a_file_are_in_the_key(monkeypatch, tmp_path):
+  """XLA takes an ``XLA_FLAGS`` that does not begin with a dash for the name of a file."""
+  model = model_of()
+  (file := tmp_path / "flags.txt").write_text("--xla_cpu_enable_fast_math=false")
+  monkeypatch.setenv("XLA_FLAGS", str(file))
+  usual = kept_programs._around(model)
+  file.write_text("--xla_cpu_enable_fast_math=true")
+  assert kept_programs._around(model) != usual
+  file.write_text("--xla_cpu_enable_fast_math=false")
+  assert kept_programs._around(model) == usual
+
+
+def test_an_archive_that_code_was_loaded_from_finds_nothing_once_it_has_changed(kept, tmp_path, monkeypatch):
+  (archive := tmp_path / "packed.zip").write_bytes(b"one")
+  monkeypatch.setitem(sys.modules, "packed", types.ModuleType("packed"))
+  monkeypatch.setattr(sys.modules["packed"], "__file__", str(archive / "packed" / "module.py"), raising=False)
+  model = model_of()
+  assert once(model, 1) == 1
+  assert once(model, 2) == 1
+  archive.write_bytes(b"other")
+  assert once(model, 3) == 3
+
+
 def test_code_that_changed_while_it_was_loaded_is_not_kept(kept, monkeypatch):
   monkeypatch.setattr(own_process, "_began", 1.0)
+  assert once(model_of(), 1) == 1
+  assert not kept.exists()
+
+
+def test_code_that_came_in_the_place_of_what_was_loaded_is_not_kept(kept, tmp_path, monkeypatch):
+  """By rsync or mv, which bring along the time of another file."""
+  time.sleep(0.05)  # a file system's clock is coarse
+  monkeypatch.setattr(own_process, "_began", time.time())
+  time.sleep(0.05)
+  (file := tmp_path / "others.py").write_text("x = 1")
+  os.utime(file, (1, 1))
+  monkeypatch.setitem(sys.modules, "others", types.ModuleType("others"))
+  monkeypatch.setattr(sys.modules["others"], "__file__", str(file), raising=False)
   assert once(model_of(), 1) == 1
   assert not kept.exists()
 
@@ -212,6 +284,20 @@ def test_a_damaged_file_is_told_and_made_again(kept, caplog):
   assert once(model, 3) == 2
 
 
+def test_classes_that_have_moved_are_told_and_made_again(kept, caplog, monkeypatch):
+  """As those of an optimizer's state do from one version of optax to the next."""
+  monkeypatch.setitem(sys.modules, "moving", module := types.ModuleType("moving"))
+  moved = type("Moved", (), {"__module__": "moving"})
+  monkeypatch.setattr(module, "Moved", moved, raising=False)
+  model = model_of()
+  once(model, moved())
+  monkeypatch.delattr(module, "Moved")
+  with caplog.at_level(logging.WARNING):
+    assert once(model, 2) == 2
+  assert "the programs are made again" in caplog.text
+  assert once(model, 3) == 2
+
+
 def test_a_full_or_closed_folder_is_told(kept, caplog):
   kept.parent.joinpath(kept_programs.FOLDER).write_text("a file")
   with caplog.at_level(logging.WARNING):
@@ -227,6 +313,28 @@ def test_the_oldest_go(kept, monkeypatch):
   assert [once(model, "gone") for model in reversed(models)] == [2, 1, "gone"]
 
 
+def test_what_another_user_may_not_remove_stays_and_nothing_is_told(kept, caplog, monkeypatch):
+  """In a folder that all may write to, where each removes their own files alone."""
+  monkeypatch.setattr(kept_programs, "KEPT", 1)
+  models = [model_of(f"seed={seed}") for seed in range(3)]
+  once(models[0], 0)
+  (others,) = kept.iterdir()
+  usual = Path.unlink
+
+  def unlink(path, **how):
+    if path == others:
+      raise PermissionError(1, "Operation not permitted")
+    usual(path, **how)
+
+  monkeypatch.setattr(Path, "unlink", unlink)
+  with caplog.at_level(logging.WARNING):
+    once(models[1], 1)
+    os.utime(others, (0, 0))
+    once(models[2], 2)
+  assert not caplog.text
+  assert len(list(kept.iterdir())) == 2
+
+
 def test_a_kind_that_is_not_known_is_told(kept, caplog, monkeypatch):
   with pytest.raises(TypeError, match="a object"):
     kept_programs._plain({"x": (object(),)})
@@ -237,6 +345,30 @@ def test_a_kind_that_is_not_known_is_told(kept, caplog, monkeypatch):
   assert "not kept for the next start: a thing" in caplog.text
 
 
+@pytest.mark.parametrize(
+  ("text", "told"),
+  [
+    ("", ""),
+    ("model name : a\nflags : b\nbogomips : 1", "model name : a\nflags : b\n"),
+    ("flags : b\n\nflags : b\n\n", "flags : b\n"),
+  ],
+)
+def test_a_processor_that_is_told_in_other_words_ends_the_reading_too(text, told, monkeypatch):
+  """A sandbox may show none, and not every system has a blank line."""
+
+  class Once(io.StringIO):
+    ended = False
+
+    def readline(self, *args):
+      assert not self.ended, "it reads behind the end"
+      line = super().readline(*args)
+      self.ended = not line
+      return line
+
+  monkeypatch.setattr("builtins.open", lambda *_, **__: Once(text))
+  assert kept_programs._processor() == told
+
+
 def test_only_a_command_that_has_not_imported_jax_is_alone(monkeypatch):
   monkeypatch.setattr(own_process, "_began", None)
   own_process.begin()
@@ -244,6 +376,18 @@ def test_only_a_command_that_has_not_imported_jax_is_alone(monkeypatch):
   monkeypatch.delitem(sys.modules, "jax")
   own_process.begin()
   assert own_process.began() == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.slow
+def test_a_run_by_epochs_is_estimated_once(kept, tmp_path, monkeypatch):
+  """Before its steps, which are constants of its programs, are counted: that is a start of its own."""
+  (data := tmp_path / "texts.jsonl").write_text('{"text": "a few words and a few more of them"}\n' * 20)
+  words = ["train", "qwen3-tiny", *SMALL, "num_decoder_layers=2", "dataset=jsonl", f"dataset_path={data}", "epochs=1"]
+  words += [f"compilation_cache_dir={kept.parent}", f"output_dir={tmp_path}"]
+  assert main([*words, "run_name=first"]) == 0
+  monkeypatch.setattr(memory, "activation_bytes", never)
+  assert main([*words, "run_name=second"]) == 0
+  assert len(list(kept.glob("*.start"))) == 2
 
 
 @pytest.mark.slow

@@ -221,6 +221,19 @@ def test_a_31b_is_refused_with_a_table_and_remedies(monkeypatch):
   assert len(text.splitlines()) < 20
 
 
+@pytest.mark.parametrize(
+  ("words", "tried"),
+  [
+    (["remat_policy=minimal", "remat_offload=kept"], "remat_policy=full remat_offload=layer_inputs (now minimal)"),
+    (["remat_policy=save_mlp", "remat_offload=all"], "in_backward=true remat_policy=full remat_offload=layer_inputs:"),
+    (["remat_policy=minimal", "remat_offload=layer_inputs"], "remat_policy=full (now minimal)"),
+  ],
+)
+def test_a_remedy_is_not_refused_with_the_offload_that_is_there(words, tried):
+  program = make_program(load_config("qwen3-tiny", ["num_decoder_layers=2", *words]).config)
+  assert tried in memory.remedies(program, memory.estimate(program), None)
+
+
 def test_what_fits_is_not_refused(monkeypatch):
   monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
   need, limit = memory.require_fit(make_program(load_config("gemma4-tiny").config))

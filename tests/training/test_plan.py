@@ -158,6 +158,28 @@ def test_a_search_tries_the_policy_that_is_given(monkeypatch, given, count):
   assert len({*tried}) == len(tried) == count
 
 
+@pytest.mark.parametrize(
+  ("given", "offload", "under"),
+  [
+    ("full", "layer_inputs", {"none": "none", "save_mlp": "layer_inputs", "full": "layer_inputs"}),
+    ("minimal", "kept", {"none": "none", "save_mlp": "kept", "full": "layer_inputs", "minimal": "kept"}),
+    ("save_mlp", "all", {"none": "none", "save_mlp": "all", "full": "layer_inputs"}),
+  ],
+)
+def test_a_search_takes_an_offload_as_far_as_a_policy_has_something_to_offload(monkeypatch, given, offload, under):
+  tried = {}
+
+  def refuse(config, target):
+    tried[config.training.remat_policy] = config.training.remat_offload
+    raise UserError("no such mesh")
+
+  monkeypatch.setattr(plan_module, "plan", refuse)
+  monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
+  words = [f"remat_policy={given}", f"remat_offload={offload}"]
+  assert search(load_config("gemma3-tiny", words).config, find_topology("v6e-8")) == []
+  assert {policy: tried[policy] for policy in under} == under
+
+
 def test_a_search_splits_experts():
   meshes = lambda model: [
     m.ici_expert_parallelism for m in plan_module._meshes(load_config(model).config, find_topology("v6e-8"))

@@ -75,7 +75,7 @@ def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
   assert [t.times for t in found.transfers] == [12, 12]
   with pytest.raises(UserError, match="no two rows of its layers are equal"):
     plan(load_config("gemma3-tiny", ["num_decoder_layers=1", *words[1:]]).config, target)
-  with pytest.raises(UserError, match=r"in no loop \(scan_layers is false\)"):
+  with pytest.raises(UserError, match=r"in no loop \(scan_layers is false\)[^\n]*\n  fix: remat_offload=none"):
     plan(load_config("gemma3-tiny", [*words, "scan_layers=false"]).config, target)
 
 
@@ -97,6 +97,24 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
   monkeypatch.setenv(memory.PINNED, "0")
   with pytest.raises(DoesNotFitError, match=memory.PINNED):
     memory.require_fit(program)
+
+
+@pytest.mark.parametrize("text", ["64GB", "0.5", "-1", "1_000"])
+def test_a_limit_that_is_no_number_is_named(text, monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: None)
+  monkeypatch.setenv(memory.PINNED, text)
+  with pytest.raises(UserError, match=f"{memory.PINNED}={text}: not a whole number of GiB\n  fix: "):
+    memory.host_room("gpu")
+  assert memory.host_room("tpu") is None
+
+
+@pytest.mark.parametrize(("text", "gib"), [("", 64), (" 128 ", 128), ("0", 0)])
+def test_a_limit_that_is_a_number_counts(text, gib, monkeypatch):
+  monkeypatch.setattr(memory, "host_limit", lambda: None)
+  monkeypatch.setenv(memory.PINNED, text)
+  found = memory.host_room("gpu")
+  assert found is not None
+  assert found.bytes == gib << 30
 
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
