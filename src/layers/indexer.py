@@ -17,6 +17,8 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rope import RopeConfig, rope_table, rotate
 from maxtext_like.layers.weight import product
 
+_DIGIT = 4  # bits at a time: fifteen numbers are tried in one pass over the scores
+
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
@@ -126,7 +128,7 @@ class Indexer:
   def select(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
     """The ``topk`` best visible keys of each query; of equal scores the earlier key.
 
-    Nothing is sorted: the score at the cut is found bit by bit, and so is, of the keys that have it, the last that counts.
+    Nothing is sorted: the score at the cut is found by its binary digits, and so is where the keys end that have just it.
 
     Args:
       scores_BTS: index scores.
@@ -139,11 +141,11 @@ class Indexer:
     if self.cfg.topk >= S:
       return jnp.broadcast_to(mask, scores_BTS.shape)
     rank = jnp.where(mask, _rank(jax.lax.stop_gradient(scores_BTS)), jnp.uint32(0))
-    cut = _largest(lambda cut: _count(rank >= cut) >= self.cfg.topk, 32, rank[..., :1])
-    above, equal, key = rank > cut, rank == cut, jax.lax.broadcasted_iota(jnp.uint32, rank.shape, rank.ndim - 1)
-    wanted = self.cfg.topk - _count(above)
-    last = _largest(lambda last: _count(equal & (key < last)) <= wanted, S.bit_length(), rank[..., :1])
-    return (above | (equal & (key < last))) & mask
+    cut = _largest(lambda cut: _count(rank[:, :, None] >= cut) >= self.cfg.topk, 32, rank[..., :1])
+    equal, key = rank == cut, jax.lax.broadcasted_iota(jnp.uint32, rank.shape, rank.ndim - 1)
+    left = self.cfg.topk - _count(rank > cut)[..., None]
+    end = _largest(lambda end: _count(equal[:, :, None] & (key[:, :, None] < end)) <= left, S.bit_length(), rank[..., :1])
+    return ((rank > cut) | (equal & (key < end))) & mask
 
   @jax.named_scope("indexer")
   def best(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
@@ -159,18 +161,27 @@ def _rank(scores: jax.Array) -> jax.Array:
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _count(found_BTS: jax.Array) -> jax.Array:
-  return jnp.sum(found_BTS, axis=-1, keepdims=True, dtype=jnp.int32)
+def _count(found: jax.Array) -> jax.Array:
+  """How many along the last axis."""
+  return jnp.sum(found, axis=-1, dtype=jnp.int32)
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
-  """The largest uint32 of so many bits, [B, T, 1] as ``like``, for which something holds that holds for all smaller ones."""
+  """The largest uint32 of so many bits or a few more, [B, T, 1], for which something holds that holds for all smaller ones.
+
+  Args:
+    holds: of numbers uint32 [B, T, n, 1], bool [B, T, n].
+    bits: a multiple of ``_DIGIT`` is looked at.
+    like: uint32 [B, T, 1].
+  """
 
   def step(i, found):
-    larger = found | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
-    return jnp.where(holds(larger), larger, found)
+    place = (_DIGIT * (digits - 1 - i)).astype(jnp.uint32)
+    larger = found | (jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32) << place)
+    return found | (_count(holds(larger[..., None])).astype(jnp.uint32)[..., None] << place)
 
-  return jax.lax.fori_loop(0, bits, step, like & jnp.uint32(0))
+  digits = -(-bits // _DIGIT)
+  return jax.lax.fori_loop(0, digits, step, like & jnp.uint32(0))
 
 
 @jax.named_scope("indexer_loss")

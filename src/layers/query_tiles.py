@@ -58,9 +58,9 @@ def over_queries(
 
   if T <= TILE:
     return attend(shared | keys, queries, visible(tokens, where.first, T, S))
-  # Sums over tiles, of the gradients of what all of them read, are made in float32.
-  dtypes = {name: x.dtype for name, x in (shared | keys).items()}
-  shared, keys = jax.tree.map(lambda x: x.astype(jnp.float32), (shared, keys))
+  # Of what all tiles read: as it is, and in float32, which has the gradients, to be added up.
+  twice: Any = lambda own: {name: (jax.lax.stop_gradient(x), x.astype(jnp.float32)) for name, x in own.items()}
+  all_of, of_keys = twice(shared), twice(keys)
   count, known = -(-T // TILE), isinstance(where.first, int)
   cut: Any = jax.tree.map(_cut, (queries, tokens))
   found = []
@@ -69,14 +69,25 @@ def over_queries(
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(CHOSEN))
     def one(seen, queries, own, number, last=last):
-      seen = {name: x.astype(dtypes[name]) for name, x in seen.items()}
-      return attend(seen, queries, visible(own, where.first + number * TILE, TILE, last))
+      return attend(
+        {name: _read(*x) for name, x in seen.items()}, queries, visible(own, where.first + number * TILE, TILE, last)
+      )
 
-    seen = shared | {name: x[:, :last] for name, x in keys.items()}
+    seen = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
     parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], cut)
     found.append(jax.lax.map(lambda part, seen=seen, one=one: one(seen, *part), (*parts, jnp.arange(begin, end))))
   joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
   return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * TILE, *x.shape[3:])[:, :T], joined)
+
+
+@jax.custom_vjp
+def _read(x: jax.Array, summed: jax.Array) -> Any:
+  """x, whose gradient goes to the other in float32. That one is never read: no compiler makes it."""
+  del summed
+  return x
+
+
+_read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float32)))
 
 
 def _stretches(count: int, known: bool) -> list[tuple[int, int]]:

@@ -51,6 +51,19 @@ def test_exactly_k_of_the_visible_and_the_earlier_of_equals(topk, scores, segmen
   assert all(len(set(row)) == min(topk, T) for row in indices[0].tolist())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_many_keys_those_that_a_sort_finds(dtype):
+  """Half of the scores of 16 bits are equal to another of their row."""
+  layer, shape = indexer(100), (2, 40, 300)
+  scores = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+  mask = jnp.asarray(np.arange(300) <= np.arange(80, 300, 5.5)[None, :, None])
+  chosen, best = (np.asarray(x) for x in both(100)(scores, mask))
+  wanted = np.zeros(shape, bool)
+  np.put_along_axis(wanted, best, True, -1)
+  np.testing.assert_array_equal(chosen, wanted & mask)
+  assert chosen.sum(-1).max() == layer.cfg.topk
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_very_low_score_beats_a_masked_key(dtype):
   scores = jnp.full((1, 3, 3), float(jnp.finfo(dtype).min) * 0.9, dtype)
