@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
@@ -233,7 +234,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     whole = program.adapter.replaced(gradient)
     with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
     logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised - copies)
-  activations += again
+  activations += again + _in_tiles(program)
   if platform == "gpu" and not t.optimizer_in_backward:
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
@@ -250,6 +251,14 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     fetched=_fetched_bytes(program) if platform == "gpu" else 0,
     host=host,
   )
+
+
+def _in_tiles(program: TrainProgram) -> int:
+  """What a layer has at once that goes through its queries tile by tile, of which JAX keeps nothing."""
+  model, length = program.model, program.config.training.max_target_length
+  mixers = {layer.cfg.mixer for layer in model.decoder.layers if isinstance(layer.cfg.mixer, MLAConfig)}
+  rows, ways = model.rows // model.ways("batch"), model.ways("heads")
+  return max((mixer.tile_bytes(rows, length, mixer.num_heads // ways) for mixer in mixers), default=0)
 
 
 def _sliced(program: TrainProgram, params: Any) -> int:

@@ -89,6 +89,36 @@ class MLAConfig:
       m = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
     return (self.nope_dim + self.rope_dim) ** -0.5 * m * m
 
+  def gathers(self, count: int) -> bool:
+    """Whether queries that may see so many keys attend to gathered ones: it takes fewer multiplications, and no TPU has to read
+    rows one by one. Latents are wider than the keys and values of a head."""
+    if self.indexer is None or not self.indexer_sparse or self.platform == "tpu":
+      return False
+    work = self.indexer.topk * (2 * self.kv_lora_rank + self.rope_dim)
+    return work < count * (self.nope_dim + self.rope_dim + self.value_dim)
+
+  def tile_bytes(self, rows: int, length: int, heads: int) -> int:
+    """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
+    compiled for a GPU: products of index heads twice, what heads make of pairs three times, and gradients of keys and values;
+    where keys are gathered index heads' once, and the gathered latents.
+
+    Args:
+      rows: of one device.
+      length: of the keys.
+      heads: of the attention, of one device.
+    """
+    if (indexer := self.indexer) is None or length <= query_tiles.TILE:
+      return 0
+
+    def floats(seen: int) -> int:
+      width = self.nope_dim + self.rope_dim + self.value_dim
+      if not self.gathers(seen):
+        return query_tiles.TILE * (2 * indexer.num_heads + 3 * heads) * seen + heads * width * seen
+      latents = (self.kv_lora_rank + self.rope_dim) * 2  # in 16 bits twice, and their gradients
+      return query_tiles.TILE * (indexer.num_heads * seen + indexer.topk * (3 * heads + latents))
+
+    return 4 * rows * max(floats(seen) for seen in query_tiles.seen(length))
+
 
 @dataclass(frozen=True)
 class MLA:
@@ -269,7 +299,7 @@ class MLA:
     if wanted is not None:
       more = ((0, 0), (0, 0), (0, wanted - scores.shape[-1]))
       found["indices"] = indexer.best(jnp.pad(scores, more), jnp.pad(visible, more))
-    if "kv_b" in keys and self._gathers(scores.shape[-1]):
+    if "kv_b" in keys and c.gathers(scores.shape[-1]):
       scores, mask, found["out"], probs = self._gathered(keys, queries["q"], scores, visible)
     else:
       mask = chosen(indexer.select(scores, visible)) if c.indexer_sparse else visible
@@ -281,14 +311,6 @@ class MLA:
         heads_summed = jax.lax.psum(heads_summed, heads_on)
       found["divergence"] = divergence(scores, heads_summed, mask)
     return found
-
-  def _gathers(self, count: int) -> bool:
-    """Whether queries that may see so many keys attend to gathered ones: it takes fewer multiplications, and no TPU has to read
-    rows one by one. Latents are wider than the keys and values of a head."""
-    c = self.cfg
-    assert c.indexer is not None
-    work = c.indexer.topk * (2 * c.kv_lora_rank + c.rope_dim)
-    return c.indexer_sparse and c.platform != "tpu" and work < count * (c.nope_dim + c.rope_dim + c.value_dim)
 
   def _gathered(
     self, keys: Arrays, q_BTNH: jax.Array, scores_BTS: jax.Array, visible: jax.Array

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_like.layers.masks import Keys, Tokens, attention_mask
 
 TILE = 128  # queries, as many as a matrix unit has rows; rows of at most this many are one tile
-STRETCHES = 8  # of tiles in one loop, which meet the keys of its last: at most an eighth more pairs than queries see
+STRETCHES = 4  # of tiles in one loop, which meet the keys of its last: a quarter more pairs than queries see. Each is compiled
 CHOSEN = "chosen keys"
 
 Arrays = dict[str, jax.Array]
@@ -73,9 +73,9 @@ def over_queries(
         {name: _read(*x) for name, x in seen.items()}, queries, visible(own, where.first + number * TILE, TILE, last)
       )
 
-    seen = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
+    own = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
     parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], cut)
-    found.append(jax.lax.map(lambda part, seen=seen, one=one: one(seen, *part), (*parts, jnp.arange(begin, end))))
+    found.append(jax.lax.map(lambda part, own=own, one=one: one(own, *part), (*parts, jnp.arange(begin, end))))
   joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
   return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * TILE, *x.shape[3:])[:, :T], joined)
 
@@ -88,6 +88,11 @@ def _read(x: jax.Array, summed: jax.Array) -> Any:
 
 
 _read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float32)))
+
+
+def seen(length: int) -> list[int]:
+  """How many keys the queries of each stretch meet, of rows that no devices share."""
+  return [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
 
 
 def _stretches(count: int, known: bool) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError
+from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.param import count
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory
@@ -76,6 +77,18 @@ def test_weights_that_have_no_gradient_take_nothing_away(scan):
   need = on_gpus("gemma4-tiny", *words, f"scan_layers={scan}")
   assert min(need.activations, need.logits, need.copies) >= 0
   assert need.total > need.parameters + need.optimizer + need.gradients + 64 * 512 * 2
+
+
+def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
+  """Of 512 positions a tile of 128 meets all keys: scores of 4 index heads; 4 heads' of 32 gathered keys, and those keys."""
+  words = ("max_target_length=512", "per_device_batch_size=2")
+  whole = on_gpus("deepseek3.2-tiny", *words).total
+  monkeypatch.setattr(MLAConfig, "tile_bytes", lambda *_: 0)
+  gathered = 32 * (3 * 4 + 2 * (32 + 16))
+  assert whole - on_gpus("deepseek3.2-tiny", *words).total == 2 * 4 * 128 * (4 * 512 + gathered)
+  short = on_gpus("deepseek3.2-tiny", "max_target_length=128")
+  monkeypatch.undo()
+  assert on_gpus("deepseek3.2-tiny", "max_target_length=128") == short
 
 
 def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
