@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.expert_parallel import SLACK
+from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.param import count
 from maxtext_like.layers.quantised import CODES
 from maxtext_like.models.adapter import model_path
@@ -22,10 +23,12 @@ from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.transfers import passes, pieces, summed_bytes
 
 PASSES = 5.5
-"""How often what layers would keep without remat goes through memory in a step, temporaries included: this and the next three
+"""How often what layers would keep without remat goes through memory in a step, temporaries included: this and the next four
 were fitted to the compiled programs of docs/compile.md."""
 EXPERT_ROWS, TRAVELLING = 12, 9
 """How often in each pass the rows of experts do besides, and how often more where they travel to other devices."""
+SCORES = 9
+"""How often in each pass float32 scores of the pairs of tiles of queries do, with the keys and values that tiles read."""
 UNPACKED = {False: 2.5, True: 7.5}
 """Bytes of what is made of a number of which two lie in a byte, on its way to ``dtype``, written and read; True: of experts,
 whose blocks' scales are spread over all numbers, in float32."""
@@ -46,7 +49,7 @@ def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int)
   """
   parts = program.config.training.gradient_accumulation_steps
   part = _of_layers(program) + _of_dequantised(program) + _of_fetched(program, weights) + _of_head(program, weights)
-  part += PASSES * everything + _of_expert_rows(program)
+  part += PASSES * everything + _of_expert_rows(program) + _of_scores(program)
   return parts * part + _of_update(program)
 
 
@@ -87,6 +90,16 @@ def _of_expert_rows(program: TrainProgram) -> float:
   rows = sum(tokens * e.num_experts_per_tok * e.emb_dim for e in experts)
   times = SLACK * (EXPERT_ROWS + TRAVELLING) if model.ways("expert") > 1 else EXPERT_ROWS
   return passes(program) * times * rows * jnp.dtype(program.config.precision.dtype).itemsize
+
+
+def _of_scores(program: TrainProgram) -> float:
+  """float32 scores of attention that no kernel makes, where JAX keeps none of them (``query_tiles``)."""
+  model, length = program.model, program.config.training.max_target_length
+  mixers = [layer.cfg.mixer for layer in model.decoder.layers if isinstance(layer.cfg.mixer, MLAConfig)]
+  scores = sum(mixer.num_heads * mixer.pairs(length) for mixer in mixers)
+  return (
+    passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * model.ways("sequence"))
+  )
 
 
 def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:

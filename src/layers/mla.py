@@ -97,10 +97,17 @@ class MLAConfig:
     work = self.indexer.topk * (2 * self.kv_lora_rank + self.rope_dim)
     return work < count * (self.nope_dim + self.rope_dim + self.value_dim)
 
+  def pairs(self, length: int) -> int:
+    """(query, key) pairs of a row whose scores are made in tiles of queries; 0: it has no tiles."""
+    if self.indexer is None or length <= query_tiles.TILE:
+      return 0
+    met = [(count, self.indexer.topk if self.gathers(seen) else seen) for count, seen in query_tiles.stretches(length)]
+    return sum(count * keys for count, keys in met)
+
   def tile_bytes(self, rows: int, length: int, heads: int) -> int:
     """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
-    compiled for a GPU: products of index heads twice, what heads make of pairs three times, and gradients of keys and values;
-    where keys are gathered index heads' once, and the gathered latents.
+    compiled for a GPU: products of index heads once, what heads make of pairs twice, and gradients of keys and values; where
+    keys are gathered these and what heads make of them.
 
     Args:
       rows: of one device.
@@ -111,13 +118,12 @@ class MLAConfig:
       return 0
 
     def floats(seen: int) -> int:
+      if self.gathers(seen):
+        return query_tiles.TILE * indexer.topk * (2 * heads + self.kv_lora_rank + self.rope_dim)
       width = self.nope_dim + self.rope_dim + self.value_dim
-      if not self.gathers(seen):
-        return query_tiles.TILE * (2 * indexer.num_heads + 3 * heads) * seen + heads * width * seen
-      latents = (self.kv_lora_rank + self.rope_dim) * 2  # in 16 bits twice, and their gradients
-      return query_tiles.TILE * (indexer.num_heads * seen + indexer.topk * (3 * heads + latents))
+      return query_tiles.TILE * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
 
-    return 4 * rows * max(floats(seen) for seen in query_tiles.seen(length))
+    return 4 * rows * max(floats(seen) for _, seen in query_tiles.stretches(length))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ B batch, T query, S key, t queries of a tile, s keys that any of them may see.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.masks import Keys, Tokens, attention_mask
 
-TILE = 128  # queries, as many as a matrix unit has rows; rows of at most this many are one tile
+TILE = 256  # queries; with fewer, keys and their gradients travel more than scores do. Rows of at most this many are one tile
 STRETCHES = 4  # of tiles in one loop, which meet the keys of its last: a quarter more pairs than queries see. Each is compiled
 CHOSEN = "chosen keys"
 
@@ -90,9 +91,10 @@ def _read(x: jax.Array, summed: jax.Array) -> Any:
 _read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float32)))
 
 
-def seen(length: int) -> list[int]:
-  """How many keys the queries of each stretch meet, of rows that no devices share."""
-  return [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
+def stretches(length: int) -> list[tuple[int, int]]:
+  """Of rows that no devices share, how many queries each stretch has, and how many keys they meet."""
+  ends = [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
+  return [(end - begin, end) for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _stretches(count: int, known: bool) -> list[tuple[int, int]]:

@@ -80,12 +80,14 @@ def test_weights_that_have_no_gradient_take_nothing_away(scan):
 
 
 def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
-  """Of 512 positions a tile of 128 meets all keys: scores of 4 index heads; 4 heads' of 32 gathered keys, and those keys."""
+  """Of 32 keys that each of 256 queries gathers: what 4 heads make of them, and the latents. Warm-up has pairs of all keys."""
   words = ("max_target_length=512", "per_device_batch_size=2")
-  whole = on_gpus("deepseek3.2-tiny", *words).total
+  dense = (*words, "indexer_sparse_training=false")
+  whole, warm = on_gpus("deepseek3.2-tiny", *words).total, on_gpus("deepseek3.2-tiny", *dense).total
   monkeypatch.setattr(MLAConfig, "tile_bytes", lambda *_: 0)
-  gathered = 32 * (3 * 4 + 2 * (32 + 16))
-  assert whole - on_gpus("deepseek3.2-tiny", *words).total == 2 * 4 * 128 * (4 * 512 + gathered)
+  assert whole - on_gpus("deepseek3.2-tiny", *words).total == 2 * 4 * 256 * 32 * (2 * 4 + 32 + 16)
+  pairs = 256 * (4 + 2 * 4) + 4 * (16 + 16 + 24)
+  assert warm - on_gpus("deepseek3.2-tiny", *dense).total == 2 * 4 * 512 * pairs
   short = on_gpus("deepseek3.2-tiny", "max_target_length=128")
   monkeypatch.undo()
   assert on_gpus("deepseek3.2-tiny", "max_target_length=128") == short

@@ -29,6 +29,15 @@ def update(*words: str, chips: int = 1) -> float:
   return planned_traffic._of_update(program("qwen3-tiny", *words, chips=chips))
 
 
+def test_scores_of_tiles_of_queries_go_through_memory():
+  """Two layers of 4 heads; 1024 queries in four stretches, which meet 256 to 1024 keys."""
+  of = lambda *words: planned_traffic._of_scores(program("deepseek3.2-tiny", "num_decoder_layers=2", *words))
+  pairs = 256 * (256 + 512 + 768 + 1024)
+  assert of("max_target_length=1024", "per_device_batch_size=3") == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * pairs
+  assert of("max_target_length=256") == 0
+  assert planned_traffic._of_scores(program("deepseek3-tiny", "max_target_length=1024")) == 0
+
+
 def test_an_update_moves_what_the_state_holds():
   numbers = count(program("qwen3-tiny").model.spec)
   # Parameter, two moments, both ways; the gradient is written, and read for its norm and here. A few counters beside them.

@@ -1,0 +1,75 @@
+"""Sparse attention of DeepSeek V3.2 on this machine: of all pairs at once, in tiles of queries, and with gathered keys.
+
+python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered] [dtype=...]
+
+One layer's attention with its indexer and the indexer's loss, one row, forward and backward, gradients of everything. GiB are
+XLA's temporaries of that. "whole" has every score of every head in memory at once; "masked" goes through tiles of queries that
+meet all keys they may see, as on TPUs; "gathered" the chosen keys alone, where that is less work (``MLAConfig.gathers``).
+Ratios are of times, to the first form of a length.
+"""
+
+import argparse
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from grouped import seconds
+
+from maxtext_like.config.load import load_config
+from maxtext_like.layers import query_tiles
+from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.mla import MLA, MLAConfig
+from maxtext_like.layers.param import init
+from maxtext_like.models.build import build_decoder, precision_of
+
+FORMS = {"whole": (math.inf, "tpu"), "masked": (query_tiles.TILE, "tpu"), "gathered": (query_tiles.TILE, None)}
+"""Queries of a tile, and the platform that the layer takes itself to be on; None: the one it is on."""
+
+
+def measured(layer: MLA, length: int, form: str) -> tuple[float, float]:
+  """(seconds, GiB of temporaries) of forward and backward."""
+  tile, platform = FORMS[form]
+  query_tiles.TILE = tile
+  layer = dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, platform=platform or jax.local_devices()[0].platform))
+  p = init(layer.params(), jax.random.key(0))
+  x = jax.random.normal(jax.random.key(1), (1, length, layer.cfg.emb_dim), layer.precision.dtype)
+
+  def loss(p, x):
+    out, aux = layer.alone(p, x, jnp.arange(length)[None], Tokens())
+    return jnp.sum(out.astype(jnp.float32) ** 2) + aux.get("indexer_loss", 0.0)
+
+  step = jax.jit(jax.grad(loss, (0, 1))).lower(p, x).compile()
+  memory = step.memory_analysis()
+  assert memory is not None, "XLA says what it allocates on every platform here"
+  return seconds(step, p, x, budget=2.0), memory.temp_size_in_bytes / 2**30
+
+
+def main() -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--model", default="deepseek3.2-671b")
+  parser.add_argument("--length", nargs="+", type=int, default=[4096, 16384])
+  parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+  parser.add_argument("values", nargs="*", metavar="key=value")
+  options = parser.parse_args()
+  config = load_config(options.model, options.values).config
+  layer = build_decoder(config.model, precision_of(config.precision)).layers[0]
+  mixer = layer.cfg.mixer
+  assert isinstance(mixer, MLAConfig), f"{options.model} has no indexer"
+  assert mixer.indexer is not None, f"{options.model} has no indexer"
+  print(
+    f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {layer.precision.dtype}; one row, forward and backward\n"
+  )
+  print("| positions | chosen keys | form | ms | ratio | GiB |\n|---|---|---|---|---|---|", flush=True)
+  for length in options.length:
+    first = None
+    for form in options.forms:
+      taken, gib = measured(MLA(mixer, layer.precision), length, form)
+      first = first or taken
+      cells = (length, mixer.indexer.topk, form, f"{1e3 * taken:.1f}", f"{taken / first:.2f}", f"{gib:.2f}")
+      print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+  main()
