@@ -376,8 +376,9 @@ class MLA:
     """
     weight, (k, v) = self.cfg.indexer_loss_weight, self.expand(kv_b, keys["latent"], keys["k_rope"])
     attend = functools.partial(self._attend, wanted=k.shape[1] if wanted else None, heads_on=heads_on)
-    # Short rows keep to one form, whatever their weights are made of.
+    # Short rows keep to one form, whatever their weights are made of; float16 to the numbers whose bounds are known (``risk``).
     gathers = k.shape[1] > query_tiles.TILE and (isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight))
+    gathers = gathers and self.precision.dtype != "float16"
     shared = {"kv_b": values(self.precision, kv_b)} if gathers else {}
     found = over_queries(attend, shared, keys | {"k": k, "v": v}, queries, tokens, where)
     loss = weight * indexer_loss(found["divergence"], real, tokens_on) if weight else jnp.zeros((), jnp.float32)
