@@ -63,7 +63,7 @@ def over_queries(
   twice: Any = lambda own: {name: (jax.lax.stop_gradient(x), x.astype(jnp.float32)) for name, x in own.items()}
   all_of, of_keys = twice(shared), twice(keys)
   count, known = -(-T // TILE), isinstance(where.first, int)
-  cut: Any = jax.tree.map(_cut, (queries, tokens))
+  all_parts: Any = jax.tree.map(lambda x: cut(x, TILE), (queries, tokens))
   found = []
   for begin, end in _stretches(count, known):
     last = min(S, int(where.first) + min(end * TILE, T)) if known else S
@@ -75,10 +75,9 @@ def over_queries(
       )
 
     own = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
-    parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], cut)
+    parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], all_parts)
     found.append(jax.lax.map(lambda part, own=own, one=one: one(own, *part), (*parts, jnp.arange(begin, end))))
-  joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * TILE, *x.shape[3:])[:, :T], joined)
+  return jax.tree.map(lambda *parts: joined(jnp.concatenate(parts), T), *found)
 
 
 @jax.custom_vjp
@@ -103,8 +102,14 @@ def _stretches(count: int, known: bool) -> list[tuple[int, int]]:
   return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-def _cut(x_BT: jax.Array) -> jax.Array:
-  """[n, B, t, ...] of [B, T, ...], with zeros for what is not there."""
+def cut(x_BT: jax.Array, tile: int) -> jax.Array:
+  """[n, B, t, ...] of [B, T, ...], with zeros in the last tile for what is not there: so tiles are alike, for one loop."""
   B, T = x_BT.shape[:2]
-  x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % TILE), *((0, 0),) * (x_BT.ndim - 2)))
-  return jnp.moveaxis(x_BT.reshape(B, -1, TILE, *x_BT.shape[2:]), 1, 0)
+  x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % tile), *((0, 0),) * (x_BT.ndim - 2)))
+  return jnp.moveaxis(x_BT.reshape(B, -1, tile, *x_BT.shape[2:]), 1, 0)
+
+
+def joined(x_nBt: jax.Array, length: int) -> jax.Array:
+  """[B, T, ...] again of what ``cut`` makes."""
+  n, B, t = x_nBt.shape[:3]
+  return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])[:, :length]

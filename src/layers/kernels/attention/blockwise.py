@@ -18,6 +18,7 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.masks import Keys, Tokens, causal_mask, masked_fill, same_document, same_image
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.query_tiles import cut, joined
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 
@@ -76,8 +77,8 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
     return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, own, where, query, keys))
 
   if static[-1] is None:
-    found = jax.lax.map(lambda tile: one(*tile), (_cut(static, q), *_queries(static, q.shape[1], where)))
-    out = _joined(found[0], q.shape[1])
+    found = jax.lax.map(lambda tile: one(*tile), (cut(q, static[3]), *_queries(static, q.shape[1], where)))
+    out = joined(found[0], q.shape[1])
   else:
     at = static[-1]
     parts = [
@@ -123,9 +124,9 @@ def _backward(static: _Static, saved, g: jax.Array):
       dq, *added = one(*tile)
       return jax.tree.map(jnp.add, total, tuple(added)), dq
 
-    cut = [_cut(static, x) for x in (q, g, delta_BTKG)]
-    (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*cut, *_queries(static, q.shape[1], where), tops, totals))
-    dq = _joined(dqs, q.shape[1])
+    parts = [cut(x, static[3]) for x in (q, g, delta_BTKG)]
+    (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*parts, *_queries(static, q.shape[1], where), tops, totals))
+    dq = joined(dqs, q.shape[1])
   else:
     at, dqs = static[-1], []
     for (tile, keys), top, total in zip(_tiles(static, q.shape[1], k.shape[1], where), tops, totals, strict=True):
@@ -179,26 +180,12 @@ def _part(tokens: Tokens, tile: slice) -> Tokens:
   return jax.tree.map(lambda x: x[:, tile], tokens)
 
 
-def _cut(static: _Static, x_BT: jax.Array) -> jax.Array:
-  """[n, B, t, ...] of [B, T, ...], with zeros in the last tile for what is not there: of queries that all see all keys the
-  tiles are alike, and one loop goes through them."""
-  tile, (B, T) = static[3], x_BT.shape[:2]
-  x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % tile), *((0, 0),) * (x_BT.ndim - 2)))
-  return jnp.moveaxis(x_BT.reshape(B, -1, tile, *x_BT.shape[2:]), 1, 0)
-
-
-def _joined(x_nBt: jax.Array, length: int) -> jax.Array:
-  """[B, T, ...] again of what ``_cut`` makes."""
-  n, B, t = x_nBt.shape[:3]
-  return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])[:, :length]
-
-
 def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.Array]:
   """Of all tiles of a loop segments and images [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
   tokens, _, first = where
   assert first is not None
   at = jnp.arange(length + -length % static[3]) + first
-  return jax.tree.map(lambda x: _cut(static, x), tokens), at.reshape(-1, static[3])
+  return jax.tree.map(lambda x: cut(x, static[3]), tokens), at.reshape(-1, static[3])
 
 
 def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
