@@ -433,10 +433,16 @@ class _Pass:
       clipped = norm.above(limit)
     if norm is not None:
       grads = clip(grads, norm, limit)
-    direction, new_state = self.optimizers[part].update(grads, state, params)
-    direction = _masked(direction, masks, row)
-    moved, survival = step.moved(params, direction, self.rate), None
-    new = step.stored(moved, params, self.number, row)
+    optimizer, survival = self.optimizers[part], None
+    if optimizer.owes:
+      move = step.move(masks, self.rate, self.number, row)
+      direction, new, new_state = optimizer.settle(grads, state, params, move)
+      moved = step.moved(params, direction, self.rate)
+    else:
+      direction, new_state = optimizer.update(grads, state, params)
+      direction = _masked(direction, masks, row)
+      moved = step.moved(params, direction, self.rate)
+      new = step.stored(moved, params, self.number, row)
     if step.survival:
       survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
     # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.

@@ -76,6 +76,22 @@ def test_steps_are_those_of_the_ordinary_step():
     assert np.all(np.isfinite(a["known"]))
 
 
+@pytest.mark.slow
+def test_debts_of_rounding_are_those_of_the_ordinary_step():
+  """Bits and all: a layer's are drawn for its row. Nothing of the first step is owed twice, so two steps show both."""
+  rounded = ("weight_dtype=bfloat16", "stochastic_rounding=true", "rounding_feedback=true")
+  words = (*THREE, UNCLIPPED, *rounded, "learning_rate=1e-3")
+  (whole, ordinary), (layered, metrics) = (descend(*words, *w) for w in ((), ("optimizer_in_backward=true",)))
+  same = jax.tree.map(lambda a, b: np.mean(a == b), layered["params"], whole["params"])
+  assert min(jax.tree.leaves(same)) > 0.99  # gradients are equal to their own rounding, which turns a bit here and there
+  moment = lambda state: np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(state["opt_state"][0].mu)])
+  assert np.linalg.norm(moment(layered) - moment(whole)) < 0.02 * np.linalg.norm(moment(whole))
+  for a, b in zip(metrics, ordinary, strict=True):
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
+  without, _ = descend(*(w for w in words if w != "rounding_feedback=true"))
+  assert np.linalg.norm(moment(without) - moment(whole)) > 0.3 * np.linalg.norm(moment(without))
+
+
 def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
   words = (*THREE, UNCLIPPED, "optimizer_in_backward=true")

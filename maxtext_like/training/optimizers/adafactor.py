@@ -26,6 +26,7 @@ class Adafactor:
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = None
   second: ClassVar[str | None] = None
+  payment: ClassVar[None] = None
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     del mu_dtype
