@@ -434,20 +434,19 @@ class _Pass:
     if norm is not None:
       grads = clip(grads, norm, limit)
     optimizer, survival = self.optimizers[part], None
+    # Whether it may be written is known before anything is.
     if optimizer.owes:
-      move = step.move(masks, self.rate, self.number, row)
-      direction, new, new_state = optimizer.settle(grads, state, params, move)
-      moved = step.moved(params, direction, self.rate)
+      direction, new, new_state = optimizer.settle(grads, state, params, step.move(masks, self.rate, self.number, row))
+      updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)  # not of the direction, which nothing else may need
     else:
       direction, new_state = optimizer.update(grads, state, params)
       direction = _masked(direction, masks, row)
       moved = step.moved(params, direction, self.rate)
       new = step.stored(moved, params, self.number, row)
+      finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
+      updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)  # this pass draws no random bits
     if step.survival:
       survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
-    # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
-    finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
-    updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
     peaks = peaks_of_arrays(new_state)
     alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))

@@ -91,6 +91,17 @@ def test_debts_of_rounding_are_those_of_the_ordinary_step():
   without, _ = descend(*(w for w in words if w != "rounding_feedback=true"))
   assert np.linalg.norm(moment(without) - moment(whole)) > 0.3 * np.linalg.norm(moment(without))
 
+  def broken(state):
+    found = jax.tree.map(np.copy, state)
+    found["opt_state"][0].mu["stack_0"]["layer_0"]["mlp"]["down"][2, 0, 0] = np.inf
+    return found
+
+  for more in ((), ("optimizer_in_backward=true",)):
+    _, _, before, _ = compiled(*words, *more)
+    after, (found,) = descend(*words, *more, steps=1, change=broken)
+    assert found["skipped"]
+    assert_bits(after["params"], before["params"])
+
 
 def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
