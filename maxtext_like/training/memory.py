@@ -255,9 +255,9 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
 def _in_tiles(program: TrainProgram) -> int:
   """What a layer has at once that goes through its queries tile by tile, of which JAX keeps nothing."""
   model, length = program.model, program.config.training.max_target_length
-  rows, ways = model.rows // model.ways("batch"), model.ways("heads")
-  tiles = (mixer.tile_bytes(rows, length, mixer.cfg.num_heads // ways, kv_b) for mixer, kv_b in program.latent_attention)
-  return max(tiles, default=0)
+  rows, ways, parts = model.rows // model.ways("batch"), model.ways("heads"), model.ways("sequence")
+  tile = lambda mixer, kv_b: mixer.tile_bytes(rows, length, mixer.cfg.num_heads // ways, kv_b, parts)
+  return max((tile(*own) for own in program.latent_attention), default=0)
 
 
 def _sliced(program: TrainProgram, params: Any) -> int:

@@ -93,11 +93,9 @@ def _of_expert_rows(program: TrainProgram) -> float:
 
 def _of_scores(program: TrainProgram) -> float:
   """float32 scores of attention that no kernel makes, where JAX keeps none of them (``query_tiles``)."""
-  model, length = program.model, program.config.training.max_target_length
-  scores = sum(mixer.cfg.num_heads * mixer.pairs(length, kv_b) for mixer, kv_b in program.latent_attention)
-  return (
-    passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * model.ways("sequence"))
-  )
+  model, length, parts = program.model, program.config.training.max_target_length, program.model.ways("sequence")
+  scores = sum(mixer.cfg.num_heads * mixer.pairs(length, kv_b, parts) for mixer, kv_b in program.latent_attention)
+  return passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * parts)
 
 
 def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:

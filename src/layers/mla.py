@@ -195,16 +195,17 @@ class MLA:
     plain = isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight)
     return length > query_tiles.TILE and plain and self.precision.dtype != "float16"
 
-  def pairs(self, length: int, kv_b: Any) -> int:
-    """(query, key) pairs of a row whose scores are made in tiles of queries, given what expands latents; 0: it has no tiles."""
+  def pairs(self, length: int, kv_b: Any, parts: int = 1) -> int:
+    """(query, key) pairs of a row, which so many devices share, whose scores are made in tiles of queries, given what expands
+    latents; 0: it has no tiles."""
     c = self.cfg
-    if c.indexer is None or length <= query_tiles.TILE:
+    if (indexer := c.indexer) is None or length <= query_tiles.TILE:
       return 0
     gathers = self.may_gather(kv_b, length)
-    met = [(count, c.indexer.topk if gathers and c.gathers(seen) else seen) for count, seen in query_tiles.stretches(length)]
-    return sum(count * keys for count, keys in met)
+    keys = lambda seen: indexer.topk if gathers and c.gathers(seen) else seen
+    return sum(count * keys(seen) for count, seen in query_tiles.stretches(length, parts))
 
-  def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any) -> int:
+  def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any, parts: int = 1) -> int:
     """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
     compiled for a GPU: products of index heads once, what heads make of pairs twice, and gradients of keys and values; where
     keys are gathered these and what heads make of them.
@@ -214,19 +215,20 @@ class MLA:
       length: of the keys.
       heads: of the attention, of one device.
       kv_b: what expands latents, or its shape.
+      parts: devices that share a row.
     """
     c = self.cfg
     if (indexer := c.indexer) is None or length <= query_tiles.TILE:
       return 0
-    gathers = self.may_gather(kv_b, length)
+    gathers, tile = self.may_gather(kv_b, length), min(query_tiles.TILE, length // parts)
 
     def floats(seen: int) -> int:
       if gathers and c.gathers(seen):
-        return query_tiles.TILE * indexer.topk * (2 * heads + c.kv_lora_rank + c.rope_dim)
+        return tile * indexer.topk * (2 * heads + c.kv_lora_rank + c.rope_dim)
       width = c.nope_dim + c.rope_dim + c.value_dim
-      return query_tiles.TILE * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
+      return tile * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
 
-    return 4 * rows * max(floats(seen) for _, seen in query_tiles.stretches(length))
+    return 4 * rows * max(floats(seen) for _, seen in query_tiles.stretches(length, parts))
 
   def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
     """The layer by itself, as a face calls it: the output and all that it notes and taps."""

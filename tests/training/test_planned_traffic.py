@@ -39,6 +39,10 @@ def test_scores_of_tiles_of_queries_go_through_memory():
   pairs = 256 * (256 + 512 + 768 + 1024)
   assert of("max_target_length=1024", "per_device_batch_size=3") == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * pairs
   assert of("max_target_length=256") == 0
+  # Devices that share a row meet all of its keys.
+  shared = program("deepseek3.2-tiny", "num_decoder_layers=2", "max_target_length=1024", "ici_context_parallelism=2", chips=2)
+  rows = shared.model.rows
+  assert planned_traffic._of_scores(shared) == 2 * planned_traffic.SCORES * 4 * 2 * 4 * rows * 1024**2 / 2
   gathered = lambda *words: planned_traffic._of_scores(on_gpu("max_target_length=1024", "per_device_batch_size=3", *words))
   keys = 1024 * 32
   assert gathered() == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * keys
