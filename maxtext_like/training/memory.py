@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
@@ -256,9 +255,9 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
 def _in_tiles(program: TrainProgram) -> int:
   """What a layer has at once that goes through its queries tile by tile, of which JAX keeps nothing."""
   model, length = program.model, program.config.training.max_target_length
-  mixers = {layer.cfg.mixer for layer in model.decoder.layers if isinstance(layer.cfg.mixer, MLAConfig)}
-  rows, ways = model.rows // model.ways("batch"), model.ways("heads")
-  return max((mixer.tile_bytes(rows, length, mixer.num_heads // ways) for mixer in mixers), default=0)
+  rows, ways, parts = model.rows // model.ways("batch"), model.ways("heads"), model.ways("sequence")
+  tile = lambda mixer, kv_b: mixer.tile_bytes(rows, length, mixer.cfg.num_heads // ways, kv_b, parts)
+  return max((tile(*own) for own in program.latent_attention), default=0)
 
 
 def _sliced(program: TrainProgram, params: Any) -> int:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.expert_parallel import SLACK
-from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.param import count
 from maxtext_like.layers.quantised import CODES
 from maxtext_like.models.adapter import model_path
@@ -94,12 +93,9 @@ def _of_expert_rows(program: TrainProgram) -> float:
 
 def _of_scores(program: TrainProgram) -> float:
   """float32 scores of attention that no kernel makes, where JAX keeps none of them (``query_tiles``)."""
-  model, length = program.model, program.config.training.max_target_length
-  mixers = [layer.cfg.mixer for layer in model.decoder.layers if isinstance(layer.cfg.mixer, MLAConfig)]
-  scores = sum(mixer.num_heads * mixer.pairs(length) for mixer in mixers)
-  return (
-    passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * model.ways("sequence"))
-  )
+  model, length, parts = program.model, program.config.training.max_target_length, program.model.ways("sequence")
+  scores = sum(mixer.cfg.num_heads * mixer.pairs(length, kv_b, parts) for mixer, kv_b in program.latent_attention)
+  return passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * parts)
 
 
 def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:

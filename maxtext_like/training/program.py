@@ -14,6 +14,7 @@ from maxtext_like.checkpoint.given_adapter import with_given
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.mla import MLA
 from maxtext_like.layers.param import abstract, count, init
 from maxtext_like.layers.partition import Mesh, axes_of
 from maxtext_like.layers.rules import free_axes
@@ -126,6 +127,13 @@ class TrainProgram:
   def weights(self, params: Any) -> Any:
     """The parameters of a state as the decoder takes them: with an adapter, each weight with its addition."""
     return self.objective.attach(params) if isinstance(self.objective, Adapted) else params
+
+  @functools.cached_property
+  def latent_attention(self) -> list[tuple[MLA, Any]]:
+    """The layers' latent attention, and the weight that expands the latents of each, as shapes: of all rows of its stack."""
+    params, decoder = jax.eval_shape(self.weights, self.abstract_state["params"]), self.model.decoder
+    places = [(layer.mixer, *decoder.locate(i)) for i, layer in enumerate(decoder.layers)]
+    return [(mixer, params[s][layer]["attention"]["kv_b"]) for mixer, s, _, layer in places if isinstance(mixer, MLA)]
 
   def completed(self, stored: State, weights: Any) -> State:
     """The state of what a checkpoint kept of it.

@@ -150,14 +150,20 @@ class Indexer:
   @jax.named_scope("indexer")
   def best(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
     """The same as indices [B, T, min(topk, S)] int32, best first, which name masked keys too where fewer are visible."""
-    scores = masked_fill(jax.lax.stop_gradient(scores_BTS), mask)
+    scores = jnp.maximum(_ordered(jax.lax.stop_gradient(scores_BTS)), jnp.finfo(scores_BTS.dtype).min)
+    scores = jnp.where(mask, scores, -jnp.inf)  # below -inf of a visible key, too
     return jax.lax.top_k(scores, min(self.cfg.topk, scores.shape[-1]))[1]
 
 
+def _ordered(scores: jax.Array) -> jax.Array:
+  """The scores as they are compared: -0 is 0, and NaN of either sign is as good as the best. What is chosen is in the loss,
+  which is not finite then; what is not chosen nobody would hear of."""
+  return jnp.where(jnp.isnan(scores), jnp.inf, jnp.where(scores == 0, 0, scores))
+
+
 def _rank(scores: jax.Array) -> jax.Array:
-  """uint32 in the order of the scores, which may have 16 bits; above 0 for all but a negative NaN."""
-  scores = scores.astype(jnp.float32)
-  bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), jnp.uint32)  # -0 is 0
+  """uint32, above 0, in the order of the scores, which may have 16 bits."""
+  bits = jax.lax.bitcast_convert_type(_ordered(scores.astype(jnp.float32)), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -97,34 +97,6 @@ class MLAConfig:
     work = self.indexer.topk * (2 * self.kv_lora_rank + self.rope_dim)
     return work < count * (self.nope_dim + self.rope_dim + self.value_dim)
 
-  def pairs(self, length: int) -> int:
-    """(query, key) pairs of a row whose scores are made in tiles of queries; 0: it has no tiles."""
-    if self.indexer is None or length <= query_tiles.TILE:
-      return 0
-    met = [(count, self.indexer.topk if self.gathers(seen) else seen) for count, seen in query_tiles.stretches(length)]
-    return sum(count * keys for count, keys in met)
-
-  def tile_bytes(self, rows: int, length: int, heads: int) -> int:
-    """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
-    compiled for a GPU: products of index heads once, what heads make of pairs twice, and gradients of keys and values; where
-    keys are gathered these and what heads make of them.
-
-    Args:
-      rows: of one device.
-      length: of the keys.
-      heads: of the attention, of one device.
-    """
-    if (indexer := self.indexer) is None or length <= query_tiles.TILE:
-      return 0
-
-    def floats(seen: int) -> int:
-      if self.gathers(seen):
-        return query_tiles.TILE * indexer.topk * (2 * heads + self.kv_lora_rank + self.rope_dim)
-      width = self.nope_dim + self.rope_dim + self.value_dim
-      return query_tiles.TILE * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
-
-    return 4 * rows * max(floats(seen) for _, seen in query_tiles.stretches(length))
-
 
 @dataclass(frozen=True)
 class MLA:
@@ -215,6 +187,48 @@ class MLA:
       documents=documents,
       probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
     )
+
+  def may_gather(self, kv_b: Any, length: int) -> bool:
+    """Whether queries of rows of so many positions may attend to gathered keys, given what expands latents; where they see
+    enough of them (``MLAConfig.gathers``) they do. Short rows keep to one form, whatever their weights are made of; float16 to
+    the numbers whose bounds are known (``risk``)."""
+    plain = isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight)
+    return length > query_tiles.TILE and plain and self.precision.dtype != "float16"
+
+  def pairs(self, length: int, kv_b: Any, parts: int = 1) -> int:
+    """(query, key) pairs of a row, which so many devices share, whose scores are made in tiles of queries, given what expands
+    latents; 0: it has no tiles."""
+    c = self.cfg
+    if (indexer := c.indexer) is None or length <= query_tiles.TILE:
+      return 0
+    gathers = self.may_gather(kv_b, length)
+    keys = lambda seen: indexer.topk if gathers and c.gathers(seen) else seen
+    return sum(count * keys(seen) for count, seen in query_tiles.stretches(length, parts))
+
+  def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any, parts: int = 1) -> int:
+    """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
+    compiled for a GPU: products of index heads once, what heads make of pairs twice, and gradients of keys and values; where
+    keys are gathered these and what heads make of them.
+
+    Args:
+      rows: of one device.
+      length: of the keys.
+      heads: of the attention, of one device.
+      kv_b: what expands latents, or its shape.
+      parts: devices that share a row.
+    """
+    c = self.cfg
+    if (indexer := c.indexer) is None or length <= query_tiles.TILE:
+      return 0
+    gathers, tile = self.may_gather(kv_b, length), min(query_tiles.TILE, length // parts)
+
+    def floats(seen: int) -> int:
+      if gathers and c.gathers(seen):
+        return tile * indexer.topk * (2 * heads + c.kv_lora_rank + c.rope_dim)
+      width = c.nope_dim + c.rope_dim + c.value_dim
+      return tile * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
+
+    return 4 * rows * max(floats(seen) for _, seen in query_tiles.stretches(length, parts))
 
   def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
     """The layer by itself, as a face calls it: the output and all that it notes and taps."""
@@ -376,10 +390,7 @@ class MLA:
     """
     weight, (k, v) = self.cfg.indexer_loss_weight, self.expand(kv_b, keys["latent"], keys["k_rope"])
     attend = functools.partial(self._attend, wanted=k.shape[1] if wanted else None, heads_on=heads_on)
-    # Short rows keep to one form, whatever their weights are made of; float16 to the numbers whose bounds are known (``risk``).
-    gathers = k.shape[1] > query_tiles.TILE and (isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight))
-    gathers = gathers and self.precision.dtype != "float16"
-    shared = {"kv_b": values(self.precision, kv_b)} if gathers else {}
+    shared = {"kv_b": values(self.precision, kv_b)} if self.may_gather(kv_b, k.shape[1]) else {}
     found = over_queries(attend, shared, keys | {"k": k, "v": v}, queries, tokens, where)
     loss = weight * indexer_loss(found["divergence"], real, tokens_on) if weight else jnp.zeros((), jnp.float32)
     return found["out"], found.get("indices"), loss

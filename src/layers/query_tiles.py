@@ -57,21 +57,22 @@ def over_queries(
     among = (end, Keys(jax.tree.map(lambda x: x[:, :end], where.tokens), first))
     return attention_mask(own, B, count, window=None, bidirectional_images=False, among=among)
 
-  if T <= TILE:
+  if S <= TILE:
     return attend(shared | keys, queries, visible(tokens, where.first, T, S))
+  tile = min(TILE, T)  # of a part of a row there may be less, whose scores are as many as there are keys
   # Of what all tiles read: as it is, and in float32, which has the gradients, to be added up.
   twice: Any = lambda own: {name: (jax.lax.stop_gradient(x), x.astype(jnp.float32)) for name, x in own.items()}
   all_of, of_keys = twice(shared), twice(keys)
-  count, known = -(-T // TILE), isinstance(where.first, int)
-  all_parts: Any = jax.tree.map(lambda x: cut(x, TILE), (queries, tokens))
+  count, known = -(-T // tile), isinstance(where.first, int)
+  all_parts: Any = jax.tree.map(lambda x: cut(x, tile), (queries, tokens))
   found = []
   for begin, end in _stretches(count, known):
-    last = min(S, int(where.first) + min(end * TILE, T)) if known else S
+    last = min(S, int(where.first) + min(end * tile, T)) if known else S
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(CHOSEN))
     def one(seen, queries, own, number, last=last):
       return attend(
-        {name: _read(*x) for name, x in seen.items()}, queries, visible(own, where.first + number * TILE, TILE, last)
+        {name: _read(*x) for name, x in seen.items()}, queries, visible(own, where.first + number * tile, tile, last)
       )
 
     own = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
@@ -90,8 +91,11 @@ def _read(x: jax.Array, summed: jax.Array) -> Any:
 _read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float32)))
 
 
-def stretches(length: int) -> list[tuple[int, int]]:
-  """Of rows that no devices share, how many queries each stretch has, and how many keys they meet."""
+def stretches(length: int, parts: int = 1) -> list[tuple[int, int]]:
+  """Of rows that so many devices share, how many queries each stretch has, and how many keys they meet: where it is decided as
+  a program runs which keys those are, all."""
+  if parts > 1:
+    return [(length, length)]
   ends = [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
   return [(end - begin, end) for begin, end in itertools.pairwise([0, *ends])]
 

@@ -72,6 +72,26 @@ def test_a_very_low_score_beats_a_masked_key(dtype):
   assert chosen[0].tolist() == [[False, False, True], [False, True, False], [True, False, False]]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_not_finite_is_chosen_alike_in_both_forms_and_told_by_the_loss(dtype):
+  """NaN of both signs (inf - inf is a negative one on x86) is taken first; -inf of a visible key before any masked one."""
+  negative = np.copysign(np.nan, -1)
+  visible = np.array([1, 1, 0, 1, 1, 0], bool)
+  rows = np.array([[1, 2, 9, negative, 3, 9], [1, 2, 9, np.nan, 3, 9], [-np.inf, -np.inf, 9, -np.inf, -np.inf, 9]])
+  scores, mask = jnp.asarray(rows, dtype)[None], jnp.asarray(np.broadcast_to(visible, (1, 3, T)))
+  chosen, best = SELECT[3](scores, mask)
+  wanted = [{1, 3, 4}, {1, 3, 4}, {0, 1, 3}]
+  assert [set(np.flatnonzero(row)) for row in chosen[0]] == wanted
+  assert [set(row.tolist()) for row in best[0]] == wanted
+  assert not jnp.isfinite(divergence(scores, jnp.ones(scores.shape), chosen)).any()
+
+
+def test_zeros_of_both_signs_are_equal():
+  scores = jnp.asarray([[[-0.0, -0.0, -1.0, 0.0, 0.0, 0.0]]])
+  chosen, best = SELECT[3](scores, jnp.ones((1, 1, T), bool))
+  assert set(np.flatnonzero(chosen[0, 0])) == set(best[0, 0].tolist()) == {0, 1, 3}
+
+
 def test_selection_has_no_gradient():
   layer = indexer(2)
   scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, T)), jnp.float32)

@@ -4,12 +4,13 @@ import functools
 import math
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError
-from maxtext_like.layers.mla import MLAConfig
-from maxtext_like.layers.param import count
+from maxtext_like.layers.mla import MLA
+from maxtext_like.layers.param import abstract, count
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import memory
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
@@ -84,13 +85,38 @@ def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
   words = ("max_target_length=512", "per_device_batch_size=2")
   dense = (*words, "indexer_sparse_training=false")
   whole, warm = on_gpus("deepseek3.2-tiny", *words).total, on_gpus("deepseek3.2-tiny", *dense).total
-  monkeypatch.setattr(MLAConfig, "tile_bytes", lambda *_: 0)
+  monkeypatch.setattr(MLA, "tile_bytes", lambda *_: 0)
   assert whole - on_gpus("deepseek3.2-tiny", *words).total == 2 * 4 * 256 * 32 * (2 * 4 + 32 + 16)
   pairs = 256 * (4 + 2 * 4) + 4 * (16 + 16 + 24)
   assert warm - on_gpus("deepseek3.2-tiny", *dense).total == 2 * 4 * 512 * pairs
   short = on_gpus("deepseek3.2-tiny", "max_target_length=128")
   monkeypatch.undo()
   assert on_gpus("deepseek3.2-tiny", "max_target_length=128") == short
+
+
+@pytest.mark.parametrize(
+  ("words", "gathers"),
+  [
+    ((), True),
+    (("dtype=bfloat16", "lora_rank=2", "lora_modules=[mlp.down]"), True),
+    (("dtype=float16",), False),
+    (("lora_rank=2", "lora_modules=[kv_b]"), False),
+    (("lora_rank=2", "lora_modules=[mlp.down]", "base_weights=int8"), False),
+    (("indexer_sparse_training=false",), False),
+  ],
+)
+def test_tiles_are_counted_in_the_form_that_the_layer_takes(words, gathers, monkeypatch):
+  """Gathered keys only where the weight that expands latents is plain and activations are not float16: estimate and layer ask
+  the same function."""
+  words = ["num_decoder_layers=2", "max_target_length=512", "per_device_batch_size=1", *words]
+  program = make_program(load_config("deepseek3.2-tiny", words).config)
+  gathered = 4 * 256 * 32 * (2 * 4 + 32 + 16)
+  masked = 4 * 512 * (256 * (4 + 2 * 4) + 4 * (16 + 16 + 24))
+  assert memory._in_tiles(program) == (gathered if gathers else masked)
+  taken, gather = [], MLA._gathered
+  monkeypatch.setattr(MLA, "_gathered", lambda *given: taken.append(given) or gather(*given))
+  jax.eval_shape(program.objective, abstract(program.spec), program.batch_of(1))
+  assert bool(taken) == gathers
 
 
 def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():

@@ -25,6 +25,10 @@ def program(model: str, *words: str, chips: int = 1) -> TrainProgram:
   return make_program(config, mesh=abstract_mesh(config.mesh, chips), platform="tpu")
 
 
+def on_gpu(*words: str) -> TrainProgram:
+  return make_program(load_config("deepseek3.2-tiny", ["num_decoder_layers=2", *words]).config, platform="gpu")
+
+
 def update(*words: str, chips: int = 1) -> float:
   return planned_traffic._of_update(program("qwen3-tiny", *words, chips=chips))
 
@@ -35,6 +39,14 @@ def test_scores_of_tiles_of_queries_go_through_memory():
   pairs = 256 * (256 + 512 + 768 + 1024)
   assert of("max_target_length=1024", "per_device_batch_size=3") == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * pairs
   assert of("max_target_length=256") == 0
+  # Devices that share a row meet all of its keys.
+  shared = program("deepseek3.2-tiny", "num_decoder_layers=2", "max_target_length=1024", "ici_context_parallelism=2", chips=2)
+  rows = shared.model.rows
+  assert planned_traffic._of_scores(shared) == 2 * planned_traffic.SCORES * 4 * 2 * 4 * rows * 1024**2 / 2
+  gathered = lambda *words: planned_traffic._of_scores(on_gpu("max_target_length=1024", "per_device_batch_size=3", *words))
+  keys = 1024 * 32
+  assert gathered() == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * keys
+  assert gathered("dtype=float16") == gathered("lora_rank=2", "lora_modules=[kv_b]") == gathered() * pairs / keys
   assert planned_traffic._of_scores(program("deepseek3-tiny", "max_target_length=1024")) == 0
 
 
