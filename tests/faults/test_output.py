@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_endings import can_mount
 
+from tests.processes import xla_flags
+
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
 MOUNTS = """
 mkdir -p {run}/checkpoints
@@ -125,7 +127,9 @@ def test_no_stream_at_all_and_thirty_secrets(train):
   """``<&- >&- 2>&-``: the run ends, finished; and nothing in its directory has a secret of its environment or command."""
   environment = {name: f"hunter{i}" for i, name in enumerate(SECRETS.split())}
   assert len(environment) > 30
-  environment["XLA_FLAGS"] = "--xla_dump_hlo_as_text=false --xla_dump_to=/tmp/hunter_hf_hunterhunterhunterhunter"
+  environment["XLA_FLAGS"] = (
+    f"{xla_flags(1)} --xla_dump_hlo_as_text=false --xla_dump_to=/tmp/hunter_hf_hunterhunterhunterhunter"
+  )
   closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
   words = {"steps": 20, "sample_prompts": "[password=hunter]"}
   process = train.spawn("a", prefix=closed, environment=environment, **words)
