@@ -11,6 +11,12 @@ import pytest
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.layers.precision import Precision
 
+LAYERS = {
+  "gemma3": {"num_decoder_layers": 2},
+  "gemma4": {"num_decoder_layers": 2},
+  "gemma4-moe": {"num_decoder_layers": 2, "inhomogeneous_layer_cycle_interval": 2},
+}
+"""One of each kind, traced once; what is not here has no fewer kinds than layers that are traced."""
 MOE = ("gemma4-moe", "deepseek3", "deepseek3.2")
 EVERY = ("gemma3", "gemma4", "gemma4-moe", "gemma4-e2b", "deepseek3", "deepseek3.2")
 
@@ -45,7 +51,7 @@ def program(tiny_decoder, batch):
   """program(family, **flags) -> the traced forward pass of a text batch, as text. Blocks once: two layers tell all."""
 
   def trace(family, **flags):
-    decoder = tiny_decoder(family, precision=flags)
+    decoder = tiny_decoder(family, precision=flags, changes=LAYERS.get(family))
     p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
     return str(jax.make_jaxpr(lambda p, b: decoder(p, b))(p, batch))
 

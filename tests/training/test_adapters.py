@@ -50,6 +50,13 @@ def losses(place: Path, name: str) -> list[float]:
   return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def other(workplace):
+  """A run of other weights than those below the adapter."""
+  assert train(workplace, "other", "steps=1", "seed=3") == 0
+  return workplace / "other"
+
+
 def test_a_checkpoint_holds_the_adapter_alone(workplace):
   stored = manifest.read(workplace / "adapter/checkpoints/4")
   names = [name for name in stored.leaves if name.startswith("params.")]
@@ -89,9 +96,8 @@ def test_samples_and_generation_are_of_the_adapted_model(workplace):
   assert float(np.abs(together.logits(tokens) - maxtext_like.load(workplace / "base").logits(tokens)).max()) > 1e-2
 
 
-def test_other_weights_below_are_refused(workplace, capsys):
-  words = (f"init_from={workplace}/other", *LORA, "steps=6")
-  assert train(workplace, "other", "steps=1", "seed=3") == 0
+def test_other_weights_below_are_refused(workplace, other, capsys):
+  words = (f"init_from={other}", *LORA, "steps=6")
   assert train(workplace, "adapter", *words) == 2
   said = capsys.readouterr().err
   assert "the weights below this adapter are others now" in said
@@ -421,13 +427,12 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
     require_base(model, Base(str(workplace / "base"), 0, "0", f"step {'0' * 64}"))
 
 
-def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, capsys):
+def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, other, capsys):
   ask = ["--prompt", "ab", "--max-tokens", "1", "--adapter", f"{workplace}/adapter"]
   told = "adapter was trained on "
   assert main(["generate", "--checkpoint", f"{workplace}/base", *ask]) == 0
   assert told not in capsys.readouterr().err
-  assert train(workplace, "other-base", "seed=9", "steps=1") == 0
-  assert main(["generate", "--checkpoint", f"{workplace}/other-base", *ask]) == 0
+  assert main(["generate", "--checkpoint", str(other), *ask]) == 0
   assert told in capsys.readouterr().err
 
 

@@ -108,6 +108,7 @@ def test_gpus_that_share_out_weights_have_a_part_of_a_layer_whole():
   assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").fetched == 0
 
 
+@pytest.mark.slow
 def test_beside_an_adapter_a_row_of_layers_has_its_weights_apart_from_their_stacks():
   words = ("lora_rank=4", "lora_modules=[all-linear]", "dtype=bfloat16", "weight_dtype=bfloat16", "num_decoder_layers=12")
   need = on_gpus("gemma3-tiny", *words)
@@ -132,6 +133,7 @@ def test_slices_of_weights_are_not_counted_as_kept():
   assert kept(6, "true") - kept(3, "true") == 3 * (2 * 64 * 128 * 4)  # three layers are a loop of two and one alone
 
 
+@pytest.mark.slow
 def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():
   """A tower of more layers keeps more between them, and a layer of it is as large as before."""
 
@@ -173,6 +175,7 @@ def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
   assert kept - once == 4 * math.prod(program.spec["head"]["kernel"].shape) // 2
 
 
+@pytest.mark.slow
 def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other(monkeypatch):
   """Of a large vocabulary most of the logits count, of a small one none; a table that is trained whole is there with them."""
   words = ["lora_rank=2", "per_device_batch_size=1", "max_target_length=64"]

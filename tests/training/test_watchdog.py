@@ -54,6 +54,7 @@ def test_last_words_that_nobody_takes_keep_nobody(tmp_path):
       pass
     os.set_blocking(write, True)
     done = run(tmp_path, """
+watchdog._FAREWELL_SECONDS = 0.4
 with watchdog.Watchdog({"step": 0.2}) as watch:
   watch.directory = directory
   with watch.watch("step"):
