@@ -1,6 +1,7 @@
 """Sparse attention of DeepSeek V3.2 on this machine: of all pairs at once, in tiles of queries, and with gathered keys.
 
-python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered] [--seconds 2] [dtype=...]
+python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered]
+  [--seconds 2] [dtype=...]
 
 One layer's attention with its indexer and the indexer's loss, one row, forward and backward, gradients of everything. GiB are
 XLA's temporaries of that. "whole" has every score of every head in memory at once; "masked" goes through tiles of queries that

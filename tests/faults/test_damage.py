@@ -65,9 +65,9 @@ def test_f70_a_finished_run_started_again(copy: Runs):
 @pytest.mark.parametrize(
   ("keys", "expected"),
   [
-    ({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16"),  # F13
+    pytest.param({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16", marks=pytest.mark.slow),  # F13
     ({"heads": 8}, "model.heads: checkpoint 4, this run 8"),  # F14: no shape shows it
-    ({"width": 32}, "params.w: checkpoint (64, 64), this run (32, 32)"),  # F15
+    pytest.param({"width": 32}, "params.w: checkpoint (64, 64), this run (32, 32)", marks=pytest.mark.slow),  # F15
   ],
 )
 def test_f13_f14_f15_another_configuration(copy: Runs, keys, expected):

@@ -80,6 +80,7 @@ def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault)
   assert not (train.output_dir / "a").exists()
 
 
+@pytest.mark.slow
 def test_files_to_evaluate_on_that_go_cost_no_step(train, records):
   """The evaluation of step 20 fails; the step itself is in the metrics and in the checkpoint."""
   other = records.with_name("other.jsonl")

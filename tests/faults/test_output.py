@@ -96,6 +96,7 @@ def test_a_disk_that_does_not_answer_holds_up_nothing(train):
   assert train.complete("a")
 
 
+@pytest.mark.slow
 def test_a_reader_that_left_and_then_a_stop(train):
   """``train ... | head``, and SIGTERM: never 0 for a run that is not finished."""
   process = train.spawn("a", stdout=subprocess.PIPE, steps=100_000, max_to_keep=1)
@@ -189,6 +190,7 @@ def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
   assert (train.output_dir / "a/restarts.json").exists() == (number != signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_goodput_counts_a_killed_life_and_damaged_rows_are_told(train):
   run = train.output_dir / "a"
   process = train.start("a", steps=100_000, checkpoint_interval=20, max_to_keep=1)

@@ -89,6 +89,7 @@ def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
   assert [json.loads(row)["step"] for row in dropped[:3]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_going_on_with_other_values_from_steps_behind_links(train, a):
   """The arrays lie on another disk; each change is a line, with the learning rate that it makes; nothing is forgotten."""
   elsewhere = train.output_dir / "other disk"

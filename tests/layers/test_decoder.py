@@ -19,6 +19,7 @@ from maxtext_like.layers.per_layer import PerLayerInput
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
 FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
+TWO_LAYERS = (("num_decoder_layers", 2), ("inhomogeneous_layer_cycle_interval", 2))
 UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 
 
@@ -114,7 +115,7 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
   """Bytes that the forward pass hands to the backward pass: none keeps most, full least."""
 
   def kept(policy):
-    decoder = tiny_decoder("gemma4-moe", remat_policy=policy)
+    decoder = tiny_decoder("gemma4-moe", changes=dict(TWO_LAYERS), remat_policy=policy)
     p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
     _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: objective(decoder)(p, batch)[0], p), p)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
@@ -124,6 +125,7 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
   assert sizes["full"] < sizes["save_outputs"] < sizes["save_mlp"] < sizes["minimal"] < sizes["none"]
 
 
+@pytest.mark.slow
 def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_decoder, batch):
   """There they have derivatives of their own, and XLA adds up in float32."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.layers.precision import Precision
+from tests.layers.test_decoder import QUICK
 
 LAYERS = {
   "gemma3": {"num_decoder_layers": 2},
@@ -44,6 +45,11 @@ ELSEWHERE = {"grad_dtype", "float32_vision_pool", "reduction_dtype"}
 
 def test_the_table_names_every_key():
   assert set(KEYS) | ELSEWHERE == {f.name for f in dataclasses.fields(Precision)}
+
+
+@pytest.fixture(params=[pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in EVERY])
+def family(request):
+  return request.param
 
 
 @pytest.fixture(scope="module")

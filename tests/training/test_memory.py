@@ -79,6 +79,7 @@ def test_weights_that_have_no_gradient_take_nothing_away(scan):
   assert need.total > need.parameters + need.optimizer + need.gradients + 64 * 512 * 2
 
 
+@pytest.mark.slow
 def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
   """Of 32 keys that each of 256 queries gathers: what 4 heads make of them, and the latents. Warm-up has pairs of all keys."""
   words = ("max_target_length=512", "per_device_batch_size=2")
