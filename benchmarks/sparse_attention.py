@@ -1,6 +1,7 @@
 """Sparse attention of DeepSeek V3.2 on this machine: of all pairs at once, in tiles of queries, and with gathered keys.
 
-python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered] [dtype=...]
+python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered]
+  [--seconds 2] [dtype=...]
 
 One layer's attention with its indexer and the indexer's loss, one row, forward and backward, gradients of everything. GiB are
 XLA's temporaries of that. "whole" has every score of every head in memory at once; "masked" goes through tiles of queries that
@@ -27,8 +28,8 @@ FORMS = {"whole": (math.inf, "tpu"), "masked": (query_tiles.TILE, "tpu"), "gathe
 """Queries of a tile, and the platform that the layer takes itself to be on; None: the one it is on."""
 
 
-def measured(layer: MLA, length: int, form: str) -> tuple[float, float]:
-  """(seconds, GiB of temporaries) of forward and backward."""
+def measured(layer: MLA, length: int, form: str, budget: float) -> tuple[float, float]:
+  """(seconds, GiB of temporaries) of forward and backward, called for about ``budget`` seconds."""
   tile, platform = FORMS[form]
   query_tiles.TILE = tile
   layer = dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, platform=platform or jax.local_devices()[0].platform))
@@ -42,7 +43,7 @@ def measured(layer: MLA, length: int, form: str) -> tuple[float, float]:
   step = jax.jit(jax.grad(loss, (0, 1))).lower(p, x).compile()
   memory = step.memory_analysis()
   assert memory is not None, "XLA says what it allocates on every platform here"
-  return seconds(step, p, x, budget=2.0), memory.temp_size_in_bytes / 2**30
+  return seconds(step, p, x, budget=budget), memory.temp_size_in_bytes / 2**30
 
 
 def main() -> None:
@@ -51,6 +52,7 @@ def main() -> None:
   parser.add_argument("--model", default="deepseek3.2-671b")
   parser.add_argument("--length", nargs="+", type=int, default=[4096, 16384])
   parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+  parser.add_argument("--seconds", type=float, default=2.0, help="of calls of each form")
   parser.add_argument("values", nargs="*", metavar="key=value")
   options = parser.parse_args()
   config = load_config(options.model, options.values).config
@@ -65,7 +67,7 @@ def main() -> None:
   for length in options.length:
     first = None
     for form in options.forms:
-      taken, gib = measured(MLA(mixer, layer.precision), length, form)
+      taken, gib = measured(MLA(mixer, layer.precision), length, form, options.seconds)
       first = first or taken
       cells = (length, mixer.indexer.topk, form, f"{1e3 * taken:.1f}", f"{taken / first:.2f}", f"{gib:.2f}")
       print(f"| {' | '.join(map(str, cells))} |", flush=True)

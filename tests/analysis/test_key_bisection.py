@@ -292,6 +292,7 @@ def test_a_step_that_is_fine_is_left_alone():
   assert result.steps == 1
 
 
+@pytest.mark.slow
 def test_of_a_model_with_an_adapter():
   """What is compared are the gradients and the update of the adapter alone; what mends them is found among the same keys."""
   words = [*SMALL, "vocab_size=300", "inhomogeneous_layer_cycle_interval=1", "lora_rank=2"]

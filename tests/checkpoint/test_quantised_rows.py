@@ -121,6 +121,7 @@ def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
   assert max(held) <= rest + layer < sum(reads) / 2
 
 
+@pytest.mark.slow
 def test_a_step_of_ours_is_read_layer_by_layer_to_the_same(tmp_path: Path):
   import maxtext_like
 

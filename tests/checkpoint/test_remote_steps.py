@@ -81,7 +81,9 @@ def test_steps_are_saved_kept_and_come_back(steps, monkeypatch, tmp_path):
     manifest.check_hashes(copied, manifest.read(copied))
 
 
-@pytest.mark.parametrize("damage", ["gone", "shorter", "other bytes", "manifest"])
+@pytest.mark.parametrize(
+  "damage", ["other bytes", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("gone", "shorter", "manifest"))]
+)
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, damage):
   save(steps, 10, 20)
   store = store_of(steps)
@@ -101,7 +103,6 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, d
   assert "CORRUPT.json" not in [n.rpartition("/")[2] for n in names(steps, 20)]
 
 
-@pytest.mark.parametrize("steps", ["gs", "s3"], indirect=True)
 def test_what_has_no_manifest_does_not_count_and_goes(steps, caplog):
   save(steps, 10, 20)
   store = store_of(steps)
@@ -135,7 +136,7 @@ def test_steps_that_the_run_went_back_past_do_not_count(steps):
   assert restored(steps) == 20
 
 
-@pytest.mark.parametrize("wrong", ["503", "lost"])
+@pytest.mark.parametrize("wrong", ["lost", pytest.param("503", marks=pytest.mark.slow)])
 def test_a_store_that_fails_now_and_then_is_asked_again(steps, wrong):
   """Some writes fail, or are done and not answered, the manifest's first one among them: no step is torn."""
   count, published = itertools.count(), itertools.count()

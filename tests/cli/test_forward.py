@@ -83,17 +83,24 @@ def test_words_that_are_missing_or_wrong(tmp_path: Path, capsys: pytest.CaptureF
   assert "grad.<name of the parameter in transformers>" in capsys.readouterr().out
 
 
-def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytest.CaptureFixture):
-  """A norm so large that what the MLP takes leaves float16: finite logits, and not the model's."""
+@pytest.fixture
+def extreme(tmp_path: Path) -> Path:
+  """A checkpoint with a norm so large that what the MLP takes leaves float16: finite logits, and not the model's."""
 
-  def extreme(arrays: dict[str, np.ndarray], *_: str) -> None:
+  def enlarge(arrays: dict[str, np.ndarray], *_: str) -> None:
     arrays["model.layers.3.pre_feedforward_layernorm.weight"][:] = 6e4
 
-  checkpoint = write_letters(rewritten(tmp_path / "model", "gemma3_text", extreme))
+  return write_letters(rewritten(tmp_path / "model", "gemma3_text", enlarge))
+
+
+@pytest.mark.parametrize(
+  "dtypes", [("float32", "float16"), pytest.param(("float32", "float16", "bfloat16"), marks=pytest.mark.slow)]
+)
+def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytest.CaptureFixture, extreme: Path, dtypes):
   np.savez(tmp_path / "in.npz", input_ids=np.array([[3, 95, 7, 12]]))
   logits = {}
-  for dtype in ("float32", "float16", "bfloat16"):
-    assert forward(tmp_path, f"dtype={dtype}", checkpoint=checkpoint, inputs=tmp_path / "in.npz") == 0
+  for dtype in dtypes:
+    assert forward(tmp_path, f"dtype={dtype}", checkpoint=extreme, inputs=tmp_path / "in.npz") == 0
     with np.load(tmp_path / "out.npz") as file:
       logits[dtype], counted = file["logits"], int(file["rescued"]) if "rescued" in file else None
     printed = capsys.readouterr().out
@@ -105,7 +112,11 @@ def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytes
   assert np.abs(logits["float16"] - logits["float32"]).max() > 0.1 * np.abs(logits["float32"]).max()
   assert forward(tmp_path, "dtype=float16", inputs=CASE / "inputs.npz") == 0
   assert "float16: 0 values rescued" in capsys.readouterr().out
-  words = ["generate", "--checkpoint", str(checkpoint), "--prompt", "abc", "--max-tokens", "3", "--temperature", "0"]
-  for dtype, told in (("float16", True), ("bfloat16", False)):
-    assert main([*words, f"dtype={dtype}"]) == 0
-    assert ("values left its range and were rescued" in capsys.readouterr().err) == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "told"), [("float16", True), ("bfloat16", False)])
+def test_generation_tells_it_too(capsys: pytest.CaptureFixture, extreme: Path, dtype: str, told: bool):
+  words = ["generate", "--checkpoint", str(extreme), "--prompt", "abc", "--max-tokens", "3", "--temperature", "0"]
+  assert main([*words, f"dtype={dtype}"]) == 0
+  assert ("values left its range and were rescued" in capsys.readouterr().err) == told

@@ -25,6 +25,7 @@ TINY = {
   "mlp_dim": 24,
   "head_dim": 8,
   "steps": 80,
+  "lr_schedule_steps": 80,  # at any number of steps: the runs of all tests are one compiled program
   "checkpoint_interval": 10,
   "per_device_batch_size": 8,
   "max_target_length": 32,

@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-FLAT = {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}  # the same at every number of steps
-ENDLESS = {**FLAT, "steps": 100_000, "checkpoint_interval": 100_000}
+ENDLESS = {"steps": 100_000, "checkpoint_interval": 100_000}
 
 
 @pytest.fixture
@@ -34,15 +33,19 @@ def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
   assert f"saved   step {step} in {train.checkpoints('a')}/{step}" in text
   assert train.losses("a").keys() == set(range(1, step + 1))
   away.rename(records)
-  code, text = train.run("a", **keys, **FLAT, steps=step + 4)
+  code, text = train.run("a", **keys, steps=step + 4)
   assert code == 0, text
   assert re.search(rf"from step {step} in ", text)
-  code, text = train.run("b", **keys, **FLAT, steps=step + 4)
+  code, text = train.run("b", **keys, steps=step + 4)
   assert code == 0, text
   assert train.losses("a") == train.losses("b")
 
 
-def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path):
+@pytest.mark.parametrize(
+  "fault",
+  ["bad records", "bomb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("image", "fifo", "tokenizer", "cut off"))],
+)
+def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault):
   """Exit 2 and one message: bad records far from the first, a FIFO where a file is wanted, a bomb, an archive cut off."""
   lines = records.read_text().splitlines(keepends=True)
   records.write_text("".join([*lines[:350], '{"text": 3}\n', *lines[351:], '{"text": "cut']))
@@ -56,21 +59,28 @@ def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path):
   tokenizer.mkdir()
   (tokenizer / "tokenizer.json").write_text("{}")
   os.mkfifo(tokenizer / "tokenizer_config.json")
-  for keys, expected in (
-    ({"dataset_path": records}, f"2 bad records among the 401 of data.dataset_path:\n  {records}:351: field 'text' is int"),
-    ({"dataset_path": pictures, "use_multimodal": "true"}, f"{pictures}:1: image {tmp_path}/data/fifo: a FIFO, not a regular"),
-    ({"dataset_path": tmp_path / "data" / "fifo"}, "fifo is a FIFO, not a regular file"),
-    ({"dataset_path": records, "tokenizer": tokenizer / "tokenizer_config.json"}, "is not a regular file"),
-    ({"dataset_path": bomb}, f"{bomb}: {bomb.stat().st_size:,} bytes become "),
-    ({"dataset_path": cut}, f"{cut}: cut off: the file ends at byte {cut.stat().st_size}"),
-  ):
-    code, text = train.run("a", dataset="jsonl", **keys)
-    assert code == 2, text
-    assert expected in text
-    assert "Traceback" not in text
+  keys, expected = {
+    "bad records": (
+      {"dataset_path": records},
+      f"2 bad records among the 401 of data.dataset_path:\n  {records}:351: field 'text' is int",
+    ),
+    "image": (
+      {"dataset_path": pictures, "use_multimodal": "true"},
+      f"{pictures}:1: image {tmp_path}/data/fifo: a FIFO, not a regular",
+    ),
+    "fifo": ({"dataset_path": tmp_path / "data" / "fifo"}, "fifo is a FIFO, not a regular file"),
+    "tokenizer": ({"dataset_path": records, "tokenizer": tokenizer / "tokenizer_config.json"}, "is not a regular file"),
+    "bomb": ({"dataset_path": bomb}, f"{bomb}: {bomb.stat().st_size:,} bytes become "),
+    "cut off": ({"dataset_path": cut}, f"{cut}: cut off: the file ends at byte {cut.stat().st_size}"),
+  }[fault]
+  code, text = train.run("a", dataset="jsonl", **keys)
+  assert code == 2, text
+  assert expected in text
+  assert "Traceback" not in text
   assert not (train.output_dir / "a").exists()
 
 
+@pytest.mark.slow
 def test_files_to_evaluate_on_that_go_cost_no_step(train, records):
   """The evaluation of step 20 fails; the step itself is in the metrics and in the checkpoint."""
   other = records.with_name("other.jsonl")

@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import ROOT, Runs
 
+from tests.processes import xla_flags
+
 
 @pytest.mark.parametrize("end", ["return", "exception", "sys.exit"])
 def test_f07_a_program_that_ends_right_after_save(runs: Runs, end):
@@ -39,7 +41,8 @@ def test_f18_two_runs_in_one_directory(runs: Runs):
 FULL_DISK = """
 set -e
 mount -t tmpfs -o size=100m none {disk}
-{program} steps=2 > {log}.0 2>&1
+mkdir {disk}/output
+cp -r {begun} {disk}/output
 used=$(df --output=used -B1 {disk} | tail -n 1)
 # Room for the arrays of one more checkpoint, but not for its files: only writing finds out.
 mount -o remount,size=$((used + 12000000 + 49152)) none {disk}
@@ -49,6 +52,9 @@ ls {disk}/output/a/checkpoints > {log}.ls
 mount -o remount,size=100m none {disk}
 {program} > {log}.2 2>&1; echo "code $?" >> {log}.2
 """
+
+
+BEGUN = {"width": 1000, "interval": 2, "keep": 1}
 
 
 def can_mount():
@@ -63,10 +69,13 @@ def test_f05_full_disk(runs: Runs, tmp_path):
   """The disk fills up while step 4 is written: told, tried again, 42 in the end; with room again the run goes on."""
   disk = tmp_path / "disk"
   disk.mkdir()
-  inside = Runs(disk / "output", runs.environment, None)
-  program = " ".join(inside.command("a", width=1000, interval=2, keep=1, pause=0.05)) + " steps=12"
-  script = FULL_DISK.format(disk=disk, program=program, log=tmp_path / "log")
-  subprocess.run(["unshare", "-m", "sh", "-c", script], env=runs.environment, cwd=ROOT, check=True, timeout=240)
+  code, text = runs.run("a", **BEGUN, steps=2)
+  assert code == 0, text
+  environment = runs.environment | {"XLA_FLAGS": xla_flags(1)}  # as that run: its program is compiled
+  inside = Runs(disk / "output", environment, None)
+  program = " ".join(inside.command("a", **BEGUN, pause=0.05)) + " steps=12"
+  script = FULL_DISK.format(disk=disk, program=program, log=tmp_path / "log", begun=runs.output_dir / "a")
+  subprocess.run(["unshare", "-m", "sh", "-c", script], env=environment, cwd=ROOT, check=True, timeout=240)
   first, second = ((tmp_path / f"log.{number}").read_text() for number in (1, 2))
   assert first.endswith("code 42\n"), first
   assert f"checkpoint of step 4 failed (1 of 3): {disk}/output/a/checkpoints/4: needs 12.00 MB, " in first

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_endings import can_mount
 
+from tests.processes import xla_flags
+
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
 MOUNTS = """
 mkdir -p {run}/checkpoints
@@ -94,6 +96,7 @@ def test_a_disk_that_does_not_answer_holds_up_nothing(train):
   assert train.complete("a")
 
 
+@pytest.mark.slow
 def test_a_reader_that_left_and_then_a_stop(train):
   """``train ... | head``, and SIGTERM: never 0 for a run that is not finished."""
   process = train.spawn("a", stdout=subprocess.PIPE, steps=100_000, max_to_keep=1)
@@ -125,7 +128,9 @@ def test_no_stream_at_all_and_thirty_secrets(train):
   """``<&- >&- 2>&-``: the run ends, finished; and nothing in its directory has a secret of its environment or command."""
   environment = {name: f"hunter{i}" for i, name in enumerate(SECRETS.split())}
   assert len(environment) > 30
-  environment["XLA_FLAGS"] = "--xla_dump_hlo_as_text=false --xla_dump_to=/tmp/hunter_hf_hunterhunterhunterhunter"
+  environment["XLA_FLAGS"] = (
+    f"{xla_flags(1)} --xla_dump_hlo_as_text=false --xla_dump_to=/tmp/hunter_hf_hunterhunterhunterhunter"
+  )
   closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
   words = {"steps": 20, "sample_prompts": "[password=hunter]"}
   process = train.spawn("a", prefix=closed, environment=environment, **words)
@@ -185,6 +190,7 @@ def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
   assert (train.output_dir / "a/restarts.json").exists() == (number != signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_goodput_counts_a_killed_life_and_damaged_rows_are_told(train):
   run = train.output_dir / "a"
   process = train.start("a", steps=100_000, checkpoint_interval=20, max_to_keep=1)

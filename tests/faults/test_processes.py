@@ -78,7 +78,7 @@ def test_two_processes_train_as_one_and_go_on_as_one(train):
 
 
 def test_sigterm_on_one_stops_all_at_the_same_step(train):
-  both = Ranks(train, "a", steps=100_000, checkpoint_interval=100_000)
+  both = Ranks(train, "a", devices=2, steps=100_000, checkpoint_interval=100_000)
   both.wait_for_step(3)
   both.ranks[1].send_signal(signal.SIGTERM)
   assert both.codes() == [42, 42], both.texts()

@@ -9,11 +9,11 @@ ABSURD = "1" * 5000  # more digits than Python turns into a number
   ("keys", "said"),
   [
     ({"output_dir": "abfs://bucket/runs"}, "output_dir = abfs://bucket/runs: a run can be in gs:// or s3://"),
-    ({"run_name": "x" * 300}, "run_name has 300 bytes"),
+    pytest.param({"run_name": "x" * 300}, "run_name has 300 bytes", marks=pytest.mark.slow),
     ({"output_dir": "x" * 300}, "File name too long"),
     ({"steps": ABSURD}, "is not an int of 64 bits"),
-    ({"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is beyond 10000"),
-    ({"sample_prompts": "[" * 30000}, "nested more than 20 deep"),
+    pytest.param({"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is beyond 10000", marks=pytest.mark.slow),
+    pytest.param({"sample_prompts": "[" * 30000}, "nested more than 20 deep", marks=pytest.mark.slow),
   ],
   ids=lambda value: str(value)[:30],
 )

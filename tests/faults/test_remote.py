@@ -140,7 +140,7 @@ def test_two_processes_have_one_run_and_one_goes_on(train, whole, protocol, stor
   """Each on a machine of its own: what they share is the store alone. A save that fails in one is given up by both."""
   with socket.create_server(("", 0)) as free:
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
-  keys = {"steps": 20, "per_device_batch_size": 4, "lr_schedule_steps": 40}
+  keys = {"steps": 20, "per_device_batch_size": 4}
   fails = ONE_SAVE_FAILS if protocol == "s3" else None  # that of orbax's: test_processes.py
   both = [train("pair", place | {"JAX_PROCESS_ID": str(n)}, fails if n else None, **keys) for n in range(2)]
   said = [ends(process, 0) for process in both]

@@ -8,8 +8,7 @@ import time
 import pytest
 from conftest import TrainRuns
 
-# With the schedule of the other runs here, whose program is compiled already.
-SHORT = {"steps": 20, "checkpoint_interval": 10, "lr_schedule_steps": 80}
+SHORT = {"steps": 20, "checkpoint_interval": 10}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +49,8 @@ LOSSES = {
 def test_lost_checkpoints_are_no_fresh_start(train, a, lose):
   lose(a)
   before = files(a)
-  process = train.spawn("a", **SHORT)
-  assert process.wait(timeout=240) == 2, train.log.read_text()
-  text = train.log.read_text()
+  code, text = train.run("a", **SHORT)
+  assert code == 2, text
   assert "the checkpoints of this run are missing, training would start again at step 0" in text
   assert "metrics.jsonl: knows of step 20" in text
   assert "resume=false" in text
@@ -74,6 +72,7 @@ def test_who_says_so_starts_afresh_and_keeps_what_was(train, a):
   assert "steps: 4  #" in (a / "config.yml").read_text()
 
 
+@pytest.mark.slow  # test_lost_directory.py kills one there too
 def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
   process = train.start("b", **{**SHORT, "steps": 100_000, "checkpoint_interval": 100_000})
   metrics = train.output_dir / "b/metrics.jsonl"
@@ -90,6 +89,7 @@ def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
   assert [json.loads(row)["step"] for row in dropped[:3]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_going_on_with_other_values_from_steps_behind_links(train, a):
   """The arrays lie on another disk; each change is a line, with the learning rate that it makes; nothing is forgotten."""
   elsewhere = train.output_dir / "other disk"

@@ -10,7 +10,7 @@ from conftest import TrainRuns, assert_bitwise_equal
 POISONED = range(30, 33)
 KEYS = {
   "shuffle": "false", "eval_fraction": 0, "learning_rate": 1e-2, "steps": 70, "checkpoint_interval": 10,
-  "spike_factor": 1.25, "spike_window": 3, "max_to_keep": 9,
+  "lr_schedule_steps": 70, "spike_factor": 1.25, "spike_window": 3, "max_to_keep": 9,
 }  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def test_killed_after_going_back_it_ends_as_the_one_that_was_not(poisoned):
   assert [row["loss"] for row in rows(runs, "killed")] == [row["loss"] for row in rows(runs, "whole")]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_stop_left_before_the_spike_counts_no_more(poisoned):
   """The run goes back past it and ends as the one that was not stopped; nobody goes on from the step that is no part of it."""
   runs, _ = poisoned
@@ -73,10 +74,10 @@ def test_a_checkpoint_that_a_stop_left_before_the_spike_counts_no_more(poisoned)
   last = spike["step"] - 1
   assert last > spike["back_to"]
   assert last % 10
-  code, text = runs.run("stopped", steps=last, lr_schedule_steps=70)
+  code, text = runs.run("stopped", steps=last)
   assert code == 0, text
   assert runs.complete("stopped")[-1] == last
-  code, text = runs.run("stopped", lr_schedule_steps=70)
+  code, text = runs.run("stopped")
   assert code == 0, text
   assert f"the run went back past it, to step {spike['back_to']}; moved to {last}.abandoned" in text
   assert last not in runs.complete("stopped")

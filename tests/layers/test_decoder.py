@@ -18,6 +18,8 @@ from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.per_layer import PerLayerInput
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
+FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
+TWO_LAYERS = (("num_decoder_layers", 2), ("inhomogeneous_layer_cycle_interval", 2))
 UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 
 
@@ -89,8 +91,7 @@ def test_scan_is_the_loop(family, compiled, batch):
 @pytest.mark.parametrize("policy", ["full", *slow("minimal", "save_mlp", "save_attention")])
 @pytest.mark.parametrize("family", ["gemma3", *slow("gemma4-moe", "gemma4-e2b", "deepseek3.2")])
 def test_remat_changes_no_number(family, policy, compiled, batch):
-  """Gemma 3 with two rows of two layers, which is the least that is scanned."""
-  layers = (("num_decoder_layers", 4),) if family == "gemma3" else ()
+  layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, plain = compiled(family, changes=layers)
   _, _, rematted = compiled(family, changes=layers, remat_policy=policy)
   close(rematted(p, batch), plain(p, batch), 1e-5)
@@ -100,12 +101,13 @@ WAITS = (("save_outputs", "kept"), ("minimal", "all"), ("save_mlp", "layer_input
 
 
 @pytest.mark.parametrize("where", [("full", "layer_inputs"), *slow(*WAITS)])
-@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma3", "gemma4-moe", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma3", *slow("gemma4-e2b", "gemma4-moe", "deepseek3.2")])
 def test_where_things_wait_for_the_backward_pass_changes_no_bit(family, where, compiled, batch):
   """A CPU has both memories in one, so that the program runs: E2B's layers read keys and values of others too."""
   policy, offload = where
-  _, p, here = compiled(family, remat_policy=policy)
-  _, _, there = compiled(family, remat_policy=policy, remat_offload=offload)
+  layers = FOUR_LAYERS if family == "gemma3" else ()
+  _, p, here = compiled(family, changes=layers, remat_policy=policy)
+  _, _, there = compiled(family, changes=layers, remat_policy=policy, remat_offload=offload)
   jax.tree.map(np.testing.assert_array_equal, there(p, batch), here(p, batch))
 
 
@@ -113,7 +115,7 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
   """Bytes that the forward pass hands to the backward pass: none keeps most, full least."""
 
   def kept(policy):
-    decoder = tiny_decoder("gemma4-moe", remat_policy=policy)
+    decoder = tiny_decoder("gemma4-moe", changes=dict(TWO_LAYERS), remat_policy=policy)
     p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
     _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: objective(decoder)(p, batch)[0], p), p)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
@@ -123,6 +125,7 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
   assert sizes["full"] < sizes["save_outputs"] < sizes["save_mlp"] < sizes["minimal"] < sizes["none"]
 
 
+@pytest.mark.slow
 def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_decoder, batch):
   """There they have derivatives of their own, and XLA adds up in float32."""
 

@@ -160,7 +160,11 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
 
 @pytest.mark.parametrize(
   ("sparse", "dtype", "tolerance"),
-  [(True, "float32", 2e-6), pytest.param(True, "bfloat16", 2e-2, marks=pytest.mark.slow), (False, "float32", 2e-6)],
+  [
+    (True, "float32", 2e-6),
+    pytest.param(True, "bfloat16", 2e-2, marks=pytest.mark.slow),
+    pytest.param(False, "float32", 2e-6, marks=pytest.mark.slow),
+  ],
 )
 def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):
   """float32 scores of the indexer, so that all choose the same keys in bfloat16."""

@@ -10,7 +10,14 @@ import pytest
 
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.layers.precision import Precision
+from tests.layers.test_decoder import QUICK
 
+LAYERS = {
+  "gemma3": {"num_decoder_layers": 2},
+  "gemma4": {"num_decoder_layers": 2},
+  "gemma4-moe": {"num_decoder_layers": 2, "inhomogeneous_layer_cycle_interval": 2},
+}
+"""One of each kind, traced once; what is not here has no fewer kinds than layers that are traced."""
 MOE = ("gemma4-moe", "deepseek3", "deepseek3.2")
 EVERY = ("gemma3", "gemma4", "gemma4-moe", "gemma4-e2b", "deepseek3", "deepseek3.2")
 
@@ -40,12 +47,17 @@ def test_the_table_names_every_key():
   assert set(KEYS) | ELSEWHERE == {f.name for f in dataclasses.fields(Precision)}
 
 
+@pytest.fixture(params=[pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in EVERY])
+def family(request):
+  return request.param
+
+
 @pytest.fixture(scope="module")
 def program(tiny_decoder, batch):
   """program(family, **flags) -> the traced forward pass of a text batch, as text. Blocks once: two layers tell all."""
 
   def trace(family, **flags):
-    decoder = tiny_decoder(family, precision=flags)
+    decoder = tiny_decoder(family, precision=flags, changes=LAYERS.get(family))
     p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
     return str(jax.make_jaxpr(lambda p, b: decoder(p, b))(p, batch))
 

@@ -16,7 +16,8 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 from maxtext_like.training.module_api import make_apply
-from tests.layers.test_decoder import UNOPTIMISED, objective
+from tests.layers.conftest import FAMILIES
+from tests.layers.test_decoder import QUICK, UNOPTIMISED, objective
 
 # As written: XLA on a CPU leaves out roundings to bfloat16 and back where it may.
 EXACT: Any = UNOPTIMISED | {"xla_allow_excess_precision": False}
@@ -169,6 +170,7 @@ def test_remat_changes_no_number(policy, mixed, random_params, batch):
   assert relative(gradients(remat_policy=policy), gradients()) < 1e-5
 
 
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAMILIES])
 def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(family, tiny_decoder, tiny_model, batch):
   """Keys x dtypes x kinds of layer: refused (``idle_reason``) where the layer's program would stay the same."""
   values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {

@@ -190,15 +190,20 @@ def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params,
   close(got, expected, 1e-3)
 
 
-def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(tiny_decoder, batch):
-  """In both passes: no loop over rows is handed a row's codes, which would lie there for all layers of the row at once."""
+@pytest.fixture(scope="module")
+def nf4_loops(tiny_decoder, batch):
+  """(abstract parameters in nf4, the loops of both passes over them)."""
   decoder = tiny_decoder("gemma3", remat_policy="full")
   spec = decoder.params()
-  arrays = abstract(spec)
-  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), arrays)
+  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), abstract(spec))
   loss = lambda table, p: objective(decoder)({**p, "embedding": table}, batch)[0]
+  return p, named(jax.grad(loss), p["embedding"], p, name="scan")
+
+
+def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
+  """In both passes: no loop over rows is handed a row's codes, which would lie there for all layers of the row at once."""
   seen = 0
-  for e in named(jax.grad(loss), p["embedding"], p, name="scan"):
+  for e in nf4_loops[1]:
     (body,) = jaxprs_in_params(e.params)
     codes = [(v.aval, own.aval) for v, own in zip(e.invars, body.invars, strict=True) if v.aval.dtype == jnp.uint8]
     assert all(str(v) == str(own) for v, own in codes)  # dtype and shape
@@ -207,17 +212,14 @@ def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(tiny_decoder, batch):
   assert seen >= 2
 
 
-def test_no_constant_leaves_a_loop(tiny_decoder, batch):
+def test_no_constant_leaves_a_loop(nf4_loops):
   """jax takes out of a loop that it differentiates what depends on nothing, and so would a constant for every code."""
-  decoder = tiny_decoder("gemma3", remat_policy="full")
-  spec = decoder.params()
-  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), abstract(spec))
+  p, every = nf4_loops
   codes = [
     w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantised)) if isinstance(w, Quantised)
   ]
   shapes = {(rows // 32, *each, outputs) for *_, rows, outputs in codes for each in [(64,), ()]}
-  loss = lambda table, p: objective(decoder)({**p, "embedding": table}, batch)[0]
-  loops = [e for e in named(jax.grad(loss), p["embedding"], p, name="scan") if any(v.aval.dtype == jnp.uint8 for v in e.invars)]
+  loops = [e for e in every if any(v.aval.dtype == jnp.uint8 for v in e.invars)]
   assert len(loops) >= 2
   assert not [v.aval for e in loops for v in e.invars if v.aval.dtype == jnp.float32 and v.aval.shape in shapes]
 

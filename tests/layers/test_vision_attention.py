@@ -48,8 +48,10 @@ def plain(q, k, v, real):
   return attend_patches(dataclasses.replace(TOWER, kernel="dot_product"), EXACT, RULES, q, k, v, real, scale=SCALE)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("P", [100, 520])  # of 520 there are two tiles in blockwise, five in splash, the last not full
+@pytest.mark.parametrize(  # of 520 there are two tiles in blockwise, five in splash, the last not full
+  ("P", "padded"),
+  [(100, False), (520, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((100, True), (520, False)))],
+)
 def test_every_kernel_gives_values_and_gradients_of_attention_written_out(P, padded, monkeypatch):
   def of(name):
     monkeypatch.setattr(vision_attention, "choose", lambda choice, case, without: registry.kernel(name))
@@ -110,10 +112,10 @@ def test_a_kernel_that_is_named_is_the_layers_alone():
   assert tower("auto").platform == "gpu"
 
 
-def images_on_eight_devices():
+def images_on_eight_devices(*names):
   """Every device works on its own rows' images, forward and backward: none has an array of all of them."""
-  words = ["use_multimodal=true", "max_images_per_row=2", "num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2"]
-  for name in ("gemma3-tiny", "gemma4-tiny"):
+  words = ["use_multimodal=true", "max_images_per_row=2", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1"]
+  for name in names:
     config = load_config(name, words).config
     decoder = build_decoder(config.model, EXACT, vision=config.vision, remat_policy="full")
     p, rng = _random_params(decoder.params()), np.random.default_rng(0)
@@ -141,5 +143,6 @@ def images_on_eight_devices():
     assert not (whole := re.findall(rf"f32\[(?:8,2|16),{P},.*", text)), (name, whole[:3])
 
 
-def test_images_lie_on_the_devices_of_their_rows():
-  eight_devices.run("test_vision_attention", "images_on_eight_devices")
+@pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("gemma3-tiny", marks=pytest.mark.slow)])
+def test_images_lie_on_the_devices_of_their_rows(model):
+  eight_devices.run("test_vision_attention", "images_on_eight_devices", model)

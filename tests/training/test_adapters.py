@@ -36,7 +36,7 @@ def workplace(tmp_path_factory):
   place = tmp_path_factory.mktemp("runs")
   (place / "text.txt").write_text("The fox runs. The hen sits. " * 60)
   assert train(place, "base", "steps=1") == 0
-  assert train(place, "adapter", f"init_from={place}/base", *LORA, "steps=4", "sample_every=4", "sample_tokens=4") == 0
+  assert train(place, "adapter", f"init_from={place}/base", *LORA, "steps=4") == 0
   return place
 
 
@@ -48,6 +48,13 @@ def train(place: Path, name: str, *words: str) -> int:
 
 def losses(place: Path, name: str) -> list[float]:
   return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def other(workplace):
+  """A run of other weights than those below the adapter."""
+  assert train(workplace, "other", "steps=1", "seed=3") == 0
+  return workplace / "other"
 
 
 def test_a_checkpoint_holds_the_adapter_alone(workplace):
@@ -77,8 +84,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(workplace, capsys):
   assert losses(workplace, "parts") == losses(workplace, "adapter")
 
 
+@pytest.mark.slow
 def test_samples_and_generation_are_of_the_adapted_model(workplace):
-  sampled = json.loads((workplace / "adapter/samples.jsonl").read_text().splitlines()[0])
+  words = (f"init_from={workplace}/base", *LORA, "steps=4", "sample_every=4", "sample_tokens=4")
+  assert train(workplace, "sampled", *words) == 0
+  assert losses(workplace, "sampled") == losses(workplace, "adapter")
+  sampled = json.loads((workplace / "sampled/samples.jsonl").read_text().splitlines()[0])
   assert sampled["tokens"] == 4
   together, apart = (
     maxtext_like.load(workplace / "adapter", dtype="float32"),
@@ -89,9 +100,8 @@ def test_samples_and_generation_are_of_the_adapted_model(workplace):
   assert float(np.abs(together.logits(tokens) - maxtext_like.load(workplace / "base").logits(tokens)).max()) > 1e-2
 
 
-def test_other_weights_below_are_refused(workplace, capsys):
-  words = (f"init_from={workplace}/other", *LORA, "steps=6")
-  assert train(workplace, "other", "steps=1", "seed=3") == 0
+def test_other_weights_below_are_refused(workplace, other, capsys):
+  words = (f"init_from={other}", *LORA, "steps=6")
   assert train(workplace, "adapter", *words) == 2
   said = capsys.readouterr().err
   assert "the weights below this adapter are others now" in said
@@ -134,6 +144,7 @@ def test_peft_s_files_come_back_as_the_same_model(workplace, tmp_path):
   np.testing.assert_allclose(loaded, merged, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_drawn_weights_says_which_they_are(workplace, tmp_path, capsys):
   assert train(workplace, "drawn", *LORA, "steps=1", "seed=7") == 0
   capsys.readouterr()
@@ -150,6 +161,7 @@ def test_what_has_no_adapter_is_not_merged(workplace, tmp_path, capsys):
   assert main(["export", str(workplace / "adapter"), *words]) == 0
 
 
+@pytest.mark.slow
 def test_an_export_has_the_adapter_added(workplace, tmp_path):
   maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="float32")
   merged = maxtext_like.load(workplace / "adapter", dtype="float32").logits([[5, 6, 7]])
@@ -421,13 +433,13 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
     require_base(model, Base(str(workplace / "base"), 0, "0", f"step {'0' * 64}"))
 
 
-def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, capsys):
+@pytest.mark.slow
+def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, other, capsys):
   ask = ["--prompt", "ab", "--max-tokens", "1", "--adapter", f"{workplace}/adapter"]
   told = "adapter was trained on "
   assert main(["generate", "--checkpoint", f"{workplace}/base", *ask]) == 0
   assert told not in capsys.readouterr().err
-  assert train(workplace, "other-base", "seed=9", "steps=1") == 0
-  assert main(["generate", "--checkpoint", f"{workplace}/other-base", *ask]) == 0
+  assert main(["generate", "--checkpoint", str(other), *ask]) == 0
   assert told in capsys.readouterr().err
 
 
@@ -435,6 +447,7 @@ class TakenError(Exception):
   """Carries what a search would begin with."""
 
 
+@pytest.mark.slow
 def test_bisect_measures_the_trained_adapter_on_its_own_weights(workplace, monkeypatch):
   def take(*given):
     raise TakenError(given[1])

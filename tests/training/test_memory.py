@@ -80,6 +80,7 @@ def test_weights_that_have_no_gradient_take_nothing_away(scan):
   assert need.total > need.parameters + need.optimizer + need.gradients + 64 * 512 * 2
 
 
+@pytest.mark.slow
 def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
   """Of 32 keys that each of 256 queries gathers: what 4 heads make of them, and the latents. Warm-up has pairs of all keys."""
   words = ("max_target_length=512", "per_device_batch_size=2")
@@ -134,6 +135,7 @@ def test_gpus_that_share_out_weights_have_a_part_of_a_layer_whole():
   assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").fetched == 0
 
 
+@pytest.mark.slow
 def test_beside_an_adapter_a_row_of_layers_has_its_weights_apart_from_their_stacks():
   words = ("lora_rank=4", "lora_modules=[all-linear]", "dtype=bfloat16", "weight_dtype=bfloat16", "num_decoder_layers=12")
   need = on_gpus("gemma3-tiny", *words)
@@ -158,6 +160,7 @@ def test_slices_of_weights_are_not_counted_as_kept():
   assert kept(6, "true") - kept(3, "true") == 3 * (2 * 64 * 128 * 4)  # three layers are a loop of two and one alone
 
 
+@pytest.mark.slow
 def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():
   """A tower of more layers keeps more between them, and a layer of it is as large as before."""
 
@@ -199,6 +202,7 @@ def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
   assert kept - once == 4 * math.prod(program.spec["head"]["kernel"].shape) // 2
 
 
+@pytest.mark.slow
 def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other(monkeypatch):
   """Of a large vocabulary most of the logits count, of a small one none; a table that is trained whole is there with them."""
   words = ["lora_rank=2", "per_device_batch_size=1", "max_target_length=64"]

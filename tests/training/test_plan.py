@@ -52,7 +52,7 @@ def slow(*values):
       140.2,
     ),
     # 2026-11-23: an optimizer that makes the steps of all arrays whole before it applies one.
-    ("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor", "weight_dtype=bfloat16"], 4.83, 63.35),
+    slow("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor", "weight_dtype=bfloat16"], 4.83, 63.35),
     slow("gemma3-4b", "v6e-8", ["max_target_length=2048", "opt_type=adafactor"], 5.93, 63.35),
     ("deepseek3-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml"], 29.57, 659),
     slow("deepseek3.2-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml", "max_target_length=1024"], 28.65, 335.1),
@@ -80,6 +80,7 @@ def test_a_logit_is_counted_once():
   assert whole.classes["activations"] == pytest.approx(pieces.classes["activations"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_remat_takes_what_it_computes_again():
   none, mlp, outputs, attention, full = (
     planned("gemma4-tiny", "v6e-8", f"remat_policy={policy}")
@@ -97,6 +98,7 @@ def test_remat_takes_no_table_twice():
   assert beside.flops - beside.model_flops == pytest.approx(without.flops - without.model_flops)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_table_that_is_trained_whole_is_there_twice_behind_the_layers():
   """In float32 and as it is stored, on a device that has all of it."""
   words = ("vocab_size=50000", "max_target_length=16", "num_vocab_tiling=16", "remat_policy=full")

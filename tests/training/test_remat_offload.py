@@ -124,12 +124,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @needs_libtpu
 @pytest.mark.parametrize(
   "words",
-  [
-    (),
-    slow(("optimizer_in_backward=true", "clip=layer")),
-    slow(("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")),
-  ],
+  [(), ("optimizer_in_backward=true", "clip=layer"), ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")],
 )
+@pytest.mark.slow
 def test_libtpu_moves_them_beside_computation(words):
   """A chip's own rows, once to the host and once back, and so much less lies in its memory."""
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags

@@ -137,6 +137,7 @@ def main_thread_waits_for_a_batch() -> bool:
   return frame is not None
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_path, monkeypatch, capsys):
   """SIGTERM when the loop waits for a batch that does not come: what was trained is saved, what was not drawn is read again."""
   path = tmp_path / "records.jsonl"
@@ -265,6 +266,7 @@ def test_a_start_that_fails_before_anything_is_read_is_counted(workplace, capsys
   assert "started 2 times in a row without one new checkpoint, none was ever saved" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, monkeypatch):
   events: list[object] = []
 
@@ -295,6 +297,7 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   assert ("the restore", "read", threading.get_ident()) in events
 
 
+@pytest.mark.slow
 def test_conversations_that_were_cut_are_told_at_the_end(workplace, unbroken, tmp_path, capsys):
   said = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
   (tmp_path / "a.jsonl").write_text((json.dumps(said) + "\n") * 4)
@@ -329,7 +332,10 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
 
 @pytest.mark.parametrize(
   ("size", "steps", "shown"),
-  [(1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1"), (7, 3, "11 rows, 3 steps, 1 more of 7")],
+  [
+    (7, 3, "epochs  1 of 11 documents: 11 rows, 3 steps, 1 more of 7"),
+    pytest.param(1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1", marks=pytest.mark.slow),
+  ],
 )
 def test_with_other_batches_a_run_by_epochs_trains_the_rows_that_are_left(
   workplace, unbroken, tmp_path, capsys, size, steps, shown

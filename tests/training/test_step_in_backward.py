@@ -152,9 +152,8 @@ def test_what_a_layer_keeps_changes_no_number(policy):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), keeping, full)
 
 
-@pytest.mark.parametrize(
-  ("policy", "offload"), [("full", "layer_inputs"), *(slow(*w) for w in (("save_mlp", "all"), ("minimal", "kept")))]
-)
+@pytest.mark.parametrize(("policy", "offload"), [("full", "layer_inputs"), ("save_mlp", "all"), ("minimal", "kept")])
+@pytest.mark.slow  # tests/layers/test_decoder.py has the same of the ordinary backward pass
 def test_where_things_wait_changes_no_bit(policy, offload):
   words = (*THREE, "optimizer_in_backward=true", "clip=layer", f"remat_policy={policy}")
   (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
@@ -255,7 +254,7 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
-@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
+@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), slow("layers", "stack_0")])
 def test_a_part_may_be_frozen_whole(mask, moves):
   """All layers, or all that lies in no stack: there is not an array to update."""
   words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", "optimizer_in_backward=true")

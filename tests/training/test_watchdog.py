@@ -54,6 +54,7 @@ def test_last_words_that_nobody_takes_keep_nobody(tmp_path):
       pass
     os.set_blocking(write, True)
     done = run(tmp_path, """
+watchdog._FAREWELL_SECONDS = 0.4
 with watchdog.Watchdog({"step": 0.2}) as watch:
   watch.directory = directory
   with watch.watch("step"):
@@ -63,6 +64,7 @@ with watchdog.Watchdog({"step": 0.2}) as watch:
   assert done.returncode == 42
 
 
+@pytest.mark.slow
 def test_inner_work_and_progress_are_not_the_outer_ones_time(tmp_path):
   done = run(tmp_path, """
 with watchdog.Watchdog({"step": 1.0, "save": 0}) as watch, watch.watch("step"):

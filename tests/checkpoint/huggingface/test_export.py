@@ -219,6 +219,7 @@ def test_params_are_those_of_the_file(tmp_path: Path):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(again))
 
 
+@pytest.mark.slow
 def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsys: pytest.CaptureFixture):
   """Import, train, export; and train and export alone: a chat model that is left with one of its two never stops."""
   source = copy_golden("gemma3_text", tmp_path / "source")
