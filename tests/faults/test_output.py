@@ -45,6 +45,7 @@ def wait_for(condition, process, what):
 
 
 @needs_mounts
+@pytest.mark.slow  # tests/training/sinks has what is written on disks that fail
 def test_f69_a_full_disk_under_metrics_events_and_report(train):
   """Everything but the checkpoints is on 64 KB: the run ends as it should, and says what it could not write."""
   run = train.output_dir / "a"

@@ -334,9 +334,10 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
   ("size", "steps", "shown"),
   [
     (7, 3, "epochs  1 of 11 documents: 11 rows, 3 steps, 1 more of 7"),
-    pytest.param(1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1", marks=pytest.mark.slow),
+    (1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1"),
   ],
 )
+@pytest.mark.slow  # the rows that are left: tests/data/test_epochs.py
 def test_with_other_batches_a_run_by_epochs_trains_the_rows_that_are_left(
   workplace, unbroken, tmp_path, capsys, size, steps, shown
 ):
