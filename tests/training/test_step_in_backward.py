@@ -85,11 +85,11 @@ def test_debts_of_rounding_are_those_of_the_ordinary_step():
   same = jax.tree.map(lambda a, b: np.mean(a == b), layered["params"], whole["params"])
   assert min(jax.tree.leaves(same)) > 0.99  # gradients are equal to their own rounding, which turns a bit here and there
   moment = lambda state: np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(state["opt_state"][0].mu)])
-  assert np.linalg.norm(moment(layered) - moment(whole)) < 0.02 * np.linalg.norm(moment(whole))
   for a, b in zip(metrics, ordinary, strict=True):
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
   without, _ = descend(*(w for w in words if w != "rounding_feedback=true"))
-  assert np.linalg.norm(moment(without) - moment(whole)) > 0.3 * np.linalg.norm(moment(without))
+  apart = lambda state: np.linalg.norm(moment(state) - moment(whole))
+  assert apart(layered) < 0.2 * apart(without)
 
   def broken(state):
     found = jax.tree.map(np.copy, state)
