@@ -34,7 +34,6 @@ def rows(runs, name, file="metrics.jsonl"):
   return [json.loads(line) for line in (runs.output_dir / name / file).read_text().splitlines()]
 
 
-@pytest.mark.slow  # tests/training/test_spikes.py
 def test_the_run_goes_back_past_the_documents(poisoned):
   runs, text = poisoned
   found = json.loads((runs.output_dir / "whole" / "spikes.json").read_text())
