@@ -45,7 +45,12 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+RARE = ("empty", "an earlier version's")
+
+
+@pytest.mark.parametrize(
+  "lose", [pytest.param(lose, id=name, marks=[pytest.mark.slow] * (name in RARE)) for name, lose in LOSSES.items()]
+)
 def test_lost_checkpoints_are_no_fresh_start(train, a, lose):
   lose(a)
   before = files(a)
@@ -57,6 +62,7 @@ def test_lost_checkpoints_are_no_fresh_start(train, a, lose):
   assert files(a) == before
 
 
+@pytest.mark.slow
 def test_who_says_so_starts_afresh_and_keeps_what_was(train, a):
   [path.unlink() for path in a.glob("checkpoints/*/COMPLETE.json")]
   arrays = sum(len(content) for content in files(a / "checkpoints").values())

@@ -170,7 +170,7 @@ def test_remat_changes_no_number(policy, mixed, random_params, batch):
   assert relative(gradients(remat_policy=policy), gradients()) < 1e-5
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAMILIES])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK[1:])) for f in FAMILIES])
 def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(family, tiny_decoder, tiny_model, batch):
   """Keys x dtypes x kinds of layer: refused (``idle_reason``) where the layer's program would stay the same."""
   values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {
