@@ -2,10 +2,9 @@
 at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
 
 The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says, on the device or, by
-``remat_offload``, in the host's memory. The backward pass goes through the
-layers from the last one to the first: it computes again what was not kept, differentiates the layer, updates it where it lies,
-and hands the cotangent of what it read on.
-What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
+``remat_offload``, in the host's memory. The backward pass goes through the layers from the last one to the first: it computes
+again what was not kept, differentiates the layer, updates it where it lies, and hands the cotangent of what it read on. What
+lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
 
 A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
 them. The backward pass then runs twice: once to measure, once to update, which makes the update all or nothing, as in the
@@ -433,10 +432,9 @@ class _Pass:
       clipped = norm.above(limit)
     if norm is not None:
       grads = clip(grads, norm, limit)
-    optimizer, survival = self.optimizers[part], None
-    # Whether it may be written is known before anything is.
+    optimizer, survival = self.optimizers[part], None  # and whether it may be written is known before anything is
     if optimizer.owes:
-      direction, new, new_state = optimizer.settle(grads, state, params, step.move(masks, self.rate, self.number, row))
+      direction, new, new_state = optimizer.settle(grads, state, params, step.settling(masks, self.rate, self.number, row))
       updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)  # not of the direction, which nothing else may need
     else:
       direction, new_state = optimizer.update(grads, state, params)

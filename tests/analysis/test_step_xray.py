@@ -106,7 +106,6 @@ def test_the_tensors_of_a_finite_step(dtype):
   assert "layer 0 to 2" in report.html("toy")
 
 
-@pytest.mark.slow  # tests/numerics names causes in loops
 def test_a_product_that_overflows_in_layer_1():
   config = toy_config("dtype=float16", "opt_type=sgd")
   program, state = toy_program(config, Scanned("float16"))

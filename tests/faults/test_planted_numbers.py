@@ -59,9 +59,8 @@ DOWN = "['stack_1']['layer_0']['mlp']['down']"
 
 @pytest.mark.parametrize(
   ("moment", "value", "replayed"),
-  [("mu", np.nan, False), ("nu", np.inf, True)],
+  [("mu", np.nan, False), pytest.param("nu", np.inf, True, marks=pytest.mark.slow)],
 )
-@pytest.mark.slow
 def test_in_the_optimizer_it_is_named_and_not_saved(trained, moment, value, replayed):
   runs, state = trained
   run = f"{moment}-{replayed}"

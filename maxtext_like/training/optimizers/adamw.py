@@ -23,7 +23,7 @@ class AdamW:
 
   Attributes:
     b1, b2, eps: as in the paper.
-    owes: debts may be in the first moment, which ``bound`` then counts.
+    owes: the first moment owes what rounding takes from the weights (``rounding_feedback``).
   """
 
   b1: float
@@ -45,7 +45,7 @@ class AdamW:
 
   @property
   def payment(self) -> Payment | None:
-    if not self.b1:
+    if not self.owes or not self.b1:
       return None
 
     def owe(state: Any, owed: jax.Array) -> Any:

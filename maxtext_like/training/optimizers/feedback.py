@@ -52,8 +52,8 @@ class Payment(NamedTuple):
     return jnp.sum(shares.astype(np.float32) * schedule(step + later) / unbiased)
 
 
-class Move(NamedTuple):
-  """How a step moves parameters.
+class Settling(NamedTuple):
+  """What the end of an update needs to know of its step.
 
   Attributes:
     rounding: of the run.
@@ -91,14 +91,14 @@ class End:
   """The end of an update of one array: it is moved and rounded, and what rounding took is told.
 
   Attributes:
-    move: of the step.
+    settling: of the step.
     path: of the parameter.
-    mask: its own of the move's.
+    mask: its own of the step's.
     decay: of the weights.
     to_come: ``Payment.rate_to_come``.
   """
 
-  move: Move
+  settling: Settling
   path: Any
   mask: Any
   decay: float
@@ -113,15 +113,15 @@ class End:
       place: of the piece.
       most: steps at the rate to come that a debt of a whole spacing counts as, at most.
     """
-    row = self.move.row if place.row is None else place.row
+    row = self.settling.row if place.row is None else place.row
     before = param.astype(jnp.float32)
     if self.decay:
       direction = direction + self.decay * before
     if self.mask is not True:
       mask = jnp.asarray(self.mask)
       direction = jnp.where(mask.reshape(-1, *(1,) * (param.ndim - 1)) if row is None else mask[row], direction, 0)
-    moved = before - self.move.rate * direction
-    stored = self.move.rounding.array(self.path, moved, param.dtype, self.move.step, place._replace(row=row))
+    moved = before - self.settling.rate * direction
+    stored = self.settling.rounding.array(self.path, moved, param.dtype, self.settling.step, place._replace(row=row))
     steps = 1 / jnp.maximum(self.to_come, LEAST_RATE)
     lost = moved - stored.astype(jnp.float32)
     return Ended(direction, stored, -lost * jnp.minimum(steps, most / spacing(moved, param.dtype)))

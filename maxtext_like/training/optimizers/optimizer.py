@@ -14,7 +14,7 @@ from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
-from maxtext_like.training.optimizers.feedback import End, Move
+from maxtext_like.training.optimizers.feedback import End, Settling
 from maxtext_like.training.optimizers.moments import Moment, kept, settled
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
@@ -44,7 +44,6 @@ class Optimizer:
     mu_dtype, nu_dtype: that the first and the second moment are stored in; "dynamic8": see ``dynamic8.py``.
     weight_dtype: of the stored parameters.
     spec: Params of the trainable leaves (None elsewhere).
-    owes: what rounding takes from the weights goes into the first moment; ``settle`` is called in place of ``update``.
   """
 
   rule: Rule
@@ -53,7 +52,11 @@ class Optimizer:
   nu_dtype: str
   weight_dtype: str
   spec: Tree
-  owes: bool = False
+
+  @property
+  def owes(self) -> bool:
+    """What rounding takes from the weights goes into the first moment: ``settle`` is called in place of ``update``."""
+    return self.rule.payment is not None
 
   @property
   def _moments(self) -> list[Moment]:
@@ -80,22 +83,22 @@ class Optimizer:
     """(the direction, float32, the next state)."""
     return self._transformation.update(grads, state, params)
 
-  def settle(self, grads: Tree, state: Tree, params: Tree, move: Move) -> tuple[Tree, Tree, Tree]:
+  def settle(self, grads: Tree, state: Tree, params: Tree, settling: Settling) -> tuple[Tree, Tree, Tree]:
     """An update to its end, of an optimizer that ``owes``.
 
     Args:
       grads, state, params: as of ``update``.
-      move: of the step.
+      settling: of the step.
 
     Returns:
       The direction, float32, with decay of weights; parameters as they are stored; the next state.
     """
     payment = self.rule.payment
-    assert payment is not None, "make_optimizer looked"
-    to_come = payment.rate_to_come(move.schedule, move.step)
+    assert payment is not None, "of an optimizer that owes"
+    to_come = payment.rate_to_come(settling.schedule, settling.step)
     decay = lambda p: self.weight_decay if decays(p) else 0.0
-    end = lambda path, p, mask: End(move, path, mask, decay(p), to_come)
-    ends = jax.tree.leaves(jax.tree_util.tree_map_with_path(end, self.spec, move.masks))
+    end = lambda path, p, mask: End(settling, path, mask, decay(p), to_come)
+    ends = jax.tree.leaves(jax.tree_util.tree_map_with_path(end, self.spec, settling.masks))
     inner, *rest = state  # decay has none
     rule = self.rule.direction(jnp.dtype("float32"))
     direction, stored, inner = settled(rule, self._moments, self.spec, grads, inner, params, ends, payment.owe)
@@ -182,7 +185,7 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
       f"rounding_feedback = true does nothing with opt_type: {t.opt_type}"
       f"{' and adam_b1: 0' if rule.first else ''}, which has no moment to pay with\n  fix: leave rounding_feedback out"
     )
-  return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec, t.rounding_feedback)
+  return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec)
 
 
 def _range_of(dtype: str) -> str:

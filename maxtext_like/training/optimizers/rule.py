@@ -35,7 +35,7 @@ class Rule(Protocol):
     first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
       there is none.
     whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
-    payment: how the first moment pays what rounding took from the weights (``feedback.py``); None: it cannot.
+    payment: how the first moment pays what rounding took from the weights (``feedback.py``); None: it does not.
     smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
   """
 

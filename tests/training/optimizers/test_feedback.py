@@ -14,7 +14,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.models.naming import path_keys
 from maxtext_like.training.optimizers import moments
 from maxtext_like.training.optimizers.dynamic8 import Blocks
-from maxtext_like.training.optimizers.feedback import Move
+from maxtext_like.training.optimizers.feedback import Settling
 from maxtext_like.training.optimizers.optimizer import Optimizer, make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.schedule import make_schedule
@@ -46,7 +46,7 @@ def begun(*words: str) -> tuple[Optimizer, Any, Any, Any]:
   schedule, rounding = make_schedule(config.training), StochasticRounding(7)
 
   def settle(grads, state, params, step, masks):
-    return optimizer.settle(grads, state, params, Move(rounding, masks, schedule, schedule(step), step))
+    return optimizer.settle(grads, state, params, Settling(rounding, masks, schedule, schedule(step), step))
 
   return optimizer, params, optimizer.init(params), settle
 

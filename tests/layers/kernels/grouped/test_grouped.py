@@ -214,7 +214,6 @@ def compile_for_a_tpu(*cases):
   assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
 def test_compiles_for_a_tpu_inside_shard_map():
   """To machine code, with sizes that no register divides."""
   compile_for_a_tpu((200, 3, 48, 20, "bfloat16", "default"))
