@@ -5,10 +5,10 @@
     --only float32 adamw --clip exact running layer                                 a CPU: what clipping costs
 
 In little memory, as gpu/one_h200.yml has it: bfloat16 weights with stochastic rounding, each layer updated in the backward
-pass, by Adafactor or by AdamW with moments in float32 or in 8 bits; with "-paid" the first moment pays what rounding took. All
-see the same tokens in the same order and get as many tries. Prints a row for each as it ends: the mean loss of the last 20
-steps over all seeds, with its standard error, that of steps 101 to 120, the peak of the device's memory so far in this process,
-and seconds; then the distance of each one's best from AdamW's in float32, at the end and the largest of any mean of 20 steps.
+pass, by Adafactor or by AdamW with moments in float32 or in 8 bits. All see the same tokens in the same order and get as many
+tries. Prints a row for each as it ends: the mean loss of the last 20 steps over all seeds, with its standard error, that of
+steps 101 to 120, the peak of the device's memory so far in this process, and seconds; then the distance of each one's best from
+AdamW's in float32, at the end and the largest of any mean of 20 steps.
 """
 
 import argparse
@@ -27,7 +27,6 @@ KINDS = {
   "adamw": ["gpu/one_h200.yml", "opt_type=adamw"],
   "dynamic8": ["gpu/one_h200.yml", "opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8"],
 }
-KINDS |= {f"{name}-paid": [*KINDS[name], "rounding_feedback=true"] for name in ("adamw", "dynamic8")}
 RATES = (1e-4, 3e-4, 1e-3)
 
 

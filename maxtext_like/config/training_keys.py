@@ -46,7 +46,6 @@ class TrainingConfig(Checked):
   mu_dtype: Literal["float32", "bfloat16", "dynamic8"] | None
   nu_dtype: Literal["float32", "bfloat16", "dynamic8"]
   stochastic_rounding: bool
-  rounding_feedback: bool
   sgd_momentum: float
   gradient_clipping_threshold: float
   clip: Literal["exact", "running", "layer"]
@@ -93,11 +92,6 @@ class TrainingConfig(Checked):
         f"nu_dtype = bfloat16 with adam_b2 = {self.adam_b2}: numbers fall by under half a spacing of it a step, so not",
         ("nu_dtype", "adam_b2"),
         "set nu_dtype=dynamic8, whose blocks fall as a whole, or nu_dtype=float32, or adam_b2 to at most 0.996",
-      )  # fmt: skip
-    if self.rounding_feedback and not self.stochastic_rounding:
-      yield Problem(
-        "rounding_feedback = true with stochastic_rounding: false", ("rounding_feedback", "stochastic_rounding"),
-        "set stochastic_rounding=true: what it takes is paid back",
       )  # fmt: skip
     yield from at_least(self, 0, "early_stopping_patience", "early_stopping_threshold")
     if self.early_stopping_threshold > 0 and not self.early_stopping_patience:

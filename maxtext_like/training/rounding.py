@@ -14,7 +14,7 @@ moments make them, the errors' variance is about a third.
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,46 +48,22 @@ class StochasticRounding:
       step: int32 scalar.
       row: int32 scalar, which row of its stack the tree is; None: all of every stack.
     """
-    place = Place(row)
-    rounded = lambda path, x, p: self.array(path, x, p.dtype, step, place)
+    key, turn = jax.random.key(self.seed), jnp.asarray(step, jnp.uint32) * _GOLDEN
+
+    def rounded(path, x, p):
+      if p.dtype == jnp.float32:
+        return x
+      own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+      if row is None and not path_keys(path)[0].startswith("stack_"):
+        return stochastic_round(x, p.dtype, random_bits(own, x.shape) + turn)
+      shape = x.shape if row is not None else x.shape[1:]
+      bits = lambda row: random_bits(jax.random.fold_in(own, row), shape) + turn
+      return stochastic_round(x, p.dtype, bits(row) if row is not None else jax.vmap(bits)(jnp.arange(len(x))))
+
     return jax.tree_util.tree_map_with_path(rounded, exact, like)
 
-  def array(self, path: Any, exact: jax.Array, dtype: Any, step: jax.Array, place: "Place") -> jax.Array:
-    """One updated parameter, or a piece of it, in the dtype that it is stored in.
 
-    Args:
-      path: of the parameter, as ``jax.tree_util`` gives it.
-      exact: float32.
-      dtype: float32, or one that ``stochastic_round`` knows.
-      step: int32 scalar.
-      place: where the piece lies.
-    """
-    if dtype == jnp.float32:
-      return exact
-    own = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(jax.tree_util.keystr(path).encode()))
-    of_row = lambda row, shape: random_bits(jax.random.fold_in(own, row), shape, place.start)
-    if place.row is not None:
-      bits = of_row(place.row, exact.shape)
-    elif path_keys(path)[0].startswith("stack_"):
-      bits = jax.vmap(lambda row: of_row(row, exact.shape[1:]))(jnp.arange(len(exact)))
-    else:
-      bits = random_bits(own, exact.shape, place.start)
-    return stochastic_round(exact, dtype, bits + jnp.asarray(step, jnp.uint32) * _GOLDEN)
-
-
-class Place(NamedTuple):
-  """Where a piece of a parameter lies.
-
-  Attributes:
-    row: int32 scalar, which row of its stack it is of; None: it is all of every row, or of no stack.
-    start: the number of its first element among all of the row's, or of the parameter's without a stack, modulo 2**32.
-  """
-
-  row: jax.Array | None = None
-  start: jax.Array | int = 0
-
-
-def random_bits(key: jax.Array, shape: tuple[int, ...], start: jax.Array | int = 0) -> jax.Array:
+def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """uint32 of that shape, uniform: a hash of each number's place and the key.
 
   ``jax.random.bits`` takes a hundred operations a number, which is most of what Adafactor's update of a 31B model computes.
@@ -97,10 +73,9 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], start: jax.Array | int =
   Args:
     key: of threefry, ``jax.random.key``'s default.
     shape: of the result.
-    start: the place of its first number.
   """
   first, second = jax.random.key_data(key)
-  place = jnp.full(shape, jnp.asarray(start, jnp.uint32))
+  place = jnp.zeros(shape, jnp.uint32)
   for axis in range(len(shape)):
     stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
     place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
@@ -132,7 +107,8 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
     found = jax.lax.bitcast_convert_type((raw + (bits >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
   else:
-    unit = spacing(x, dtype)
+    exponent = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
+    unit = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, int(info.minexp)) - int(info.nmant))
     steps = x / unit  # exact: a power of two
     below = jnp.floor(steps)
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24
@@ -141,14 +117,6 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
   if info.bits == 8:
     found, x = jnp.clip(found, -largest, largest), jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
   return jnp.where(inside, found, x).astype(dtype)
-
-
-def spacing(x: jax.Array, dtype: Any) -> jax.Array:
-  """What lies between the two neighbours of float32 numbers in a narrower format, float32; never below 2**-120, as smaller ones
-  are not far from what machines take for 0."""
-  info = jnp.finfo(dtype)
-  exponent = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
-  return jnp.ldexp(jnp.float32(1), jnp.maximum(jnp.maximum(exponent, int(info.minexp)) - int(info.nmant), -120))
 
 
 def stays_finite(x: jax.Array, dtype: Any) -> jax.Array:

@@ -30,7 +30,6 @@ from maxtext_like.models.row_norms import clip, plain_squares, row_squares, spli
 from maxtext_like.numerics import probe_statistics
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.objectives.objective import Objective
-from maxtext_like.training.optimizers.feedback import Settling
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.rounding import StochasticRounding
 from maxtext_like.training.router_bias import RouterBias
@@ -132,13 +131,9 @@ class TrainStep:
 
     @jax.named_scope("optimizer")
     def update():
-      if self.optimizer.owes and not self.watch:
-        settling = self.settling(self.selection.masks, rate, state["step"])
-        direction, new, opt_state = self.optimizer.settle(grads, state["opt_state"], params, settling)
-      else:
-        direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-        direction = self.selection.mask_rows(direction)
-        new = self.stored(self.moved(params, direction, rate), params, state["step"])
+      direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+      direction = self.selection.mask_rows(direction)
+      new = self.stored(self.moved(params, direction, rate), params, state["step"])
       survival = {}
       if self.survival and not self.watch:
         arrived, intended = map(sums_of_rows, update_survival.products(params, new, direction, rate))
@@ -209,11 +204,6 @@ class TrainStep:
     if self.watch:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | survival | optional_metrics(losses, scaling)
-
-  def settling(self, masks: Any, rate: jax.Array, step: jax.Array, row: jax.Array | None = None) -> Settling:
-    """What an optimizer that ``owes`` needs to know of the step; ``row`` as of ``stored``."""
-    assert self.rounding is not None, "the configuration was looked at"
-    return Settling(self.rounding, masks, self.schedule, rate, step, row)
 
   def moved(self, params: Any, direction: Any, rate: jax.Array) -> Any:
     """Parameters ``rate`` times the direction further down, float32.

@@ -2,9 +2,10 @@
 at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
 
 The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says, on the device or, by
-``remat_offload``, in the host's memory. The backward pass goes through the layers from the last one to the first: it computes
-again what was not kept, differentiates the layer, updates it where it lies, and hands the cotangent of what it read on. What
-lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
+``remat_offload``, in the host's memory. The backward pass goes through the
+layers from the last one to the first: it computes again what was not kept, differentiates the layer, updates it where it lies,
+and hands the cotangent of what it read on.
+What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
 
 A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
 them. The backward pass then runs twice: once to measure, once to update, which makes the update all or nothing, as in the
@@ -432,19 +433,15 @@ class _Pass:
       clipped = norm.above(limit)
     if norm is not None:
       grads = clip(grads, norm, limit)
-    optimizer, survival = self.optimizers[part], None  # and whether it may be written is known before anything is
-    if optimizer.owes:
-      direction, new, new_state = optimizer.settle(grads, state, params, step.settling(masks, self.rate, self.number, row))
-      updated = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)  # not of the direction, which nothing else may need
-    else:
-      direction, new_state = optimizer.update(grads, state, params)
-      direction = _masked(direction, masks, row)
-      moved = step.moved(params, direction, self.rate)
-      new = step.stored(moved, params, self.number, row)
-      finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
-      updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)  # this pass draws no random bits
+    direction, new_state = self.optimizers[part].update(grads, state, params)
+    direction = _masked(direction, masks, row)
+    moved, survival = step.moved(params, direction, self.rate), None
+    new = step.stored(moved, params, self.number, row)
     if step.survival:
       survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
+    # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
+    finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
+    updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
     peaks = peaks_of_arrays(new_state)
     alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))

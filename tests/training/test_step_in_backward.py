@@ -76,33 +76,6 @@ def test_steps_are_those_of_the_ordinary_step():
     assert np.all(np.isfinite(a["known"]))
 
 
-@pytest.mark.slow
-def test_debts_of_rounding_are_those_of_the_ordinary_step():
-  """Bits and all: a layer's are drawn for its row. Nothing of the first step is owed twice, so two steps show both."""
-  rounded = ("weight_dtype=bfloat16", "stochastic_rounding=true", "rounding_feedback=true")
-  words = (*THREE, UNCLIPPED, *rounded, "learning_rate=1e-3")
-  (whole, ordinary), (layered, metrics) = (descend(*words, *w) for w in ((), ("optimizer_in_backward=true",)))
-  same = jax.tree.map(lambda a, b: np.mean(a == b), layered["params"], whole["params"])
-  assert min(jax.tree.leaves(same)) > 0.99  # gradients are equal to their own rounding, which turns a bit here and there
-  moment = lambda state: np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(state["opt_state"][0].mu)])
-  for a, b in zip(metrics, ordinary, strict=True):
-    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
-  without, _ = descend(*(w for w in words if w != "rounding_feedback=true"))
-  apart = lambda state: np.linalg.norm(moment(state) - moment(whole))
-  assert apart(layered) < 0.2 * apart(without)
-
-  def broken(state):
-    found = jax.tree.map(np.copy, state)
-    found["opt_state"][0].mu["stack_0"]["layer_0"]["mlp"]["down"][2, 0, 0] = np.inf
-    return found
-
-  for more in ((), ("optimizer_in_backward=true",)):
-    _, _, before, _ = compiled(*words, *more)
-    after, (found,) = descend(*words, *more, steps=1, change=broken)
-    assert found["skipped"]
-    assert_bits(after["params"], before["params"])
-
-
 def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
   words = (*THREE, UNCLIPPED, "optimizer_in_backward=true")
@@ -152,8 +125,9 @@ def test_what_a_layer_keeps_changes_no_number(policy):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), keeping, full)
 
 
-@pytest.mark.parametrize(("policy", "offload"), [("full", "layer_inputs"), ("save_mlp", "all"), ("minimal", "kept")])
-@pytest.mark.slow  # tests/layers/test_decoder.py has the same of the ordinary backward pass
+@pytest.mark.parametrize(
+  ("policy", "offload"), [("full", "layer_inputs"), *(slow(*w) for w in (("save_mlp", "all"), ("minimal", "kept")))]
+)
 def test_where_things_wait_changes_no_bit(policy, offload):
   words = (*THREE, "optimizer_in_backward=true", "clip=layer", f"remat_policy={policy}")
   (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
@@ -254,7 +228,7 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
-@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), slow("layers", "stack_0")])
+@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
 def test_a_part_may_be_frozen_whole(mask, moves):
   """All layers, or all that lies in no stack: there is not an array to update."""
   words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", "optimizer_in_backward=true")

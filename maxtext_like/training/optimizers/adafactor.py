@@ -26,7 +26,6 @@ class Adafactor:
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = None
   second: ClassVar[str | None] = None
-  payment: ClassVar[None] = None
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     del mu_dtype

@@ -27,7 +27,6 @@ class Lion:
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = None
-  payment: ClassVar[None] = None  # a sign has no size to pay with
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     return optax.scale_by_lion(self.b1, self.b2, mu_dtype=mu_dtype)

@@ -14,8 +14,7 @@ from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
-from maxtext_like.training.optimizers.feedback import End, Settling
-from maxtext_like.training.optimizers.moments import Moment, kept, settled
+from maxtext_like.training.optimizers.moments import Moment, kept
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
 
@@ -53,23 +52,14 @@ class Optimizer:
   weight_dtype: str
   spec: Tree
 
-  @property
-  def owes(self) -> bool:
-    """What rounding takes from the weights goes into the first moment: ``settle`` is called in place of ``update``."""
-    return self.rule.payment is not None
-
-  @property
-  def _moments(self) -> list[Moment]:
-    first = [] if self.rule.first is None else [Moment(self.rule.first, self.mu_dtype, signed=True)]
-    second = [] if self.rule.second is None else [Moment(self.rule.second, self.nu_dtype, signed=False)]
-    return first + second
-
   @functools.cached_property
   def _transformation(self) -> optax.GradientTransformation:
-    in_words = self.nu_dtype == "float32" and self.mu_dtype != "dynamic8" and not self.owes
-    direction = self.rule.direction(jnp.dtype(self.mu_dtype if in_words else "float32"))
+    rule, in_words = self.rule, self.nu_dtype == "float32" and self.mu_dtype != "dynamic8"
+    direction = rule.direction(jnp.dtype(self.mu_dtype if in_words else "float32"))
     if not in_words:
-      direction = kept(direction, self._moments, self.spec)
+      first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
+      second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
+      direction = kept(direction, first + second, self.spec)
     chain = [direction]
     if self.weight_decay:
       chain.append(optax.add_decayed_weights(self.weight_decay, mask=jax.tree.map(decays, self.spec)))
@@ -82,27 +72,6 @@ class Optimizer:
   def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
     """(the direction, float32, the next state)."""
     return self._transformation.update(grads, state, params)
-
-  def settle(self, grads: Tree, state: Tree, params: Tree, settling: Settling) -> tuple[Tree, Tree, Tree]:
-    """An update to its end, of an optimizer that ``owes``.
-
-    Args:
-      grads, state, params: as of ``update``.
-      settling: of the step.
-
-    Returns:
-      The direction, float32, with decay of weights; parameters as they are stored; the next state.
-    """
-    payment = self.rule.payment
-    assert payment is not None, "of an optimizer that owes"
-    to_come = payment.rate_to_come(settling.schedule, settling.step)
-    decay = lambda p: self.weight_decay if decays(p) else 0.0
-    end = lambda path, p, mask: End(settling, path, mask, decay(p), to_come)
-    ends = jax.tree.leaves(jax.tree_util.tree_map_with_path(end, self.spec, settling.masks))
-    inner, *rest = state  # decay has none
-    rule = self.rule.direction(jnp.dtype("float32"))
-    direction, stored, inner = settled(rule, self._moments, self.spec, grads, inner, params, ends, payment.owe)
-    return direction, stored, (inner, *rest)
 
   @property
   def usually_proved(self) -> bool:
@@ -180,11 +149,6 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
       raise UserError(
         f"{key} = {value} does nothing with opt_type: {t.opt_type}, which has no such moment here\n  fix: leave {key} out"
       )
-  if t.rounding_feedback and rule.payment is None:
-    raise UserError(
-      f"rounding_feedback = true does nothing with opt_type: {t.opt_type}"
-      f"{' and adam_b1: 0' if rule.first else ''}, which has no moment to pay with\n  fix: leave rounding_feedback out"
-    )
   return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec)
 
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import optax
 
-from maxtext_like.training.optimizers.feedback import Payment
-
 
 class Bound(NamedTuple):
   """Float32 scalars that no magnitude exceeds in the update of a rule, but for roundings; infinite where none is known.
@@ -35,7 +33,6 @@ class Rule(Protocol):
     first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
       there is none.
     whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
-    payment: how the first moment pays what rounding took from the weights (``feedback.py``); None: it does not.
     smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
   """
 
@@ -46,9 +43,6 @@ class Rule(Protocol):
 
   @property
   def first(self) -> str | None: ...
-
-  @property
-  def payment(self) -> Payment | None: ...
 
   def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
     """Gradients to the direction; the first moment alone is stored in ``mu_dtype``."""

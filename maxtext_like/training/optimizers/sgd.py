@@ -25,7 +25,6 @@ class SGD:
   whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = None
   second: ClassVar[str | None] = None
-  payment: ClassVar[None] = None  # steps are as long as gradients are: nothing tells a debt that drowns them
 
   @property
   def first(self) -> str | None:
