@@ -24,6 +24,9 @@ _STATE_KEYS = frozenset(
     for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules", "base_weights", "base_weights_modules")
   }
 )
+GRADIENT_SHARES = "gradient_shares"
+# Arrays that a run may want and a checkpoint lack, or the other way round: they begin anew.
+BEGUN_ANEW = frozenset({GRADIENT_SHARES})
 # What says how long a run is.
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
@@ -108,7 +111,7 @@ def check_state(
     saved: configuration of the checkpoint, by section.
     current: configuration of this run, by section; None leaves the configurations uncompared.
     saved_leaves: shape and dtype of every stored leaf by name.
-    wanted_leaves: the same of this run's state.
+    wanted_leaves: the same of this run's state; of what is ``BEGUN_ANEW`` either may lack some.
     allow_dtype_change: the key of that name; a float may then become another float.
     subset: the checkpoint may hold more leaves than are wanted.
 
@@ -144,9 +147,9 @@ def _listed(names: list[str]) -> str:
 
 def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool) -> list[str]:
   complaints = []
-  if absent := [name for name in wanted if name not in saved]:
+  if absent := [name for name in wanted if name not in saved and name not in BEGUN_ANEW]:
     complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")
-  if not subset and (unknown := [name for name in saved if name not in wanted]):
+  if not subset and (unknown := [name for name in saved if name not in wanted and name not in BEGUN_ANEW]):
     complaints.append(f"  arrays that are only in the checkpoint:\n{_listed(unknown)}")
   shapes = [
     f"{name}: checkpoint {tuple(saved[name]['shape'])}, this run {tuple(leaf['shape'])}"
@@ -159,7 +162,7 @@ def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[st
 
 
 def _check_dtypes(where: str, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, allow: bool) -> None:
-  changed = [(name, saved[name]["dtype"], leaf["dtype"]) for name, leaf in wanted.items()]
+  changed = [(name, saved[name]["dtype"], leaf["dtype"]) for name, leaf in wanted.items() if name in saved]
   changed = [change for change in changed if change[1] != change[2]]
   fixed = [change for change in changed if not (_is_float(change[1]) and _is_float(change[2]))]
   if changed and (fixed or not allow):

@@ -64,7 +64,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
       that no device ever holds more than it keeps. Leaves without one go to the first local device.
 
   Returns:
-    The tree of ``like`` filled with arrays.
+    The tree of ``like`` filled with arrays, without what is begun anew and was not stored.
 
   Raises:
     UserError: a value does not fit the dtype that it is cast to.
@@ -72,6 +72,8 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   import jax
   import jax.numpy as jnp
 
+  if lacking := compatibility.BEGUN_ANEW - stored.leaves.keys():
+    like = {name: x for name, x in like.items() if name not in lacking}
   wanted = tree.flatten(like)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}

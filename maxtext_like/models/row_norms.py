@@ -32,8 +32,8 @@ class Norm(NamedTuple):
     """The norm itself, infinite where float32 ends."""
     return self.scaled * self.unit
 
-  def above(self, limit: float) -> jax.Array:
-    """Bool scalar: the norm, even one beyond float32, is above a limit above 0."""
+  def above(self, limit: float | jax.Array) -> jax.Array:
+    """Bool scalar: the norm, even one beyond float32, is above a limit, which is not below 0."""
     return self.scaled > limit / self.unit
 
 
@@ -70,20 +70,20 @@ class Squares(NamedTuple):
 
 class SoFar(NamedTuple):
   """Of arrays that come part by part: sums of squares of all so far, float32 scalars in the two parts of ``Squares``, and the
-  number of parts that count, float32 scalar."""
+  share that they are expected to have of those of all, float32 scalar."""
 
   small: jax.Array
   large: jax.Array
-  parts: jax.Array
+  share: jax.Array
 
   @classmethod
   def nothing(cls) -> "SoFar":
     """Before the first part."""
     return cls(*[jnp.zeros((), jnp.float32)] * 3)
 
-  def with_part(self, squares: Squares, counts: Any) -> "SoFar":
-    """And of one part more; counts: bool scalar, false for one that is frozen, which has zeros."""
-    return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.parts + counts)
+  def with_part(self, squares: Squares, share: jax.Array) -> "SoFar":
+    """And of one part more, whose own share is ``share``."""
+    return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.share + share)
 
   def norm(self) -> Norm:
     """Of all of them."""
@@ -185,7 +185,7 @@ def _in_stack(path: tuple[Any, ...]) -> bool:
   return keys[keys[0] == ADAPTER].startswith("stack_")  # an adapter repeats the paths of the model
 
 
-def clip(tree: Tree, norm: Norm, largest: float) -> Tree:
+def clip(tree: Tree, norm: Norm, largest: float | jax.Array) -> Tree:
   """The tree in float32, times ``largest / norm`` where the norm is larger.
 
   Finite numbers stay finite and in proportion, also where their norm is beyond float32.
@@ -193,7 +193,7 @@ def clip(tree: Tree, norm: Norm, largest: float) -> Tree:
   Args:
     tree: of arrays.
     norm: of the tree.
-    largest: above 0.
+    largest: not below 0.
   """
   clipped = norm.above(largest)
   down, factor = jnp.where(clipped, 1 / norm.unit, 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)

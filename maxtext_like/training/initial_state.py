@@ -33,7 +33,7 @@ def read_state(directory: Path | Place, program: TrainProgram) -> State:
   if fresh is not None and any(name.startswith("loss_scale.") for name in stored.leaves):
     like["loss_scale"] = fresh
   found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
-  state = program.completed(found.state, base_weights(program, found)[0]) if alone else found.state
+  state = program.completed(found.state, base_weights(program, found)[0] if alone else found.state["params"])
   if fresh is not None and "loss_scale" not in state:
     start = loss_scale.initial(program.config.training.loss_scale_init)
     state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)

@@ -115,6 +115,7 @@ class TrainProgram:
       "step": jnp.zeros((), jnp.int32),
       "params": params,
       "opt_state": self.step.optimizer.init(self.selection.split(params)[0]),
+      **self.step.begun(),
     }
     if self.config.precision.dtype == "float16":
       state["loss_scale"] = loss_scale.initial(self.config.training.loss_scale_init)
@@ -139,10 +140,11 @@ class TrainProgram:
     """The state of what a checkpoint kept of it.
 
     Args:
-      stored: what ``stored`` gave.
+      stored: what ``stored`` gave; what it lacks of what a step remembers begins anew.
       weights: of the model, which stay as they are; of no use without an adapter.
     """
-    return stored if self.adapter is None else {**stored, "params": {**weights, **stored["params"]}}
+    anew = {name: jax.device_put(x, replicated(self.model.mesh)) for name, x in self.step.begun().items() if name not in stored}
+    return {**stored, **anew} if self.adapter is None else {**stored, **anew, "params": {**weights, **stored["params"]}}
 
   @functools.cached_property
   def abstract_stored(self) -> State:

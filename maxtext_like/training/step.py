@@ -1,6 +1,7 @@
 """The train step: a pure function of state and batch, the same for Linen, NNX and the plain tree.
 
-The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16}.
+The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16,
+"gradient_shares": with ``clip: running``}.
 
 No update that is not finite is taken over, in any step. Whether one is has to be known before its first number is written,
 as the new state takes the old one's memory. So the step says how large the numbers are that it leaves: of parameters from
@@ -91,6 +92,10 @@ class TrainStep:
     """An update that is not taken over leaves the state as it was."""
     return True
 
+  def begun(self) -> State:
+    """What the state of a step 0 has besides: what a step remembers, and a run may lose and begin anew."""
+    return {}
+
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
 
@@ -171,7 +176,7 @@ class TrainStep:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 
     new_params = merge(params, frozen)
-    new_state = {"step": state["step"] + usual, "params": new_params, "opt_state": opt_state}
+    new_state = {**state, "step": state["step"] + usual, "params": new_params, "opt_state": opt_state}
     if scaling:
       scale = loss_scale.updated(scaling, applied)
       new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(usual, new, old), scale, scaling)

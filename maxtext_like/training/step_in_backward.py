@@ -2,10 +2,9 @@
 at a time (``optimizer_in_backward``; LOMO, Lv et al. 2023, arXiv:2306.09782).
 
 The forward pass keeps what each layer reads, and of the layer what ``remat_policy`` says, on the device or, by
-``remat_offload``, in the host's memory. The backward pass goes through the
-layers from the last one to the first: it computes again what was not kept, differentiates the layer, updates it where it lies,
-and hands the cotangent of what it read on.
-What lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
+``remat_offload``, in the host's memory. The backward pass goes through the layers from the last one to the first: it computes
+again what was not kept, differentiates the layer, updates it where it lies, and hands the cotangent of what it read on. What
+lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
 
 A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
 them. The backward pass then runs twice: once to measure, once to update, which makes the update all or nothing, as in the
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.checkpoint.compatibility import GRADIENT_SHARES
 from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.decoder import Decoder
@@ -30,6 +30,7 @@ from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
+from maxtext_like.training.gradient_shares import GradientShares
 from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, parts_of, take, take_state
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.rounding import stays_finite
@@ -115,15 +116,31 @@ class StepInBackward(TrainStep):
 
   Attributes:
     clip_by: "exact": by the norm of all gradients; "running": by what that is to be expected to be, of the layers that the
-      backward pass has been through; "layer": by that of each layer's, and of those of all that lies in no stack.
+      backward pass has been through and the shares that they had of it in the steps before; "layer": by that of each layer's,
+      and of those of all that lies in no stack.
   """
 
   clip_by: str = "exact"
 
   @property
   def exact(self) -> bool:
-    """Gradients are clipped by the norm of all."""
-    return self.clip > 0 and self.clip_by == "exact"
+    """Gradients are clipped by the norm of all, which in float16 a first pass knows anyway."""
+    return self.clip > 0 and (self.clip_by == "exact" or (self.clip_by == "running" and self._measures))
+
+  @property
+  def _measures(self) -> bool:
+    """Two passes, whatever gradients are clipped by."""
+    return self.objective.decoder.precision.dtype == "float16"
+
+  @functools.cached_property
+  def shares(self) -> GradientShares | None:
+    """What is remembered in ``gradient_shares``, where it clips by a running norm."""
+    if not self.clip or self.clip_by != "running" or self.exact:
+      return None
+    return GradientShares.of(self.objective.decoder, self.trained)
+
+  def begun(self) -> State:
+    return {GRADIENT_SHARES: jnp.asarray(self.shares.first)} if self.shares else {}
 
   @functools.cached_property
   def trained(self) -> dict[Part, np.ndarray]:
@@ -132,16 +149,17 @@ class StepInBackward(TrainStep):
     any_of = lambda part: functools.reduce(np.logical_or, jax.tree.leaves(take(masks, part)), np.zeros((), bool))
     return {part: np.broadcast_to(any_of(part), rows[part[0]] if part else 1) for part in parts_of(masks)}
 
-  def limit(self, parts: Any = 1.0) -> Any:
-    """The largest norm of what is clipped together, so many of the parts that are trained: of all of them ``clip``, and of
-    fewer what is theirs where all are alike. Layers that are all at theirs have ``clip`` together: Adam divides by what it
-    remembers, and would learn the less the longer from large gradients of the first steps that each layer kept to itself."""
-    return self.clip * (parts / sum(int(rows.sum()) for rows in self.trained.values())) ** 0.5
+  @property
+  def layer_limit(self) -> float:
+    """The largest norm of a layer's gradients where each is clipped by its own. Layers that are all at theirs have ``clip``
+    together: Adam divides by what it remembers, and would learn the less the longer from large gradients of the first steps
+    that each layer kept to itself."""
+    return self.clip / sum(int(rows.sum()) for rows in self.trained.values()) ** 0.5
 
   @property
   def all_or_nothing(self) -> bool:
     """Two passes: gradients that are not finite are seen before anything is updated, though not a moment that overflows."""
-    return self.exact or self.objective.decoder.precision.dtype == "float16"
+    return self.exact or self._measures
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """As ``TrainStep`` does, but that it looks at every update before it writes it: every step is "usual".
@@ -152,7 +170,7 @@ class StepInBackward(TrainStep):
       return super().__call__(state, batch, known)
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
-    pass_ = _Pass(self, state["step"], scaling["scale"] if scaling else None)
+    pass_ = _Pass(self, state["step"], scaling["scale"] if scaling else None, state.get(GRADIENT_SHARES))
     forward = pass_.forward(params, frozen, batch)
     losses = forward.out
     loss = sum(losses["loss"].values())
@@ -174,6 +192,8 @@ class StepInBackward(TrainStep):
     new_state = {"step": state["step"] + 1, "params": merge(new_params, frozen), "opt_state": new_opt_state}
     if scaling:
       new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+    if self.shares:
+      new_state[GRADIENT_SHARES] = self.shares.updated(state[GRADIENT_SHARES], seen.gradients, applied)
     peaks = peaks_of_rows(seen.peaks, state["opt_state"], params)
     finite = {
       "loss": jnp.isfinite(loss),
@@ -204,9 +224,9 @@ class StepInBackward(TrainStep):
 class _Pass:
   """The passes of one step."""
 
-  def __init__(self, step: StepInBackward, number: jax.Array, scale: jax.Array | None):
-    """Of a step at the state's number (int32 scalar), the loss times ``scale``."""
-    self.step, self.number, self.scale = step, number, scale
+  def __init__(self, step: StepInBackward, number: jax.Array, scale: jax.Array | None, shares: jax.Array | None):
+    """Of a step at the state's number (int32 scalar), the loss times ``scale``; shares: its ``gradient_shares``."""
+    self.step, self.number, self.scale, self.shares = step, number, scale, shares
     self.rate = step.schedule(number)
     assert isinstance(step.optimizer, ByLayer)
     self.optimizers = step.optimizer.parts
@@ -425,14 +445,14 @@ class _Pass:
       return params, None, alive, so_far, _Seen(gradients)
     together = Squares(*map(_by_row, gradients))
     alive = alive & jnp.all(together.finite)
-    trained = jnp.asarray(step.trained[part])[0 if row is None else row]
-    so_far, limit, clipped = so_far.with_part(together, trained), step.clip, jnp.zeros((), bool)
-    if step.clip and not step.exact:
-      running = step.clip_by == "running"
-      norm, limit = (so_far.norm(), step.limit(so_far.parts)) if running else (together.norm(), step.limit())
-      clipped = norm.above(limit)
+    limit, clipped = step.clip, jnp.zeros((), bool)
+    if step.shares and self.shares is not None:
+      so_far = so_far.with_part(together, step.shares.of_row(self.shares, part, row))
+      norm, limit = so_far.norm(), step.clip * jnp.sqrt(so_far.share)
+    elif step.clip and not step.exact:
+      norm, limit = together.norm(), step.layer_limit
     if norm is not None:
-      grads = clip(grads, norm, limit)
+      clipped, grads = norm.above(limit), clip(grads, norm, limit)
     direction, new_state = self.optimizers[part].update(grads, state, params)
     direction = _masked(direction, masks, row)
     moved, survival = step.moved(params, direction, self.rate), None

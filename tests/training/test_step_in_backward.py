@@ -125,9 +125,8 @@ def test_what_a_layer_keeps_changes_no_number(policy):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), keeping, full)
 
 
-@pytest.mark.parametrize(
-  ("policy", "offload"), [("full", "layer_inputs"), *(slow(*w) for w in (("save_mlp", "all"), ("minimal", "kept")))]
-)
+@pytest.mark.parametrize(("policy", "offload"), [("full", "layer_inputs"), ("save_mlp", "all"), ("minimal", "kept")])
+@pytest.mark.slow  # tests/layers/test_decoder.py has the same of the ordinary backward pass
 def test_where_things_wait_changes_no_bit(policy, offload):
   words = (*THREE, "optimizer_in_backward=true", "clip=layer", f"remat_policy={policy}")
   (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
@@ -150,22 +149,22 @@ def test_an_exact_norm_clips_as_the_ordinary_step_does():
   assert [m["clipped"] for m in metrics] == [m["clipped"] for m in ordinary] == [True, True]
 
 
-def gradients_and_steps(clip):
-  """By plain descent at rate 1: how far the parameters move without clipping, and with this one at a threshold of 1."""
+def gradients_and_steps(clip, change=None):
+  """By plain descent at rate 1: how far the parameters move without clipping, and with this one at a threshold of 1 from a
+  changed state; and that state after the step."""
   plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
   _, _, before, _ = compiled(*plain, UNCLIPPED)
-  (free, _), (held, (metrics,)) = (
-    descend(*plain, *w, steps=1) for w in ([UNCLIPPED], ["gradient_clipping_threshold=1", f"clip={clip}"])
-  )
+  free, _ = descend(*plain, UNCLIPPED, steps=1)
+  held, (metrics,) = descend(*plain, "gradient_clipping_threshold=1", f"clip={clip}", steps=1, change=change)
   assert metrics["clipped"]
   apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
-  return apart(free), apart(held)
+  return apart(free), apart(held), held
 
 
 @pytest.mark.slow
 def test_each_layer_is_clipped_by_its_own_norm():
   """Three layers and what lies in none: each has half of the threshold, so that all together have it."""
-  free, held = gradients_and_steps("layer")
+  free, held, _ = gradients_and_steps("layer")
   for row in range(3):
     gradient, step = (jax.tree.leaves(jax.tree.map(lambda x, r=row: x[r], t["stack_0"])) for t in (free, held))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradient))
@@ -174,20 +173,41 @@ def test_each_layer_is_clipped_by_its_own_norm():
       np.testing.assert_allclose(s, g * 0.5 / norm, atol=3e-7)
 
 
-@pytest.mark.slow
-def test_a_running_norm_is_that_of_the_layers_so_far():
-  """From the last layer to the first and then what lies in none: of so many of four parts the root of their share."""
-  free, held = gradients_and_steps("running")
+@pytest.mark.parametrize("shares", [None, slow((0.1, 0.25, 0.05, 0.6))])
+def test_a_running_norm_is_that_of_the_layers_so_far(shares):
+  """From the last layer to the first and then what lies in none: the root of the share that they had so far, a fourth each at
+  first. What they have in this step is half of what is remembered next."""
+  set_to = None if shares is None else lambda state: {**state, "gradient_shares": np.asarray(shares, np.float32)}
+  free, held, state = gradients_and_steps("running", set_to)
   outside = lambda tree: {name: x for name, x in tree.items() if name != "stack_0"}
   row = lambda tree, r: jax.tree.map(lambda x: x[r], tree["stack_0"])
-  so_far = 0.0
-  for number, part in enumerate([*(lambda t, r=r: row(t, r) for r in (2, 1, 0)), outside], 1):
-    gradient, step = (jax.tree.leaves(part(t)) for t in (free, held))
-    so_far += sum(np.sum(np.square(g)) for g in gradient)
-    limit = (number / 4) ** 0.5
+  before, squares, so_far, share = shares or (0.25,) * 4, [0.0] * 4, 0.0, 0.0
+  for place in (2, 1, 0, 3):
+    gradient, step = (jax.tree.leaves(outside(t) if place == 3 else row(t, place)) for t in (free, held))
+    squares[place] = sum(np.sum(np.square(g)) for g in gradient)
+    so_far, share = so_far + squares[place], share + before[place]
+    limit = share**0.5
     assert so_far**0.5 > limit
     for g, s in zip(gradient, step, strict=True):
-      np.testing.assert_allclose(s, g * limit / so_far**0.5, atol=3e-7)
+      np.testing.assert_allclose(s, g * limit / so_far**0.5, atol=4e-7)
+  after = [(b + s / sum(squares)) / 2 for b, s in zip(before, squares, strict=True)]
+  np.testing.assert_allclose(state["gradient_shares"], after, rtol=1e-4)
+
+
+def test_shares_stay_as_they_are_where_a_step_is_left_out():
+  words = (*THREE, "clip=running", "optimizer_in_backward=true")
+  broken = lambda state: {**state, "params": jax.tree.map(lambda x: np.full_like(x, np.nan), state["params"])}
+  after, (metrics,) = descend(*words, steps=1, change=broken)
+  assert metrics["skipped"]
+  np.testing.assert_array_equal(after["gradient_shares"], np.full(4, 0.25, np.float32))
+
+
+@pytest.mark.slow
+def test_float16_knows_the_norm_of_all_whatever_it_clips_by():
+  words = (*THREE, "dtype=float16", "optimizer_in_backward=true", "gradient_clipping_threshold=0.5")
+  (exact, (metrics, _)), (running, _) = (descend(*words, f"clip={clip}") for clip in ("exact", "running"))
+  assert metrics["clipped"]
+  assert_bits(running, exact)
 
 
 @pytest.mark.slow
@@ -228,7 +248,7 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
-@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
+@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), slow("layers", "stack_0")])
 def test_a_part_may_be_frozen_whole(mask, moves):
   """All layers, or all that lies in no stack: there is not an array to update."""
   words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", "optimizer_in_backward=true")
