@@ -50,6 +50,36 @@ def swallowed_updates(name: str, steps: int = 200) -> Row:
   )
 
 
+def turning_updates(steps: int = 400, rate: float = 1e-5) -> Row:
+  """Weights of 0.02 and updates of a first moment over noise, as a fine-tune makes them: how far from float32 weights they end."""
+  start = jnp.asarray(normal(0, 64, 64, size=0.02)).astype(jnp.bfloat16)
+  gradients = jnp.asarray(normal(1, steps, 64, 64))
+  rounding = StochasticRounding(seed=0)
+
+  @jax.jit
+  def run(start, gradients):
+    def body(carry, x):
+      step, gradient = x
+      exact, nearest, random, finer, moment = carry
+      moment = 0.9 * moment + 0.1 * gradient
+      moved = lambda w: w.astype(jnp.float32) - rate * moment
+      rounded = lambda w: rounding({"w": moved(w)}, {"w": w}, step)["w"]
+      return (moved(exact), moved(nearest).astype(nearest.dtype), rounded(random), rounded(finer), moment), None
+
+    begin = (start.astype(jnp.float32), start, start, start.astype(jnp.float16), jnp.zeros(start.shape))
+    return jax.lax.scan(body, begin, (jnp.arange(steps), gradients))[0]
+
+  exact, *stored, _ = (np.asarray(x, np.float32) for x in run(start, gradients))
+  way = np.std(exact - np.asarray(start, np.float32))
+  nearest, random, finer = (float(np.std(w - exact) / way) for w in stored)
+  return Row(
+    f"updates that turn, at a rate of {rate:g}, {steps} steps: the error beside the way",
+    f"bfloat16 weights, nearest: {nearest:.0%}",
+    f"stochastic_rounding: bfloat16 weights {random:.0%}, float16 weights {finer:.0%}",
+    {"theirs": nearest, "bfloat16": random, "float16": finer},
+  )
+
+
 def bfloat16_updates() -> Row:
   """Updates of bfloat16 weights."""
   return swallowed_updates("bfloat16")
@@ -60,4 +90,4 @@ def e4m3_updates() -> Row:
   return swallowed_updates("e4m3")
 
 
-ROWS = (float8_casts, bfloat16_updates, e4m3_updates)
+ROWS = (float8_casts, bfloat16_updates, e4m3_updates, turning_updates)

@@ -104,6 +104,12 @@ def test_updates_arrive(row):
   assert numbers["ours"] == pytest.approx(1, abs=0.1)
 
 
+def test_float16_weights_end_nearer():
+  numbers = rounding.turning_updates().numbers
+  assert numbers["theirs"] > 0.9
+  assert numbers["float16"] < 0.3 < 0.8 < numbers["bfloat16"]
+
+
 def test_every_row_is_in_the_table_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch):
   monkeypatch.syspath_prepend(str(BENCHMARK.parent))
   rows = runpy.run_path(str(BENCHMARK))["ROWS"]
