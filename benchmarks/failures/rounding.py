@@ -51,7 +51,7 @@ def swallowed_updates(name: str, steps: int = 200) -> Row:
 
 
 def turning_updates(steps: int = 400, rate: float = 1e-5) -> Row:
-  """Weights of 0.02 and updates of a first moment over noise, as a fine-tune makes them: how far from float32 weights they end."""
+  """Weights of 0.02, updates of a first moment over noise, at a fine-tune's rate: how far they end from float32 weights."""
   start = jnp.asarray(normal(0, 64, 64, size=0.02)).astype(jnp.bfloat16)
   gradients = jnp.asarray(normal(1, steps, 64, 64))
   rounding = StochasticRounding(seed=0)

@@ -93,7 +93,7 @@ class TrainStep:
     return True
 
   def begun(self) -> State:
-    """What the state of a step 0 has besides: what a step remembers, and a run may lose and begin anew."""
+    """What the state of step 0 has besides, NumPy arrays: what a step remembers, and a run may lose and begin anew."""
     return {}
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:

@@ -140,7 +140,7 @@ class StepInBackward(TrainStep):
     return GradientShares.of(self.objective.decoder, self.trained)
 
   def begun(self) -> State:
-    return {GRADIENT_SHARES: jnp.asarray(self.shares.first)} if self.shares else {}
+    return {GRADIENT_SHARES: self.shares.first} if self.shares else {}
 
   @functools.cached_property
   def trained(self) -> dict[Part, np.ndarray]:
