@@ -215,7 +215,8 @@ def run(request, tmp_path) -> Path | Place:
 def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
-  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None)
+  alike = {"adapter": None, "completed": lambda stored, weights: stored}
+  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), **alike)
   with pytest.raises(UserError, match="holds no failed step\n"):
     failed_step.find(run)
   failed_step.keep(program, run / "failed_step", 1, state, toy_batch(), "why\nand what to do")
@@ -225,7 +226,7 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   assert not json.loads((kept.state / "COMPLETE.json").read_text())["finite"]
   jax.tree.map(np.testing.assert_array_equal, read_state(kept.state, program), state)
   wide = {name: x for name, x in state.items() if name != "loss_scale"}
-  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), adapter=None)
+  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), **alike)
   assert "loss_scale" not in read_state(kept.state, as_float32)
   failed_step.keep(as_float32, run / "failed_step", 1, wide, toy_batch(), "why")
   assert float(read_state(failed_step.find(run).state, program)["loss_scale"]["scale"]) == 2.0**24

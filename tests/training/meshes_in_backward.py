@@ -1,6 +1,6 @@
 """Layers updated in the backward pass on meshes: ``python -m tests.training.meshes_in_backward MODEL [KEY=VALUE] MESH ...``.
 
-Prints {mesh: losses of three steps of AdamW, clipped by the exact norm}; "one" is a single device.
+Prints {mesh: losses of three steps of AdamW}; "one" is a single device.
 """
 
 import json
