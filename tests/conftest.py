@@ -6,6 +6,7 @@ older emitter. The first command of the README, the benchmarks and the device ta
 
 import functools
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -51,6 +52,10 @@ assert all(path.exists() for path in LONGEST)
 
 
 def pytest_collection_modifyitems(items):
+  if importlib.util.find_spec("libtpu") is None:
+    for item in items:
+      if item.get_closest_marker("tpu"):
+        item.add_marker(pytest.mark.skip(reason="libtpu is not installed"))
   items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
 
 

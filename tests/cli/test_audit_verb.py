@@ -1,6 +1,5 @@
 """``maxtext-like audit``: its words, its exit codes, its tables; with libtpu on the machine, a compiled program too."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 from maxtext_like.cli.main import main
 from maxtext_like.layers.kernels.attention import dot_product
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dtype=bfloat16"]
 
 
@@ -73,7 +71,7 @@ def test_help_needs_no_jax():
   assert "numpy" not in imported
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_a_compiled_program_in_a_process_of_its_own():
   words = [*SMALL, "--topology", "v6e-4"]

@@ -1,7 +1,6 @@
 """``maxtext-like compile``: its words, its errors, its verdict; with libtpu on the machine, a real compilation too."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -22,8 +21,6 @@ from maxtext_like.training.memory_layout import Held, MemoryLayout
 from maxtext_like.training.program import make_program
 from maxtext_like.training.roofline import Roofline
 from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
-
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 def test_topologies_are_what_their_names_say():
@@ -308,14 +305,14 @@ def test_what_lies_on_the_host_is_what_layers_read_where_no_more_is_kept(offload
   assert "tried        remat_policy=full remat_offload=layer_inputs: does not fit" in capsys.readouterr().out
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_mesh_that_the_slice_has_not_got():
   config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config
   with pytest.raises(UserError, match="topology=v6e-8 num_slices=1: mesh"):
     ahead_of_time.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_less_laid_out_than_there_are_arguments_is_no_verdict(monkeypatch):
   monkeypatch.setattr(ahead_of_time, "_until_laid_out", lambda *_: "")
   monkeypatch.setattr(ahead_of_time.memory_layout, "read_dump", lambda _: ("", None, dataclasses.replace(LAYOUT, bytes=5000)))
@@ -323,7 +320,7 @@ def test_less_laid_out_than_there_are_arguments_is_no_verdict(monkeypatch):
     ahead_of_time.compile_step(load_config("gemma4-tiny").config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_state_larger_than_a_chip_is_refused_without_compiling():
   config = load_config("gemma4-31b").config
   step = ahead_of_time.compile_step(config, TOPOLOGIES["v6e-4"], xla_flags())
@@ -344,7 +341,7 @@ def compiled_in_a_process(tmp_path, *words: str) -> dict:
   return json.loads(file.read_text())
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
   told = compiled_in_a_process(tmp_path, "topology=v6e-8")
@@ -357,7 +354,7 @@ def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
   assert told["argument_bytes"] < told["quick_peak_bytes"] < told["peak_bytes"] + (128 << 20)  # with arrays in vector memory
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_machine_code_of_a_run(tmp_path):
   told = compiled_in_a_process(tmp_path, "topology=v6e-8", "machine_code=true")
@@ -366,7 +363,7 @@ def test_machine_code_of_a_run(tmp_path):
   assert told["peak_bytes"] != told["layout"]["bytes"]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_two_slices_until_memory_is_laid_out(tmp_path):
   words = ("topology=v6e-4", "num_slices=2", "dcn_data_parallelism=2", "machine_code=false")

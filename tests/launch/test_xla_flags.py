@@ -1,6 +1,5 @@
 """libtpu takes every flag of tpu/xla_flags.yml, as a compile option and in LIBTPU_INIT_ARGS."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,10 +8,7 @@ import pytest
 
 from maxtext_like.config.files import configs_folder
 
-pytestmark = [
-  pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
-  pytest.mark.slow,
-]
+pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 
 _COMPILE = """
 import sys

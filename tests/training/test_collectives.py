@@ -1,6 +1,5 @@
 """What the compiled step of a sharded model moves between chips, read in libtpu's own program."""
 
-import importlib.util
 import re
 
 import pytest
@@ -14,7 +13,7 @@ HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.tpu
 def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scattered():
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags
 
@@ -34,7 +33,7 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.tpu
 def test_weights_of_experts_are_turned_a_layer_at_a_time():
   """They lie in an order that fills tiles, and kernels read another: no copy of all layers is made for that."""
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags
@@ -48,7 +47,7 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.tpu
 @pytest.mark.parametrize(
   ("words", "part"),
   [
@@ -71,7 +70,7 @@ def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.tpu
 def test_no_chip_has_the_inputs_by_layer_of_all_rows():
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags
 

@@ -1,7 +1,6 @@
 """What waits in the host's memory for the backward pass: in libtpu's programs, and as plan and the estimate count it."""
 
 import functools
-import importlib.util
 
 import pytest
 
@@ -117,11 +116,10 @@ def test_a_limit_that_is_a_number_counts(text, gib, monkeypatch):
   assert found.bytes == gib << 30
 
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize(
   "words",
   [(), ("optimizer_in_backward=true", "clip=layer"), ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")],

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -208,17 +207,17 @@ for M, G, D, F, dtype, precision in eval(sys.argv[1]):
 
 
 def compile_for_a_tpu(*cases):
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu is not installed")
   done = subprocess.run([sys.executable, "-c", _FOR_A_TPU, repr(cases)], capture_output=True, text=True, env=os.environ)
   assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.tpu
 def test_compiles_for_a_tpu_inside_shard_map():
   """To machine code, with sizes that no register divides."""
   compile_for_a_tpu((200, 3, 48, 20, "bfloat16", "default"))
 
 
+@pytest.mark.tpu
 @pytest.mark.slow
 def test_compiles_for_a_tpu_in_the_sizes_of_models():
   """gemma4-26b without and DeepSeek V3 with an expert axis, an adapter's factor, and float32 as each precision has it."""
