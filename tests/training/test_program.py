@@ -17,8 +17,6 @@ from tests.processes import ROOT, environment
 from tests.training.small import batches, losses, small_config
 from tests.training.test_parallelism import MODELS
 
-TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
-
 
 @pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def test_the_faces_are_one_program(model):
