@@ -16,7 +16,7 @@ def test_held_out_lines_are_of_other_files_and_kinds_are_even(tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_in_float16_learns_the_format(tmp_path, monkeypatch):
-  monkeypatch.setitem(fine_tuning.PRETRAINING, "steps", 100)
+  monkeypatch.setitem(fine_tuning.PRETRAINING, "steps", 60)
   monkeypatch.setattr(fine_tuning, "EACH", 200)
   monkeypatch.setattr(fine_tuning, "HELD_OUT_EACH", 20)
   monkeypatch.setattr(fine_tuning, "WAYS", {"LoRA": fine_tuning.LORA})
