@@ -17,6 +17,8 @@ from tests.processes import ROOT, environment
 from tests.training.small import batches, losses, small_config
 from tests.training.test_parallelism import MODELS
 
+TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
+
 
 @pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def test_the_faces_are_one_program(model):
@@ -43,7 +45,7 @@ def run_small(model: str, *words: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-e2b-tiny", "gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny"])
+@pytest.mark.parametrize("model", TINY)
 def test_eight_devices_give_the_losses_of_one(model):
   """With AdamW; ``test_parallelism`` has the gradients of every family."""
   # In some the loss in chunks, with a tied and an untied head: its gradients are made and added up on all devices.
