@@ -31,7 +31,9 @@ from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.gradient_shares import GradientShares
-from maxtext_like.training.optimizers.by_layer import ByLayer, Part, join, join_states, parts_of, take, take_state
+from maxtext_like.training.optimizers.by_layer import (
+  ByLayer, Part, join, join_states, parts_of, put_row, take, take_row, take_state,
+)  # fmt: skip
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
@@ -373,19 +375,19 @@ class _Pass:
           carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
             (carried, arrays, cotangent, alive, row, held, states)
           )
-          mine, theirs = _at(held[key], row), _at(frozen[name][key], row)
+          mine, theirs = take_row(held[key], row), take_row(frozen[name][key], row)
           own = None if inputs is None else {j: inputs[j]}
           if residuals:
             pull = residuals[j].pull(arrays, (mine, theirs, carried, own, forward.ctx))
           else:
             _, pull, _ = jax.vjp(self._layer(run, j, theirs, forward.ctx), mine, carried, own, has_aux=True)
           grads, cotangent, d_inputs[j] = pull((cotangent, handed_out[key]))
-          state = None if states is None else _at(states[part], row)
+          state = None if states is None else take_row(states[part], row)
           tree = lambda x, key=key: {name: {key: x}}
           new, state, alive, so_far, found[key] = self._part(part, tree(grads), tree(mine), state, alive, norm, so_far, row)
           if states is not None:
-            held = {**held, key: _put(held[key], new[name][key], row)}
-            states = {**states, part: _put(states[part], state, row)}
+            held = {**held, key: put_row(held[key], new[name][key], row)}
+            states = {**states, part: put_row(states[part], state, row)}
         d_own = None if inputs is None else jnp.stack([d[j] for j, d in enumerate(d_inputs)])
         return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
 
@@ -467,17 +469,6 @@ class _Pass:
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
     found = _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
     return new, new_state, alive, so_far, found
-
-
-def _at(tree: Tree, row: jax.Array) -> Tree:
-  """A row of arrays of stacked layers; counters belong to all."""
-  return jax.tree.map(lambda x: as_declared(jax.lax.dynamic_index_in_dim(x, row, keepdims=False)) if x.ndim else x, tree)
-
-
-def _put(tree: Tree, new: Tree, row: jax.Array) -> Tree:
-  """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
-  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, as_declared(n), row, 0) if x.ndim else x
-  return jax.tree.map(put, tree, new)
 
 
 def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:

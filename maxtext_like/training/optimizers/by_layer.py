@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.partition import as_declared
 from maxtext_like.training.optimizers.optimizer import Optimizer
 
 Tree = Any
@@ -30,6 +31,17 @@ def take(tree: Tree, part: Part) -> Tree:
     stack, layer = part
     return {stack: {layer: tree[stack][layer]}}
   return {name: x for name, x in tree.items() if not name.startswith("stack_")}
+
+
+def take_row(tree: Tree, row: jax.Array) -> Tree:
+  """A row of arrays of stacked layers; counters belong to all."""
+  return jax.tree.map(lambda x: as_declared(jax.lax.dynamic_index_in_dim(x, row, keepdims=False)) if x.ndim else x, tree)
+
+
+def put_row(tree: Tree, new: Tree, row: jax.Array) -> Tree:
+  """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
+  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, as_declared(n), row, 0) if x.ndim else x
+  return jax.tree.map(put, tree, new)
 
 
 def join(parts: list[Tree]) -> Tree:
