@@ -32,8 +32,16 @@ from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_a
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.gradient_shares import GradientShares
 from maxtext_like.training.optimizers.by_layer import (
-  ByLayer, Part, join, join_states, parts_of, put_row, take, take_row, take_state,
-)  # fmt: skip
+  ByLayer,
+  Part,
+  join,
+  join_states,
+  parts_of,
+  put_row,
+  take,
+  take_row,
+  take_state,
+)
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
