@@ -78,6 +78,9 @@ def distances(ends: dict[Run, float]) -> list[str]:
   _, plain = best.pop("float32")
   for kind, (rate, of_seed) in best.items():
     away = np.array([of_seed[seed] / plain[seed] - 1 for seed in of_seed if seed in plain])
+    if not away.size:
+      lines.append(f"{kind}, at its best rate, {rate:g}: no seed that AdamW in float32 came to the end of")
+      continue
     error = f" +- {np.std(away, ddof=1) / len(away) ** 0.5:.2%}" if len(away) > 1 else ""
     lines.append(f"{kind}, at its best rate, {rate:g}: {np.mean(away):+.2%}{error} of AdamW in float32, {len(away)} seeds")
   return lines

@@ -135,10 +135,10 @@ class StepInBackward(TrainStep):
   @property
   def exact(self) -> bool:
     """Gradients are clipped by the norm of all, which in float16 a first pass knows anyway."""
-    return self.clip > 0 and (self.clip_by == "exact" or (self.clip_by == "running" and self._measures))
+    return self.clip > 0 and (self.clip_by == "exact" or (self.clip_by == "running" and self._measures_first))
 
   @property
-  def _measures(self) -> bool:
+  def _measures_first(self) -> bool:
     """Two passes, whatever gradients are clipped by."""
     return self.objective.decoder.precision.dtype == "float16"
 
@@ -169,7 +169,7 @@ class StepInBackward(TrainStep):
   @property
   def all_or_nothing(self) -> bool:
     """Two passes: gradients that are not finite are seen before anything is updated, though not a moment that overflows."""
-    return self.exact or self._measures
+    return self.exact or self._measures_first
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """As ``TrainStep`` does, but that it looks at every update before it writes it: every step is "usual".

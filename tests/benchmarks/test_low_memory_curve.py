@@ -27,6 +27,8 @@ def test_each_is_compared_at_its_best_rate_seed_by_seed():
     "adafactor, at its best rate, 0.0001: -50.00% of AdamW in float32, 1 seeds",
   ]
   assert not distances({run: end for run, end in ends.items() if run.kind != "float32"})
+  (alone,) = distances({Run("float32", 1e-4, 1): 4.0, Run("adafactor", 1e-4, 0): 1.0})
+  assert "no seed" in alone
 
 
 @pytest.mark.parametrize(("failing", "code"), [("adamw", 1), (None, 0)])
