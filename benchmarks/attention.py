@@ -1,31 +1,60 @@
-"""Every fused attention kernel that this machine's GPU can run against the reference: values, gradients and time, at the shapes
-of the models.
+"""Every fused attention kernel that this machine can run, and plain XLA: time, memory and errors, at the shapes of the models.
 
-python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16]
+  python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16]
 
-TFLOP/s are those of the pairs that the mask leaves: two products forward, five backward, whatever a kernel makes again.
+Milliseconds, TFLOP/s and GiB of temporaries are of forward and backward together. TFLOP/s are those of the pairs that the mask
+leaves: two products forward, five backward, whatever a kernel makes again. "x full" is the time beside the fastest kernel's on
+rows of one document. Errors are those of values and of the worst gradient against float64, norm of the difference over
+norm: of the first row and its first key-value head, with all query heads that read it.
 """
 
 import argparse
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.layers.kernels.attention.registry import Case, Name, attend, choose, fused_kernels
 from maxtext_like.layers.masks import Tokens, attention_mask
-from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.precision import Dtype, Precision
 
-SHAPES = {  # name: (batch, query heads, key-value heads, head dimension, that of values, window)
-  "gemma3-4b local": (2, 8, 4, 256, 256, 1024),
-  "gemma3-4b global": (2, 8, 4, 256, 256, None),
-  "gemma4-31b local": (2, 32, 16, 256, 256, 1024),
-  "gemma4-31b global": (2, 32, 4, 512, 512, None),
-  "gemma3-27b local": (2, 32, 16, 128, 128, 1024),
-  "gemma3-27b global": (2, 32, 16, 128, 128, None),
-  "deepseek3": (1, 128, 128, 192, 128, None),
+
+class Shape(NamedTuple):
+  """Of the arguments: rows, query heads, key-value heads, head dimension, that of values; and the window."""
+
+  B: int
+  N: int
+  K: int
+  H: int
+  V: int
+  window: int | None
+
+
+SHAPES = {
+  "gemma3-4b local": Shape(2, 8, 4, 256, 256, 1024),
+  "gemma3-4b global": Shape(2, 8, 4, 256, 256, None),
+  "gemma4-31b local": Shape(2, 32, 16, 256, 256, 1024),
+  "gemma4-31b global": Shape(2, 32, 4, 512, 512, None),
+  "gemma3-27b local": Shape(2, 32, 16, 128, 128, 1024),
+  "gemma3-27b global": Shape(2, 32, 16, 128, 128, None),
+  "deepseek3": Shape(1, 128, 128, 192, 128, None),
 }
+HEAD = (
+  f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {'forward':>8} {'ms':>8} {'TFLOP/s':>7} {'x full':>6} {'GiB':>6} "
+  f"{'error':>8} {'of grads':>8}"
+)
+
+
+class Measured(NamedTuple):
+  """Of a kernel: seconds forward, and forward and backward; GiB of temporaries; errors of values and of the worst gradient."""
+
+  forward: float
+  both: float
+  memory: float
+  error: float
+  gradients: float
 
 
 def packed(batch: int, length: int) -> jax.Array:
@@ -46,67 +75,94 @@ def seconds(function, *args) -> float:
   return sorted(times)[len(times) // 2]
 
 
+def written_out(q_TGH, k_TH, v_TV, g_TGV, seen_TT, scale: float) -> tuple[np.ndarray, ...]:
+  """Attention of a row to one key-value head in float64: values [T, G, V], and gradients of q, k and v for the cotangent g.
+
+  Args:
+    seen_TT: bool, which keys each query sees; of one that sees none the values are 0.
+  """
+  q, k, v, g = (np.asarray(x).astype(np.float64) for x in (q_TGH, k_TH, v_TV, g_TGV))
+  out, dq, dk, dv = np.zeros_like(g), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+  for head in range(q.shape[1]):
+    s = np.where(seen_TT, scale * q[:, head] @ k.T, -np.inf)
+    p = np.exp(s - np.maximum(s.max(-1, keepdims=True), np.finfo(s.dtype).min))
+    p /= np.maximum(p.sum(-1, keepdims=True), 1)
+    dp = g[:, head] @ v.T
+    ds = scale * p * (dp - np.sum(p * dp, -1, keepdims=True))
+    out[:, head], dq[:, head] = p @ v, ds @ k
+    dk += ds.T @ q[:, head]
+    dv += p.T @ g[:, head]
+  return out, dq, dk, dv
+
+
+def measured(kernel: Name, arrays, cotangent, tokens: Tokens, how: dict[str, Any], exact: tuple[np.ndarray, ...]) -> Measured:
+  """What a kernel does with (q, k, v); ``exact`` is what ``written_out`` makes of the first row and head."""
+
+  def attention(q, k, v, tokens):
+    return attend(kernel, q, k, v, tokens, **how)
+
+  def both(q, k, v, tokens, g):
+    out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, tokens), q, k, v)
+    return out, *backward(g)
+
+  step = jax.jit(both).lower(*arrays, tokens, cotangent).compile()
+  heads = exact[0].shape[1]
+  parts = [x[0, :, :n] for x, n in zip(step(*arrays, tokens, cotangent), (heads, heads, 1, 1), strict=True)]
+  errors = [relative(x, np.reshape(e, x.shape)) for x, e in zip(parts, exact, strict=True)]
+  analysis = step.memory_analysis()
+  assert analysis is not None
+  memory = analysis.temp_size_in_bytes / 2**30
+  forward, both_ways = seconds(jax.jit(attention), *arrays, tokens), seconds(step, *arrays, tokens, cotangent)
+  return Measured(forward, both_ways, memory, errors[0], max(errors[1:]))
+
+
+def relative(x: jax.Array, exact: np.ndarray) -> float:
+  """Norm of the difference over the norm of what is exact."""
+  return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
+
+
+def table(name: str, shape: Shape, dtype: Dtype, length: int) -> None:
+  """Prints the rows of a shape in a dtype, of one document and packed."""
+  B, N, K, H, V, window = shape
+  precision, device = Precision(dtype=dtype), jax.devices()[0]
+  keys = jax.random.split(jax.random.key(0), 4)
+  q, k, v, g = (
+    jax.random.normal(key, (B, length, *of), jnp.float32).astype(dtype)
+    for key, of in zip(keys, ((N, H), (K, H), (K, V), (N, V)), strict=True)
+  )
+  how: dict[str, Any] = {"window": window, "bidirectional_images": False, "scale": H**-0.5, "precision": precision}
+  case = Case(
+    platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
+    kv_heads=K, head_dim=H, value_dim=V, window=window, length=length,
+  )  # fmt: skip
+  fused: list[Name] = [kernel.name for kernel in fused_kernels() if not kernel.refuses(case)]
+  kernels: list[Name] = [choose("dot_product", case).name, *fused]
+  full = None
+  for rows, segments in (("full", None), ("packed", packed(B, length))):
+    tokens = Tokens(segments)
+    seen = np.asarray(attention_mask(tokens, B, length, window=window, bidirectional_images=False))
+    exact = written_out(q[0, :, : N // K], k[0, :, 0], v[0, :, 0], g[0, :, : N // K], seen[0], H**-0.5)
+    tflop = 2 * int(seen.sum()) * (B // len(seen)) * N * (4 * H + 3 * V) / 1e12
+    found = {kernel: measured(kernel, (q, k, v), g, tokens, how, exact) for kernel in kernels}
+    full = full or min(m.both for m in found.values())
+    for kernel, m in found.items():
+      print(
+        f"{name:18} {dtype:9} {rows:7} {kernel:12} {m.forward * 1e3:8.2f} {m.both * 1e3:8.2f} {tflop / m.both:7.0f} "
+        f"{m.both / full:6.2f} {m.memory:6.2f} {m.error:8.1e} {m.gradients:8.1e}",
+        flush=True,
+      )
+
+
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
   parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes that are tried")
   parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16", "float16"])
   options = parser.parse_args()
-  length = options.length
-  device = jax.devices()[0]
-  print(f"{device.device_kind}, jax {jax.__version__}, length {length}; ms, TFLOP/s and speed-up are of forward + backward")
-  times = f"{'forward':>8} {'ms':>8} {'TFLOP/s':>7} {'speed-up':>8}"
-  print(f"{'shape':18} {'dtype':9} {'rows':7} {'kernel':12} {times} {'error':>9} {'grad error':>10}")
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows of {options.length}\n{HEAD}")
   for name in options.shape:
-    B, N, K, H, V, window = SHAPES[name]
     for dtype in options.dtype:
-      precision = Precision(dtype=dtype)
-      keys = jax.random.split(jax.random.key(0), 4)
-      q, k, v, g = (
-        jax.random.normal(key, (B, length, *of), jnp.float32).astype(dtype)
-        for key, of in zip(keys, ((N, H), (K, H), (K, V), (N, V)), strict=True)
-      )
-      for rows, segments in (("full", None), ("packed", packed(B, length))):
-        tokens = Tokens(segments)
-        results = {}
-        case = Case(
-          platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
-          kv_heads=K, head_dim=H, value_dim=V, window=window, length=length,
-        )  # fmt: skip
-        pairs = int(attention_mask(tokens, B, length, window=window, bidirectional_images=False).sum()) * (
-          B if segments is None else 1
-        )
-        tflop = 2 * pairs * N * (4 * H + 3 * V) / 1e12
-        plain = choose("dot_product", case).name
-        kernels: list[Name] = [plain, *(kernel.name for kernel in fused_kernels() if not kernel.refuses(case))]
-        for kernel in kernels:
-          how: Any = {"window": window, "bidirectional_images": False, "scale": H**-0.5, "precision": precision}
-
-          def attention(q, k, v, tokens, kernel: Name = kernel, how=how):
-            return attend(kernel, q, k, v, tokens, **how)
-
-          def both(q, k, v, tokens, g, attention=attention):
-            out, backward = jax.vjp(lambda *qkv: attention(*qkv, tokens), q, k, v)
-            return out, backward(g)
-
-          step = jax.jit(both)
-          out, grads = step(q, k, v, tokens, g)
-          results[kernel] = (seconds(jax.jit(attention), q, k, v, tokens), seconds(step, q, k, v, tokens, g), out, grads)
-        _, base, ref, ref_grads = results[plain]
-        for kernel, (forward, t, out, grads) in results.items():
-          error = relative(out, ref)
-          grad_error = max(relative(a, b) for a, b in zip(grads, ref_grads, strict=True))
-          print(
-            f"{name:18} {dtype:9} {rows:7} {kernel:12} {forward * 1e3:8.2f} {t * 1e3:8.2f} {tflop / t:7.0f} {base / t:8.2f} "
-            f"{error:9.1e} {grad_error:10.1e}",
-            flush=True,
-          )
-
-
-def relative(a: jax.Array, b: jax.Array) -> float:
-  """Norm of the difference over the norm of b, in float32."""
-  a32, b32 = a.astype(jnp.float32), b.astype(jnp.float32)
-  return float(jnp.linalg.norm(a32 - b32) / jnp.linalg.norm(b32))
+      table(name, SHAPES[name], dtype, options.length)
 
 
 if __name__ == "__main__":
