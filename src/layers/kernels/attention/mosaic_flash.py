@@ -1,11 +1,12 @@
 """Attention on Hopper GPUs in kernels of our own, for heads of 128 to 512: cuDNN takes heads of 256 at most there,
 and packed rows only with a mask.
 
-Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the arguments, and the
-backward pass makes gradients of scores from them in float16, whatever that dtype is: 11 binary digits down to 2**-14, fewer
-below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped, be it for causality, a window or other
-documents. What a query sees is a stretch of keys, so rows of documents and images cost no mask. Heads between the
-widths that the kernels are written for are filled up with zeros, and pay for the width that they have not got.
+Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the operands: that of the
+arguments, but float16 in the backward pass of heads wider than 256. Gradients of scores are always made from probabilities in
+float16: 11 binary digits down to 2**-14, fewer below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped,
+be it for causality, a window or other documents. What a query sees is a stretch of keys, so rows of documents and images cost
+no mask. Heads between the widths that the kernels are written for are filled up with zeros, and pay for the width that they
+have not got.
 
 B batch, T position, N query heads, K key-value heads, H head, V value head.
 """
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 # H200) took 2.28 ms in 8 turns, 2.02 in two and 1.84 in one, which they have in this budget; cuDNN takes 1.66 without a mask.
 _BUDGETS = {128: 1536 << 20, 512: 320 << 20}
 _FLOAT16 = 2.0**15  # a half of what float16 holds
+# Wider heads have float16 operands in the backward pass, of bfloat16 arguments too, which they hold exactly but for what is
+# below 2**-29 of the largest, up to a largest query times a largest key of 2**32. Probabilities and gradients of scores have
+# three binary digits more then: gradients are within 2e-3 of float64, of which their own rounding to bfloat16 is 1.7e-3. The
+# casts read and write each argument once, beside products with thousands of keys.
+_OPERANDS_AS_THEY_ARE = 256
 _LANES = 128
 _WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
 _WIDTHS_BACKWARD = (128, 192, 256, 512)  # and those of the backward pass
@@ -126,13 +132,21 @@ def _backward(static: _Static, saved, g: jax.Array):
 
   scale, how, interpret = static
   q, k, v, low, high, out, lse = saved
-  power = None
+  delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
+  factors = powers = None
   if g.dtype == jnp.float16:
     power = _room(k, v, g, scale)
-    g = (g.astype(jnp.float32) * power).astype(g.dtype)
-  delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
+    g, delta, powers = (g.astype(jnp.float32) * power).astype(g.dtype), delta * power, jnp.full(3, power)
+  elif max(q.shape[-1], v.shape[-1]) > _OPERANDS_AS_THEY_ARE:
+    # Keys and queries are brought to the same magnitude, values to 1.
+    of_k, of_v = (_power_of_two(x) for x in (jnp.sqrt(_largest(q) / _largest(k)), 1 / _largest(v)))
+    of_g = _room(k, v, g, scale, of_k, of_v)
+    factors, powers = jnp.stack([1 / of_k, of_k, of_v, of_g]), of_g * jnp.stack([of_v * of_k, of_v / of_k, 1.0])
+    delta = delta * (of_g * of_v)
   wide = _filled_up(_WIDTHS_BACKWARD, q, k, v, g)
-  grads = attention_backward(*wide, lse, delta, low, high, scale=scale, how=how, power=power, interpret=interpret)
+  grads = attention_backward(
+    *wide, lse, delta, low, high, scale=scale, how=how, factors=factors, powers=powers, interpret=interpret
+  )
   return *(dx[..., : x.shape[-1]] for dx, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
@@ -146,18 +160,32 @@ def _filled_up(widths: tuple[int, ...], *arrays: jax.Array) -> list[jax.Array]:
   return [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in arrays]
 
 
-def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float) -> jax.Array:
-  """The largest power of two by which a float16 cotangent can be multiplied so that float16 holds what comes of it.
+def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.0, of_v: Any = 1.0) -> jax.Array:
+  """The largest power of two by which a cotangent can be multiplied so that float16 holds it and what comes of it.
 
   Gradients of scores are made float16, and small ones would lose digits. A query's are p (g.v - delta), where the
   probabilities add up to 1 and delta is between the products g.v; its own gradient is their sum with k. By Cauchy and Schwarz
   none is beyond twice the longest g times the longest v, times the longest k and the scale.
+
+  Args:
+    of_k, of_v: powers of two by which keys and values are multiplied.
   """
   longest = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)))
-  of_scores = 2 * longest(g) * longest(v)
-  largest = jnp.maximum(jnp.maximum(longest(g), of_scores), of_scores * longest(k) * abs(scale))
+  of_scores = 2 * longest(g) * longest(v) * of_v
+  largest = jnp.maximum(jnp.maximum(longest(g), of_scores), of_scores * longest(k) * of_k * abs(scale))
   known = (largest > 0) & jnp.isfinite(largest)
-  return jnp.exp2(jnp.floor(jnp.log2(_FLOAT16 / jnp.where(known, largest, _FLOAT16))))
+  return _power_of_two(_FLOAT16 / jnp.where(known, largest, _FLOAT16))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+  """The largest magnitude in x, float32; 1 where that is 0 or not finite."""
+  most = jnp.max(jnp.abs(x)).astype(jnp.float32)
+  return jnp.where((most > 0) & jnp.isfinite(most), most, 1.0)
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+  """The largest that is not above x, float32."""
+  return jnp.exp2(jnp.floor(jnp.log2(x)))
 
 
 _attend.defvjp(_forward, _backward)

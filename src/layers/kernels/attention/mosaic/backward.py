@@ -2,7 +2,7 @@
 
 The sums of a block's gradients, 128 x 512 float32 numbers for keys and as many for values, do not fit the registers of a
 multiprocessor, so no kernel can hold them while it makes the scores again. The first one writes what the others multiply,
-probabilities and gradients of scores in the dtype of the layer, tile by tile and only the tiles in which a query sees a key;
+probabilities and gradients of scores in the dtype of the operands, tile by tile and only the tiles in which a query sees a key;
 the others are plain matrix products over these tiles. That is five products in all, where kernels that keep nothing make
 seven or eight. What is written stays below a size that the caller sets: it goes through some key-value heads at a time, and
 in long rows through some queries.
@@ -103,7 +103,8 @@ def attention_backward(
   *,
   scale: float,
   how: Plan,
-  power: jax.Array | None = None,
+  factors: jax.Array | None = None,
+  powers: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The gradients of queries, keys and values, in the dtype of the arguments.
@@ -112,10 +113,12 @@ def attention_backward(
     q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, interpret: as of ``attention_forward``.
     g_BTNH: the cotangent, in the dtype of q.
     lse_BNT: as ``attention_forward`` gives it.
-    delta_BNT: float32, the sum of values times cotangent over the head.
+    delta_BNT: float32, the sum of values times cotangent over the head, times the factors of both.
     how: the plan.
-    power: float32, a power of two by which the cotangent was multiplied, and the gradients are divided; sums over queries
-      before they are rounded, for these are larger than any one term. None: 1.
+    factors: float32 [4], powers of two by which q, k, v and g are multiplied as they become float16 operands, the first times
+      the second 1. Some key-value heads at a time, so that no copy of them all exists. None: they are operands as they are.
+    powers: float32 [3], what the gradients of q, k and v are divided by; sums over queries before they are rounded, for these
+      are larger than any one term. None: 1.
   """
   B, T, N, H = q_BTNH.shape
   K, dtype = k_BTKH.shape[2], q_BTNH.dtype
@@ -133,34 +136,48 @@ def attention_backward(
 
   kernels = {"scale": scale, "how": how, "interpret": interpret}
   arrays = (q_BTNH, k_BTKH, v_BTKH, g_BTNH)
+  per_row = (lse_BNT, delta_BNT, low_BT, high_BT)
   turns, along = rows // how.tiles, (R // K, K) if R >= K else (1, R)
+  divided = lambda x, n: x if powers is None else x.astype(jnp.float32) / powers[n]
 
-  def step(n, carry):
-    dq, dk, dv = carry
-    group, turn = n // turns, n % turns
-    here = jnp.stack([group * R, turn * how.tiles]).astype(jnp.int32)
-    probs, dscores = _scores(*arrays, lse_BNT, delta_BNT, low_BT, high_BT, tiles, here, **kernels)
-    own_dq = _queries(k_BTKH, dscores, tiles, here, groups=G, **kernels)
-    sums = _keys_and_values(q_BTNH, g_BTNH, probs, dscores, tiles, here, groups=G, **kernels)
+  def operands(group):
+    """What the kernels read for some key-value heads: arrays, tiles, and which of their key-value heads is the first."""
+    if factors is None:
+      return (*arrays, *per_row), tiles, group * R
+    of_rows = lambda x: lax.dynamic_slice_in_dim(x, group * R // K, along[0])
+    of_heads = lambda x, axis, each: lax.dynamic_slice_in_dim(of_rows(x), group * R % K * each, along[1] * each, axis)
+    own = [
+      (of_heads(x, 2, each).astype(jnp.float32) * factor).astype(jnp.float16)
+      for x, each, factor in zip(arrays, (G, 1, 1, G), factors, strict=True)
+    ]
+    sums = (of_heads(x, 1, G) for x in per_row[:2])
+    return (*own, *sums, *map(of_rows, per_row[2:])), tuple(map(of_rows, tiles)), 0
+
+  def heads(group, carry):
+    (q, k, v, g, lse, delta, low, high), own_tiles, first = operands(group)
     row, head = group * R // K, group * R % K
-    dq = lax.dynamic_update_slice(
-      dq, own_dq.reshape(*along[:1], how.tiles * QUERIES, along[1], G, H), (row, turn * how.tiles * QUERIES, head, 0, 0)
-    )
-    own_dv, own_dk = (jnp.sum(x, axis=0) for x in sums)
-    own_dk = own_dk * scale
-    if power is not None:
-      own_dk, own_dv = own_dk / power, own_dv / power
-    if turns > 1:
-      own_dk, own_dv = (x + lax.dynamic_slice_in_dim(y, group * R, R) for x, y in ((own_dk, dk), (own_dv, dv)))
-    dk, dv = (lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), group * R, 0) for x, y in ((dk, own_dk), (dv, own_dv)))
-    return dq, dk, dv
+
+    def step(turn, carry):
+      dq, dk, dv = carry
+      here = jnp.stack([first, turn * how.tiles]).astype(jnp.int32)
+      probs, dscores = _scores(q, k, v, g, lse, delta, low, high, own_tiles, here, **kernels)
+      own_dq = _queries(k, dscores, own_tiles, here, groups=G, **kernels)
+      sums = _keys_and_values(q, g, probs, dscores, own_tiles, here, groups=G, **kernels)
+      own_dq = divided(own_dq, 0).reshape(along[0], how.tiles * QUERIES, along[1], G, H).astype(dq.dtype)
+      dq = lax.dynamic_update_slice(dq, own_dq, (row, turn * how.tiles * QUERIES, head, 0, 0))
+      own_dv, own_dk = (jnp.sum(x, axis=0) for x in sums)
+      own_dk, own_dv = divided(own_dk * scale, 1), divided(own_dv, 2)
+      if turns > 1:
+        own_dk, own_dv = (x + lax.dynamic_slice_in_dim(y, group * R, R) for x, y in ((own_dk, dk), (own_dv, dv)))
+      dk, dv = (lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), group * R, 0) for x, y in ((dk, own_dk), (dv, own_dv)))
+      return dq, dk, dv
+
+    return lax.fori_loop(0, turns, step, carry)
 
   kept = jnp.float32 if turns > 1 else dtype
   nothing = jnp.zeros((B, T, K, G, H), dtype), *(jnp.zeros((B * K, T, H), kept),) * 2
-  dq, dk, dv = lax.fori_loop(0, B * K // R * turns, step, nothing)
+  dq, dk, dv = lax.fori_loop(0, B * K // R, heads, nothing)
   dk, dv = (jnp.swapaxes(x.reshape(B, K, T, H), 1, 2).astype(dtype) for x in (dk, dv))
-  if power is not None:
-    dq = (dq.astype(jnp.float32) / power).astype(dtype)
   return dq.reshape(B, T, N, H), dk, dv
 
 
