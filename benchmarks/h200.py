@@ -2,6 +2,7 @@
 
 . gpu/env.sh; python benchmarks/h200.py --out h200.json                      every row; about 20 minutes on an H200
 python benchmarks/h200.py --only gemma3-4b --documents 1 --out h200.json     a part of them; the file keeps the others
+python benchmarks/h200.py --only deepseek3-layer --documents 1 --peer compile     with another form of transformers
 python benchmarks/h200.py --model gemma3-tiny max_target_length=64 --steps 2 --python TORCH/bin/python      a CPU, for a look
 
 Both sides train all parameters on the same device, one after the other and each in a process of its own: random tokens in rows
@@ -10,9 +11,16 @@ groups. Ours as a run has it, finiteness checked in every step. transformers und
 recomputation, through torch.compile where the row says so. Rows are one document each, or packed with three (for transformers
 by positions that begin again, which is how it tells packed rows). "peak" is what each side's allocator held at most, on a CPU
 what the process did. Torch has to be in the Python that --python names.
+
+deepseek3-layer is one layer of DeepSeek V3 at its released width, 256 experts of which a token has 8, with a vocabulary of
+1024: 11.5e9 parameters, whose float32 weights, gradients and moments no GPU here has room for. Both sides have weights and
+gradients in bfloat16 without autocast, and plain SGD without clipping: forward, backward and one pass over all weights.
+transformers' experts are grouped_mm, and a step of it has to have run that. Weights of both are drawn from one distribution and
+the routers' bias stays 0, so that the load of experts is alike ("fullest expert", times the mean).
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -33,6 +41,8 @@ class Row:
     model, words: of the configuration.
     peer: how transformers runs it, "compile" or "eager".
     wanted: the ratio that issue 13 asks for.
+    experts: the implementation that transformers' experts have to have; None: its own choice, whatever that does.
+    note: what the table says of it.
   """
 
   name: str
@@ -40,9 +50,14 @@ class Row:
   words: tuple[str, ...]
   peer: str
   wanted: float | None = None
+  experts: str | None = None
+  note: str = ""
 
 
 _UNROLLED = ("per_device_batch_size=2", "remat_policy=none", "scan_layers=false", "num_vocab_tiling=1")
+# transformers has no update of the routers' bias.
+_LAYER = ("num_decoder_layers=1", "first_num_dense_layers=0", "vocab_size=1024", "routed_bias_update_rate=0")
+_SGD = ("weight_dtype=bfloat16", "opt_type=sgd", "sgd_momentum=0", "gradient_clipping_threshold=0")
 ROWS = (
   Row("gemma3-4b", "gemma3-4b", _UNROLLED, "compile", 1.35),
   Row("gemma3-4b-scanned", "gemma3-4b", ("per_device_batch_size=2", "remat_policy=minimal"), "compile", 1.35),
@@ -50,6 +65,14 @@ ROWS = (
   Row("31b-width", "gemma4-31b", (*_UNROLLED, "num_decoder_layers=6"), "compile", 1.5),
   Row("31b-width-float8", "gemma4-31b", (*_UNROLLED, "num_decoder_layers=6", "matmul_dtype=float8"), "compile", 1.5),
   Row("26b-width", "gemma4-26b", ("num_decoder_layers=6", "per_device_batch_size=1"), "eager", 2.0),
+  Row(
+    "deepseek3-layer",
+    "deepseek3-671b",
+    (*_UNROLLED, "per_device_batch_size=1", *_LAYER, *_SGD),
+    "eager",
+    experts="grouped_mm",
+    note="bfloat16 weights, plain SGD",
+  ),
 )
 HEADER = (
   "| model | rows | ours tokens/s | step | peak GiB | transformers tokens/s | step | peak GiB | ratio | wanted |\n"
@@ -79,7 +102,8 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
   def step() -> Any:
     nonlocal state
     state, metrics = compiled(state, data, known)
-    taken.append({name: metrics[name] for name in ("usual", "skipped")})  # on the device: nothing waits for them here
+    looked_at = ("usual", "skipped", "moe_load_max")
+    taken.append({name: metrics[name] for name in looked_at if name in metrics})  # on the device: nothing waits for them here
     return metrics
 
   taken: list[dict[str, Any]] = []
@@ -93,6 +117,7 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
   return found | {
     "tokens": tokens, "tokens_per_second": tokens / found["seconds"], "kernels": kernels, "device": device.device_kind,
     "peak_gib": resident() if peak is None else peak / GIB,
+    "fullest": float(taken[-1]["moe_load_max"]) if "moe_load_max" in taken[-1] else None,
     "versions": {"jax": jax.__version__, "platform": device.client.platform_version, "flags": os.environ.get("XLA_FLAGS", "")},
   }  # fmt: skip
 
@@ -106,9 +131,11 @@ def theirs(row: Row, documents: int, steps: int, groups: int, python: str) -> di
   config = load_config(row.model, [*COMMON, *row.words]).config
   shape = [round(config.training.per_device_batch_size), config.training.max_target_length]
   with tempfile.TemporaryDirectory() as directory:
-    write_config(config.model, "float32", directory)
+    write_config(config.model, config.precision.weight_dtype, directory)
     given = {"directory": directory, "shape": shape, "documents": documents, "steps": steps, "groups": groups}
-    return ask(python, "all_weights", given | {"compiled": row.peer == "compile"})
+    given |= {"compiled": row.peer == "compile", "experts": row.experts, "weight_dtype": config.precision.weight_dtype}
+    given |= {"optimizer": config.training.opt_type, "momentum": config.training.sgd_momentum}
+    return ask(python, "all_weights", given | {"clip": config.training.gradient_clipping_threshold})
 
 
 def line(found: dict[str, Any]) -> str:
@@ -124,7 +151,7 @@ def line(found: dict[str, Any]) -> str:
   ratio = f"{rates[0] / rates[1]:.2f}" if len(rates) == 2 else "-"
   rows = "one document" if found["documents"] == 1 else f"{found['documents']} documents"
   row = found["row"]
-  name = f"{row['name']} ({row['peer']})"
+  name = f"{row['name']}{row['note'] and ', '}{row['note']} ({row['peer']})"
   return f"| {name} | {rows} | {' | '.join(cells)} | {ratio} | {row['wanted'] or '-'} |"
 
 
@@ -140,6 +167,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--only", nargs="+", metavar="NAME", choices=[row.name for row in ROWS])
   parser.add_argument("--model", nargs="+", metavar="MODEL key=value", help="another row in place of all")
+  parser.add_argument("--words", nargs="+", default=[], metavar="key=value", help="behind those of every row")
   parser.add_argument("--peer", choices=["compile", "eager"], help="how transformers runs, whatever the row says")
   parser.add_argument("--documents", nargs="+", type=int, default=[1, 3], help="of a row")
   parser.add_argument("--steps", type=int, default=8, help="of a group")
@@ -154,7 +182,8 @@ def main() -> None:
   kept: list[dict[str, Any]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
   print(HEADER, flush=True)
   for row in rows:
-    row = Row(**asdict(row) | {"words": row.words, "peer": args.peer or row.peer})
+    more = {"name": " ".join([row.name, *args.words]), "words": (*row.words, *args.words), "peer": args.peer or row.peer}
+    row = dataclasses.replace(row, **more)
     for documents in args.documents:
       given = {"row": asdict(row), "documents": documents, "steps": args.steps, "groups": args.groups}
       found = given | {
@@ -175,7 +204,9 @@ def main() -> None:
   print()
   for entry in kept:
     for side in ("ours", "theirs"):
-      print(f"{entry['row']['name']}, {entry['documents']}, {side}: {'; '.join(entry[side].get('kernels', ['-']))}")
+      kernels, fullest = entry[side].get("kernels", ["-"]), entry[side].get("fullest")
+      said = [*kernels, *([f"fullest expert {fullest:.2f}"] if fullest else [])]
+      print(f"{entry['row']['name']}, {entry['documents']}, {side}: {'; '.join(said)}")
 
 
 if __name__ == "__main__":

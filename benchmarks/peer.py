@@ -75,8 +75,20 @@ def write_config(model: Any, dtype: str, directory: str) -> None:
   Path(directory, "config.json").write_text(json.dumps(export_config(model, dtype)))
 
 
-def all_weights(directory: str, shape: list[int], documents: int, steps: int, groups: int, compiled: bool) -> dict[str, Any]:
-  """All parameters in float32, under autocast, in this process.
+def all_weights(
+  directory: str,
+  shape: list[int],
+  documents: int,
+  steps: int,
+  groups: int,
+  compiled: bool,
+  experts: str | None = None,
+  weight_dtype: str = "float32",
+  optimizer: str = "adamw",
+  momentum: float = 0.0,
+  clip: float = 1.0,
+) -> dict[str, Any]:
+  """All parameters, in this process: those in float32 under autocast, others computed with as they are.
 
   Args:
     directory: of config.json.
@@ -84,6 +96,14 @@ def all_weights(directory: str, shape: list[int], documents: int, steps: int, gr
     documents: of a row.
     steps, groups: as of ``timed``.
     compiled: by torch.compile.
+    experts: the implementation that they are to have, of which a step has to have run grouped_mm; None: what transformers
+      takes by itself, and whatever comes of it.
+    weight_dtype: of the parameters.
+    optimizer, momentum: "adamw", or "sgd" with this momentum.
+    clip: the largest norm of the gradients; 0 for any.
+
+  Raises:
+    RuntimeError: an implementation of experts is asked for, and a step had no grouped_mm.
   """
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
@@ -91,9 +111,17 @@ def all_weights(directory: str, shape: list[int], documents: int, steps: int, gr
   device = "cuda" if torch.cuda.is_available() else "cpu"
   torch.manual_seed(0)
   config = transformers.AutoConfig.from_pretrained(directory)
+  asked = {"attn_implementation": "sdpa", **({"experts_implementation": experts} if experts else {})}
   with torch.device(device):
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
-  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, weight_dtype), **asked).train()
+  if experts:
+    _draw_by_width(model)
+  if optimizer == "sgd":  # one array at a time: those of experts have more than 2^31 numbers, the fused rule's indices 32 bits
+    rule = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=momentum, foreach=False)
+  elif optimizer == "adamw":
+    rule = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+  else:
+    raise ValueError(f"no optimizer here is {optimizer}")
   call = torch.compile(model) if compiled else model
   tokens = torch.randint(3, config.vocab_size, shape, device=device)
   inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -103,9 +131,14 @@ def all_weights(directory: str, shape: list[int], documents: int, steps: int, gr
     positions = torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
     inputs["position_ids"] = positions.to(device).expand(shape)
 
-  found = timed(_step(call, inputs, list(model.parameters()), optimizer, device), lambda loss: loss.item(), steps, groups)
+  step = _step(call, inputs, list(model.parameters()), rule, device, autocast=weight_dtype == "float32", clip=clip)
+  found = timed(step, lambda loss: loss.item(), steps, groups)
+  found |= _about(model, shape, found["seconds"], device)
   kernels = [*_kernels(model), "compile" if compiled else "eager"]
-  return found | _about(model, shape, found["seconds"], device) | {"kernels": kernels}
+  if experts:
+    kernels += _grouped_products(step, config.num_local_experts, device)
+    found["fullest"] = _fullest(model, inputs)
+  return found | {"kernels": kernels}
 
 
 def adapter(
@@ -199,15 +232,67 @@ def _bitsandbytes() -> Any:
   return bitsandbytes
 
 
-def _step(call: Any, inputs: dict[str, Any], trained: list[Any], optimizer: Any, device: str) -> Callable[[], Any]:
+def _draw_by_width(model: Any) -> None:
+  """Draws matrices anew as this project does, with the variance 1 / (what a product with them sums over), embeddings too.
+
+  How even the load of experts is depends on it: at the beginning of a row attention adds more to the stream than tokens do.
+  """
+  from torch import nn  # pyright: ignore[reportMissingImports]
+
+  for p in model.parameters():
+    if p.ndim > 1:
+      nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+
+def _grouped_products(step: Callable[[], Any], experts: int, device: str) -> list[str]:
+  """What a step multiplied its experts by and attended with, as torch counted its operations.
+
+  Where transformers may not call torch's product of groups, it goes through the experts in a loop, without a word; and so does
+  that product where it has no kernel for a GPU or a dtype, by a plain product for each of them.
+  """
+  from torch import profiler  # pyright: ignore[reportMissingImports]
+
+  with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile:
+    step().item()
+  counts = {event.key: event.count for event in profile.key_averages()}
+  grouped = {name: n for name, n in counts.items() if "grouped_mm" in name}
+  calls, products = counts.get("aten::_grouped_mm", 0), sum(counts.get(f"aten::{name}", 0) for name in ("mm", "bmm", "addmm"))
+  loop = device == "cuda" and products >= calls * experts / 2  # a CPU has nothing but this loop
+  if not calls or any("fallback" in name for name in grouped) or loop:
+    raise RuntimeError(f"a step was to have grouped_mm for its {experts} experts and had {grouped}, {products} other products")
+  attended = [name for name in counts if name.startswith("aten::_scaled_dot_product") and "backward" not in name]
+  return [f"a step has {calls} aten::_grouped_mm and {products} other products", *attended]
+
+
+def _fullest(model: Any, inputs: dict[str, Any]) -> float:
+  """Tokens of the fullest expert of all layers, times the mean."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  loads: list[Any] = []
+
+  def look(module: Any, given: tuple[Any, ...]) -> None:
+    loads.append(torch.bincount(given[1].flatten(), minlength=module.num_experts))  # of (hidden states, chosen, weights)
+
+  hooks = [m.register_forward_pre_hook(look) for m in model.modules() if hasattr(m, "gate_up_proj")]
+  with torch.no_grad():
+    model(**inputs)
+  for hook in hooks:
+    hook.remove()
+  return max((load.max() * len(load) / load.sum()).item() for load in loads)
+
+
+def _step(
+  call: Any, inputs: dict[str, Any], trained: list[Any], optimizer: Any, device: str, autocast: bool = True, clip: float = 1.0
+) -> Callable[[], Any]:
   """A step: forward, backward, clipping, update; what it returns is the loss, on the device."""
   import torch  # pyright: ignore[reportMissingImports]
 
   def step() -> Any:
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
       loss = call(**inputs).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    if clip:
+      torch.nn.utils.clip_grad_norm_(trained, clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
