@@ -1,21 +1,25 @@
 """Does the run fit? Its memory is estimated before any of it is allocated, and compared with what a device has."""
 
+import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
+from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
@@ -129,10 +133,11 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
     return tuple(by_host)
 
   params = abstract(objective.params())
+  with _as_on_one_gpu() if _platform(program) == "gpu" else contextlib.nullcontext():
+    kept, on_host = jax.eval_shape(residuals, params, batch)
   # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
-  kept, on_host = jax.eval_shape(residuals, params, batch)
   kept = [x for x in kept if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
@@ -156,6 +161,15 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
     return (_bytes(stream) + split) // model.ways("sequence")
 
   return own(kept), own(on_host)
+
+
+def _as_on_one_gpu() -> AbstractContextManager[Any]:
+  """Layers are traced in the form that they have on a GPU, which keeps other arrays than that of other devices. A single one:
+  what is traced are a device's own rows."""
+  ones = {axis: 1 for axis in MESH_AXES}
+  gpu = AbstractDevice(device_kind="any", num_cores=None, platform="gpu")
+  kinds = (AxisType.Auto,) * len(ones)
+  return jax.sharding.use_abstract_mesh(AbstractMesh((*ones.values(),), (*ones,), axis_types=kinds, abstract_device=gpu))
 
 
 def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
