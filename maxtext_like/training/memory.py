@@ -21,7 +21,7 @@ from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
 from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training import in_backward_memory
+from maxtext_like.training import gpu_memory
 from maxtext_like.training.array_bytes import Numbers, as_dtype, bytes_as, bytes_of
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
@@ -35,6 +35,7 @@ GB = 1e9
 
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable of how much of the host's memory JAX lets the GPUs of a process have together, GiB; 64 unless set."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
@@ -101,8 +102,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
   piece keeps, are counted as such.
-  Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them,
-  or all before (``weight.unstacked``), where gradients that stay in ``dtype`` make up for it.
+  Without ``casts`` the weights of layers in ``dtype`` are not counted: on several GPUs XLA makes those of unrolled layers where
+  it needs them. On one they are made while the weights are unstacked (``weight.unstacked``), and there until the backward pass.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))
@@ -154,7 +155,7 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 def _as_on_one_gpu() -> AbstractContextManager[Any]:
   """Layers are traced in the form that they have on a GPU, which keeps other arrays than that of other devices. A single one:
   what is traced are a device's own rows."""
-  ones = {axis: 1 for axis in MESH_AXES}
+  ones = dict.fromkeys(MESH_AXES, 1)
   gpu = AbstractDevice(device_kind="any", num_cores=None, platform="gpu")
   kinds = (AxisType.Auto,) * len(ones)
   return jax.sharding.use_abstract_mesh(AbstractMesh((*ones.values(),), (*ones,), axis_types=kinds, abstract_device=gpu))
@@ -238,7 +239,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   again += _in_tiles(program)
   kept, activations = activations, activations + again
   if platform == "gpu" and t.optimizer_in_backward:
-    gradients, copies, activations, logits = in_backward_memory.in_use(program, gradient, kept, again, logits)
+    gradients, copies, activations, logits = gpu_memory.in_backward(program, gradient, kept, again, logits)
   elif platform == "gpu":
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
@@ -284,13 +285,16 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
   loops = [stack for stack in program.model.decoder.stacks if t.scan_layers and stack.repeats > 1]
   if any(len(stack.layers) > 1 for stack in loops):
     return activations, logits, head
-  if not loops and t.remat_policy == "none":
-    activations, _ = _saved_bytes(_scanned(program), program, casts=False)
   # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
   # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
-  dtype = jnp.dtype(program.config.precision.dtype)
-  copies = head + (bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
-  more = head + activations + logits + copies - bytes_of(gradient)
+  if not loops and t.remat_policy == "none":
+    activations, _ = _saved_bytes(_scanned(program), program, casts=program.model.mesh.size == 1)
+    loss = gpu_memory.in_loss(program, gradient, activations, logits)
+    more, logits = sum(loss) - bytes_of(gradient), loss.logits
+  else:
+    dtype = jnp.dtype(program.config.precision.dtype)
+    copies = head + (bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
+    more = head + activations + logits + copies - bytes_of(gradient)
   if loops:
     more -= activations
   else:
