@@ -1,22 +1,28 @@
 """Does the run fit? Its memory is estimated before any of it is allocated, and compared with what a device has."""
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
+from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import gpu_memory
+from maxtext_like.training.array_bytes import Numbers, as_dtype, bytes_as, bytes_of
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
@@ -30,9 +36,6 @@ GB = 1e9
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable of how much of the host's memory JAX lets the GPUs of a process have together, GiB; 64 unless set."""
 
-Numbers = Callable[[tuple[int, ...]], int]
-"""How many numbers an array of a shape takes the place of."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
@@ -44,7 +47,7 @@ class MemoryEstimate:
     gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
     copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/compile.md): the
       gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
-      optimizer's rule looks at them whole.
+      optimizer's rule looks at them whole; with ``optimizer_in_backward`` updated layers before they lie in their stacks.
     activations: what the forward pass keeps for the backward pass, and what it works in.
     logits: of a piece, and their gradient.
       Of these three a GPU's estimate has what is in use together (docs/compile.md).
@@ -92,16 +95,6 @@ class Limit:
   source: str
 
 
-def _bytes(tree: Any, numbers: Numbers = math.prod) -> int:
-  """Of one device's part of a tree of shapes."""
-  total = 0
-  for x in jax.tree.leaves(tree):
-    sharding = getattr(x, "sharding", None)
-    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
-    total += numbers(shape) * x.dtype.itemsize
-  return total
-
-
 def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
   """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on
   the device, and in its host's memory.
@@ -109,8 +102,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
   Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
   residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
   piece keeps, are counted as such.
-  Without ``casts`` the weights of layers in ``dtype`` are not counted: XLA makes those of unrolled layers where it needs them,
-  or all before (``weight.unstacked``), where gradients that stay in ``dtype`` make up for it.
+  Without ``casts`` the weights of layers in ``dtype`` are not counted: on several GPUs XLA makes those of unrolled layers where
+  it needs them. On one they are made while the weights are unstacked (``weight.unstacked``), and there until the backward pass.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))
@@ -129,10 +122,11 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
     return tuple(by_host)
 
   params = abstract(objective.params())
+  with _as_on_one_gpu() if _platform(program) == "gpu" else contextlib.nullcontext():
+    kept, on_host = jax.eval_shape(residuals, params, batch)
   # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
-  kept, on_host = jax.eval_shape(residuals, params, batch)
   kept = [x for x in kept if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
@@ -152,10 +146,19 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 
   def own(arrays):
     stream = [x for x in arrays if x.ndim > 1 and whole(x)]
-    split = (_bytes(arrays) - _bytes(stream)) // model.ways("heads")
-    return (_bytes(stream) + split) // model.ways("sequence")
+    split = (bytes_of(arrays) - bytes_of(stream)) // model.ways("heads")
+    return (bytes_of(stream) + split) // model.ways("sequence")
 
   return own(kept), own(on_host)
+
+
+def _as_on_one_gpu() -> AbstractContextManager[Any]:
+  """Layers are traced in the form that they have on a GPU, which keeps other arrays than that of other devices. A single one:
+  what is traced are a device's own rows."""
+  ones = dict.fromkeys(MESH_AXES, 1)
+  gpu = AbstractDevice(device_kind="any", num_cores=None, platform="gpu")
+  kinds = (AxisType.Auto,) * len(ones)
+  return jax.sharding.use_abstract_mesh(AbstractMesh((*ones.values(),), (*ones,), axis_types=kinds, abstract_device=gpu))
 
 
 def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
@@ -210,11 +213,11 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   t = program.config.training
   state = program.abstract_state
   trained, _ = program.selection.split(state["params"])
-  gradient = jax.tree.map(lambda x: _as_dtype(x, x.dtype), trained)
-  gradients = _together(gradient, numbers) if t.optimizer_in_backward else _bytes(gradient, numbers)
+  gradient = jax.tree.map(lambda x: as_dtype(x, x.dtype), trained)
+  gradients = _together(gradient, numbers) if t.optimizer_in_backward else bytes_of(gradient, numbers)
   platform = _platform(program)
   if t.gradient_accumulation_steps > 1:
-    gradients += _bytes(jax.tree.map(lambda x: _as_dtype(x, jnp.float32), trained), numbers)
+    gradients += bytes_of(as_dtype(trained, jnp.float32), numbers)
   objective, model = program.objective, program.model
   activations, everything, host = saved or activation_bytes(program)
   again = 0
@@ -231,17 +234,20 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   if program.adapter is not None and platform == "gpu":
     copies = _sliced(program, state["params"]) if model.base is None else 0
     whole = program.adapter.replaced(gradient)
-    with_logits = _bytes({key: whole[key] for key in ("embedding", "head") if key in whole})
-    logits = max(0, logits - (_bytes(gradient) - with_logits) - again - dequantised - copies)
-  activations += again + _in_tiles(program)
-  if platform == "gpu" and not t.optimizer_in_backward:
+    with_logits = bytes_of({key: whole[key] for key in ("embedding", "head") if key in whole})
+    logits = max(0, logits - (bytes_of(gradient) - with_logits) - again - dequantised - copies)
+  again += _in_tiles(program)
+  kept, activations = activations, activations + again
+  if platform == "gpu" and t.optimizer_in_backward:
+    gradients, copies, activations, logits = gpu_memory.in_backward(program, gradient, kept, again, logits)
+  elif platform == "gpu":
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
     if program.step.optimizer.rule.whole:
-      copies = max(copies, _bytes_as(jnp.float32, gradient) - activations - logits)
+      copies = max(copies, bytes_as(jnp.float32, gradient) - activations - logits)
   return MemoryEstimate(
-    parameters=_bytes(state["params"], numbers),
-    optimizer=_bytes({k: v for k, v in state.items() if k != "params"}, numbers),
+    parameters=bytes_of(state["params"], numbers),
+    optimizer=bytes_of({k: v for k, v in state.items() if k != "params"}, numbers),
     gradients=gradients,
     copies=copies,
     activations=activations,
@@ -267,7 +273,7 @@ def _sliced(program: TrainProgram, params: Any) -> int:
     return 0
   dtype = jnp.dtype(program.config.precision.dtype)
   loops = [stack for stack in program.model.decoder.stacks if stack.repeats > 1]
-  row = lambda stack: _bytes_as(dtype, params[stack.name]) // stack.repeats
+  row = lambda stack: bytes_as(dtype, params[stack.name]) // stack.repeats
   return max((row(stack) * (len(stack.layers) - 1) // len(stack.layers) for stack in loops), default=0)
 
 
@@ -275,17 +281,20 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
   """Activations, logits and copies beside all gradients, on a GPU: what stands there when most is in use."""
   t = program.config.training
   made = program.objective.made_in_forward(gradient)
-  head = _bytes_as(jnp.float32, made)
+  head = bytes_as(jnp.float32, made)
   loops = [stack for stack in program.model.decoder.stacks if t.scan_layers and stack.repeats > 1]
   if any(len(stack.layers) > 1 for stack in loops):
     return activations, logits, head
-  if not loops and t.remat_policy == "none":
-    activations, _ = _saved_bytes(_scanned(program), program, casts=False)
   # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
   # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
-  dtype = jnp.dtype(program.config.precision.dtype)
-  copies = head + (_bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
-  more = head + activations + logits + copies - _bytes(gradient)
+  if not loops and t.remat_policy == "none":
+    activations, _ = _saved_bytes(_scanned(program), program, casts=program.model.mesh.size == 1)
+    loss = gpu_memory.in_loss(program, gradient, activations, logits)
+    more, logits = sum(loss) - bytes_of(gradient), loss.logits
+  else:
+    dtype = jnp.dtype(program.config.precision.dtype)
+    copies = head + (bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
+    more = head + activations + logits + copies - bytes_of(gradient)
   if loops:
     more -= activations
   else:
@@ -308,19 +317,10 @@ def _together(gradient: Any, numbers: Numbers) -> int:
   """Bytes of the gradients that exist at a time where each layer is updated as its own appear: a layer's, and those of what
   lies in no stack. These are float32 for a while: a head's are added up so, and updated numbers are before they are rounded."""
   parts = {part: take(gradient, part) for part in parts_of(gradient)}
-  outside = jax.tree.map(lambda x: _as_dtype(x, jnp.float32), parts.pop(()))
+  outside = as_dtype(parts.pop(()), jnp.float32)
   rows = {part: max((x.shape[0] for x in jax.tree.leaves(tree)), default=1) for part, tree in parts.items()}
-  layer = max((_bytes(tree, numbers) // rows[part] for part, tree in parts.items()), default=0)
-  return _bytes(outside, numbers) + layer
-
-
-def _bytes_as(dtype: Any, tree: Any) -> int:
-  """Of one device's part of a tree of shapes, in another dtype."""
-  return _bytes(jax.tree.map(lambda x: _as_dtype(x, dtype), tree))
-
-
-def _as_dtype(x: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+  layer = max((bytes_of(tree, numbers) // rows[part] for part, tree in parts.items()), default=0)
+  return bytes_of(outside, numbers) + layer
 
 
 def device_limit(device: Any, devices_here: int) -> Limit | None:

@@ -1,0 +1,30 @@
+"""Bytes of one device's part of trees of shapes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Numbers = Callable[[tuple[int, ...]], int]
+"""How many numbers an array of a shape takes the place of."""
+
+
+def bytes_of(tree: Any, numbers: Numbers = math.prod) -> int:
+  """Of one device's part of a tree of shapes."""
+  total = 0
+  for x in jax.tree.leaves(tree):
+    sharding = getattr(x, "sharding", None)
+    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+    total += numbers(shape) * x.dtype.itemsize
+  return total
+
+
+def bytes_as(dtype: Any, tree: Any, numbers: Numbers = math.prod) -> int:
+  """Of one device's part of a tree of shapes, in another dtype."""
+  return bytes_of(as_dtype(tree, dtype), numbers)
+
+
+def as_dtype(tree: Any, dtype: Any) -> Any:
+  """The same shapes in another dtype."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)

@@ -1,0 +1,80 @@
+"""What one GPU holds when most is in use, instant by instant, as XLA's buffer assignments show it.
+
+Beside ``memory.estimate``; docs/compile.md has the sums beside what XLA laid out and what runs had.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.training.array_bytes import bytes_as, bytes_of
+from maxtext_like.training.optimizers.by_layer import parts_of, take
+from maxtext_like.training.program import TrainProgram
+
+
+class InUse(NamedTuple):
+  """Bytes by what they are, as of ``memory.MemoryEstimate``."""
+
+  gradients: int
+  copies: int
+  activations: int
+  logits: int
+
+
+def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUse:
+  """Bytes beside the state in the loss: what the forward pass keeps, the logits in float32 and their gradient as it multiplies.
+
+  Of a loss in chunks the float32 sum of the head's gradients too, the head as it multiplies, where it is stored otherwise, and
+  the gradient of the head that a chunk makes, in the place of its logits, which have gone by then.
+
+  Args:
+    program: of the run.
+    trained: its trained parameters.
+    kept: what the forward pass keeps for the backward pass, on the device.
+    logits: float32 ones, of a chunk, and as much for their gradient.
+  """
+  dtype = jnp.dtype(program.config.precision.dtype)
+  values = logits // 2
+  gradient = values * dtype.itemsize // 4
+  head = program.objective.made_in_forward(trained)
+  if head is None:
+    return InUse(0, 0, kept, values + gradient)
+  made = bytes_as(dtype, head)
+  return InUse(bytes_as(jnp.float32, head), max(0, made - values) + _unless_in(dtype, made, head), kept, values + gradient)
+
+
+def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logits: int) -> InUse:
+  """Bytes beside the state at the fullest of three instants, where each layer is updated as its gradient appears.
+
+  In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's activations,
+  and the weights of a row of layers once more, as XLA writes the updated numbers into the stacks when the row is through, and
+  of the layer that is at work has taken out the weights or made the gradients. Behind the layers: the head's gradient, that of
+  the rows of a table that were read, in float32, and the sum of both.
+
+  Args:
+    program, trained, kept, logits: as of ``in_loss``.
+    again: a layer's own activations, computed again.
+  """
+  head, outside = program.objective.made_in_forward(trained), take(trained, ())
+  made = bytes_of(outside if head is None else head)
+  row = max(_by_layer(trained).values(), key=sum, default=[0])
+  layer = InUse(made + max(row), sum(row) - max(row), kept + again, 0)
+  read = {name: x for name, x in outside.items() if name != "head"}
+  tower = kept if program.model.decoder.cfg.vision is not None else 0
+  end = InUse(made + bytes_as(jnp.float32, read), _unless_in(jnp.dtype(jnp.float32), bytes_of(read), read), tower, 0)
+  return max(in_loss(program, trained, kept, logits), layer, end, key=sum)
+
+
+def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
+  """The size, or 0 where all of the tree is stored in the dtype, and nothing is made of it."""
+  return 0 if all(x.dtype == dtype for x in jax.tree.leaves(tree)) else size
+
+
+def _by_layer(trained: Any) -> dict[str, list[int]]:
+  """Bytes of each layer of a row of each stack."""
+  found: dict[str, list[int]] = {}
+  for part in parts_of(trained):
+    if part and (leaves := jax.tree.leaves(take(trained, part))):
+      found.setdefault(part[0], []).append(bytes_of(leaves) // leaves[0].shape[0])
+  return found

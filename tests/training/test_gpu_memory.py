@@ -1,0 +1,79 @@
+"""What a GPU holds at the instants of a step that updates layers in the backward pass, of tiny models of unequal sizes."""
+
+import functools
+import math
+
+import jax
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import gpu_memory, memory
+from maxtext_like.training.program import TrainProgram, make_program
+
+KEPT, AGAIN = 1009, 2003
+ROWS, LENGTH, CHUNKS = 3, 28, 4
+WORDS = ("optimizer_in_backward=true", "remat_policy=full", "opt_type=adafactor", "dtype=bfloat16", "grad_dtype=bfloat16")
+SIZES = (f"per_device_batch_size={ROWS}", f"max_target_length={LENGTH}", f"num_vocab_tiling={CHUNKS}")
+
+
+@functools.cache
+def program(model: str, *words: str) -> TrainProgram:
+  config = load_config(model, [*WORDS, *SIZES, "weight_dtype=bfloat16", *words]).config
+  return make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
+
+
+def in_use(p: TrainProgram, kept: int = KEPT, again: int = AGAIN) -> gpu_memory.InUse:
+  return gpu_memory.in_backward(p, trained(p), kept, again, p.objective.logit_bytes(ROWS, LENGTH))
+
+
+def trained(p: TrainProgram) -> dict:
+  return p.selection.split(p.abstract_state["params"])[0]
+
+
+def table(p: TrainProgram) -> int:
+  return math.prod(p.spec["embedding"]["table"].shape)
+
+
+@pytest.mark.parametrize(("weights", "stored_otherwise"), [("bfloat16", 0), ("float32", 2), ("float16", 2)])
+def test_a_loss_in_chunks_has_logits_or_what_they_make_of_the_head(weights, stored_otherwise):
+  """The sum of the head's gradients in float32, a chunk's in bfloat16; the head in bfloat16, unless it is stored so."""
+  p = program("gemma3-tiny", f"weight_dtype={weights}", "vocab_size=40009")
+  numbers = ROWS * LENGTH // CHUNKS * 40009
+  assert table(p) > 4 * numbers  # a chunk's gradient of the head is more than its logits
+  expected = KEPT + 4 * table(p) + 2 * table(p) + stored_otherwise * table(p) + 2 * numbers
+  found = gpu_memory.in_loss(p, trained(p), KEPT, p.objective.logit_bytes(ROWS, LENGTH))
+  assert sum(found) == expected
+  assert found.logits == (4 + 2) * numbers
+  assert in_use(p, 10**9, 0) == found._replace(activations=10**9)
+
+
+def test_a_row_of_layers_is_there_once_more_while_its_first_layer_is_at_work():
+  """Of gemma4-tiny's rows of three layers: what XLA has not written into the stacks, and what is at work."""
+  p = program("gemma4-tiny", "vocab_size=64")
+  layers = [trained(p)["stack_0"][f"layer_{j}"] for j in range(3)]
+  assert {x.shape[0] for layer in layers for x in jax.tree.leaves(layer)} == {2}
+  numbers = [sum(math.prod(x.shape) for x in jax.tree.leaves(layer)) // 2 for layer in layers]
+  assert len(set(numbers)) > 1  # a global layer is none of the local ones
+  found = in_use(p)
+  assert found == (2 * table(p) + 2 * max(numbers), 2 * (sum(numbers) - max(numbers)), KEPT + AGAIN, 0)
+  more = in_use(p, KEPT, AGAIN + 10**6)
+  assert sum(more) - sum(found) == 10**6
+
+
+def test_behind_the_layers_a_table_that_is_read_by_rows_has_its_gradient_in_float32():
+  p = program("qwen3-tiny", "vocab_size=200003", "num_vocab_tiling=28")
+  outside = sum(math.prod(x.shape) for name in ("embedding", "final_norm") for x in jax.tree.leaves(trained(p)[name]))
+  found = in_use(p, 0, 0)
+  assert found.activations == found.logits == 0
+  assert (found.gradients, found.copies) == (2 * table(p) + 4 * outside, 2 * outside)
+
+
+def test_the_estimate_is_the_fullest_instant_on_a_gpu_alone():
+  p = program("gemma4-tiny", "vocab_size=64")
+  saved = memory.activation_bytes(p)
+  need = memory.estimate(p, saved=saved)
+  again = saved.everything // p.config.model.num_decoder_layers
+  assert need.total - need.parameters - need.optimizer == sum(in_use(p, saved.kept, again))
+  cpu = make_program(p.config, mesh=p.model.mesh, platform="cpu")
+  assert memory.estimate(cpu).copies == 0
