@@ -56,9 +56,21 @@ def forward_flops(decoder: Decoder, spec: Any, rows: int, length: int, *, float8
 
   It is a third of what training takes where the weights are trained, half where they are frozen.
   """
-  in_layers = lambda keys: keys[keys[0] == ADAPTER].startswith("stack_")
-  products = sum(size for keys, size in _factors(decoder, spec, float8_alone) if in_layers(keys))
+  products = sum(size for keys, size in _factors(decoder, spec, float8_alone) if _in_layers(keys))
   return 2.0 * rows * length * products, 0.0 if float8_alone else rows * _pairs(decoder, length) / 3
+
+
+def backward_flops(
+  decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int, *, float8_alone: bool = False
+) -> float:
+  """Of the layers' backward pass; else as ``train_flops``."""
+  trained = dict(zip(_paths(spec), jax.tree.leaves(selection.leaves), strict=True))
+  products = sum(size * (4 if trained[keys] else 2) for keys, size in _factors(decoder, spec, float8_alone) if _in_layers(keys))
+  return rows * (products * length + (0.0 if float8_alone else _pairs(decoder, length) * 2 / 3))
+
+
+def _in_layers(keys: tuple[str, ...]) -> bool:
+  return keys[keys[0] == ADAPTER].startswith("stack_")
 
 
 def _paths(spec: Any) -> list[tuple[str, ...]]:

@@ -26,7 +26,7 @@ from maxtext_like.training import memory, tpu_memory
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import Transfer
 from maxtext_like.training.fetched import fetched as fetched_weights
-from maxtext_like.training.flops import forward_flops, train_flops
+from maxtext_like.training.flops import backward_flops, forward_flops, train_flops
 from maxtext_like.training.planned_traffic import KEPT, memory_bytes
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.roofline import Roofline, roofline
@@ -119,7 +119,7 @@ def plan(config: Config, target: Target) -> Plan:
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
-  flops = model_flops + _recomputed(program) / devices
+  flops = model_flops + _taken_again(program) / devices
   moved = memory_bytes(program, fetched, everything)
   chip = _chip(target)
   travels = transfers(program, fetched, saved.host)
@@ -174,8 +174,17 @@ def _casts(program: TrainProgram) -> int:
   return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 
+def _taken_again(program: TrainProgram) -> float:
+  """FLOPs over all devices that are taken more than once: of the layers' forward pass by remat, in each backward pass, and of
+  the backward pass where one measures the gradients before another updates by them."""
+  decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
+  backward = program.step.backward_passes
+  again = backward_flops(decoder, program.spec, program.selection, rows, t.max_target_length) if backward > 1 else 0.0
+  return (backward - 1) * again + backward * _recomputed(program)
+
+
 def _recomputed(program: TrainProgram) -> float:
-  """FLOPs over all devices that remat takes twice: of the forward pass of the layers."""
+  """FLOPs over all devices of the layers' forward pass that remat takes again in a backward pass."""
   decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
   policy, length = t.remat_policy, t.max_target_length
   if policy == "none":
@@ -187,15 +196,17 @@ def _recomputed(program: TrainProgram) -> float:
 
 
 def _in_float8(program: TrainProgram) -> float:
-  """FLOPs over all devices of float8 products, what remat takes twice too."""
+  """FLOPs over all devices of float8 products, what is taken more than once too."""
   t, decoder, rows = program.config.training, program.model.decoder, program.global_batch
-  length, policy = t.max_target_length, t.remat_policy
+  length, policy, backward = t.max_target_length, t.remat_policy, program.step.backward_passes
   low = train_flops(decoder, program.spec, program.selection, rows, length, float8_alone=True)
+  if backward > 1:
+    low += backward_flops(decoder, program.spec, program.selection, rows, length, float8_alone=True)
   if policy in ("none", "minimal"):
     return low
   again, _ = forward_flops(decoder, program.spec, rows, length, float8_alone=True)
   kept = 2.0 * rows * length * _numbers(decoder, KEPT[policy]) if policy in KEPT else 0.0
-  return low + max(0.0, again - kept)
+  return low + backward * max(0.0, again - kept)
 
 
 def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:

@@ -88,6 +88,11 @@ class TrainStep:
   watch: Callable[[str, Any], Any] | None = None
 
   @property
+  def backward_passes(self) -> int:
+    """Of a step, or of each part of the batch."""
+    return 1
+
+  @property
   def all_or_nothing(self) -> bool:
     """An update that is not taken over leaves the state as it was."""
     return True

@@ -167,6 +167,11 @@ class StepInBackward(TrainStep):
     return self.clip / sum(int(rows.sum()) for rows in self.trained.values()) ** 0.5
 
   @property
+  def backward_passes(self) -> int:
+    """Of a step: one that measures first, where that is asked for."""
+    return 2 if self.all_or_nothing else 1
+
+  @property
   def all_or_nothing(self) -> bool:
     """Two passes: gradients that are not finite are seen before anything is updated, though not a moment that overflows."""
     return self.exact or self._measures_first

@@ -49,8 +49,9 @@ def summed_bytes(program: TrainProgram) -> int:
 
 
 def passes(program: TrainProgram) -> int:
-  """How often a step sends what a layer sends in its forward pass: in the backward one, and where it is computed again, too."""
-  return 2 if program.config.training.remat_policy in ("none", "minimal") else 3
+  """How often a step sends what a layer sends in its forward pass: in each backward one, and where it is computed again."""
+  again = program.config.training.remat_policy not in ("none", "minimal")
+  return 1 + program.step.backward_passes * (1 + again)
 
 
 def _microbatches(program: TrainProgram) -> int:
@@ -64,8 +65,8 @@ def pieces(program: TrainProgram) -> int:
 
 
 def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Transfer]:
-  """Those that are split to save memory alone: to the products of both passes, and their gradients back."""
-  parts, layers = _microbatches(program), len(program.model.decoder.layers)
+  """Those that are split to save memory alone: to the products of all passes, and their gradients back."""
+  parts, layers, backward = _microbatches(program), len(program.model.decoder.layers), program.step.backward_passes
   chunks = pieces(program)
   grow = summed_bytes(program) / jnp.dtype(program.config.precision.dtype).itemsize
   for between in (False, True):
@@ -77,18 +78,19 @@ def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Trans
       sum(w.bytes * (w.ways - 1) / w.ways for w in own if w.trained and (w.part == TABLE) is of_table)
       for of_table in (False, True)
     )
-    yield Transfer("all-gather", int(2 * parts * every), 2 * parts * layers, asynchronous=True, between_slices=between)
+    both = (1 + backward) * parts
+    yield Transfer("all-gather", int(both * every), both * layers, asynchronous=True, between_slices=between)
     yield Transfer("all-gather", int(parts * chunks * head), parts * chunks, False, between)
-    times = parts * (layers + (chunks if back_head else 0))
-    yield Transfer("reduce-scatter", int(parts * (back + chunks * back_head) * grow), times, False, between)
+    times = parts * (backward * layers + (chunks if back_head else 0))
+    yield Transfer("reduce-scatter", int(parts * (backward * back + chunks * back_head) * grow), times, False, between)
 
 
 def _of_host(program: TrainProgram, host: int) -> Iterator[Transfer]:
-  """What waits in the host's memory for the backward pass, a layer's at a time."""
+  """What waits in the host's memory for each backward pass, a layer's at a time."""
   parts = _microbatches(program)
   layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
-  for kind in HOST_COPIES:
-    yield Transfer(kind, parts * host, parts * layers, asynchronous=True)
+  for kind, times in zip(HOST_COPIES, (parts, parts * program.step.backward_passes), strict=True):
+    yield Transfer(kind, times * host, times * layers, asynchronous=True)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
@@ -107,6 +109,8 @@ def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
     ways = math.prod(mesh.shape[axis] for axis in axes)
     once = set(axes) <= {*program.step.summed_once}
     times = 1 if once else _microbatches(program)
+    if model_path(path_keys(path))[0].startswith("stack_"):
+      times *= program.step.backward_passes
     if not once and model_path(path_keys(path))[0] == table:
       chunks = pieces(program) if set(axes) & {*of_rows} else 1
       times *= chunks + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has another
@@ -144,7 +148,8 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   model, config = program.model, program.config
   ways, length = model.ways("sequence"), config.training.max_target_length
   item, parts = jnp.dtype(config.precision.dtype).itemsize, _microbatches(program)
-  forward = (2 if config.training.remat_policy in ("full", "save_mlp", "save_outputs") else 1) * parts
+  backward = program.step.backward_passes
+  forward = (1 + backward * (config.training.remat_policy in ("full", "save_mlp", "save_outputs"))) * parts
   rows, size = model.rows // model.ways("batch"), length // ways
   gathered = neighbours = layers = windows = 0
   lent: dict[str, list[tuple[int, ...]]] = {}
@@ -163,8 +168,9 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   between = _leaves_a_slice(program, model.decoder.cfg.rules.mesh_axes("sequence", model.mesh))
   if ways > 1:
     yield Transfer("all-gather", gathered * item * forward, layers * forward, False, between)
-    yield Transfer("reduce-scatter", gathered * summed_bytes(program) * parts, layers * parts, False, between)
-    times = forward + parts
+    times = backward * parts
+    yield Transfer("reduce-scatter", gathered * summed_bytes(program) * times, layers * times, False, between)
+    times += forward
     yield Transfer("collective-permute", neighbours * item * times, windows * times, True, between)
 
 
@@ -173,14 +179,15 @@ def _of_sums(program: TrainProgram) -> Iterator[Transfer]:
   read, of each weight by itself."""
   model, config = program.model, program.config
   mesh, rules = model.mesh, model.decoder.cfg.rules
-  again = 1 if config.training.remat_policy in ("none", "minimal", "save_mlp", "save_outputs") else 2
+  backward = program.step.backward_passes
+  forward = 1 + backward * (config.training.remat_policy not in ("none", "minimal", "save_mlp", "save_outputs"))
   size = times = 0
   for layer in model.decoder.layers:
     for p in jax.tree.leaves(layer.params()):
       shared = [i for i, axis in enumerate(p.axes) if axis not in GATHERED and "tensor" in rules.mesh_axes(axis, mesh)]
       widths = [i for i, axis in enumerate(p.axes) if axis in GATHERED]
       if shared and widths:
-        count = 1 if widths[0] < shared[0] else again
+        count = backward if widths[0] < shared[0] else forward
         size, times = size + count * p.shape[widths[0]], times + count
   ways, parts = mesh.shape["tensor"], _microbatches(program)
   size *= int(2 * parts * _tokens(program) * summed_bytes(program) * (ways - 1) / ways)

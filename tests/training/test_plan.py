@@ -92,6 +92,21 @@ def test_remat_takes_what_it_computes_again():
   assert full.classes["activations"] < none.classes["activations"]
 
 
+def test_a_backward_pass_that_measures_first_counts_as_one_more():
+  """With what remat computes again for it."""
+  words = ("remat_policy=full", "optimizer_in_backward=true", "matmul_dtype=float8")
+  one, two, ordinary = (
+    planned("gemma4-tiny", "h200-8", *words, *more) for more in (["clip=running"], [], ["optimizer_in_backward=false"])
+  )
+  forward = one.flops - one.model_flops
+  assert two.flops - one.flops == pytest.approx(3 * forward)
+  assert ordinary.flops == one.flops
+  assert one.memory_bytes < two.memory_bytes < 2 * one.memory_bytes
+  sent = lambda p, kind: sum(t.bytes for t in p.transfers if t.kind == kind)
+  assert sent(two, "all-gather") < 1.5 * sent(one, "all-gather")  # the table goes to the loss alone
+  assert sent(one, "reduce-scatter") < sent(two, "reduce-scatter") < 2 * sent(one, "reduce-scatter")
+
+
 def test_remat_takes_no_table_twice():
   lora = ("remat_policy=full", "lora_rank=2", "lora_modules=[q_proj]")
   without, beside = (planned("gemma4-tiny", "h200-8", *lora, *words) for words in ((), ("modules_to_save=[embed_tokens]",)))
