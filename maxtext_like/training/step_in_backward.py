@@ -246,6 +246,7 @@ class _Pass:
     assert isinstance(step.optimizer, ByLayer)
     self.optimizers = step.optimizer.parts
     self.masks = step.selection.masks
+    self.spec, _ = step.selection.split(step.objective.params())
     decoder = self.decoder = step.objective.decoder
     # "full" needs no remat: a layer is differentiated where its turn is, and nothing of it was kept.
     self.keeps = decoder.cfg.remat_policy != "full"
@@ -455,6 +456,9 @@ class _Pass:
     if self.scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / self.scale, grads)
     grads = _masked(jax.tree.map(lambda g: g.astype(step.grad_dtype), grads), masks, row)
+    if state is None:  # nothing but its squares says what a device needs of a sum: its own part, not all
+      share = self.decoder.cfg.rules.constrain
+      grads = jax.tree.map(lambda g, p: share(g, *p.axes[row is not None :]), grads, take(self.spec, part))
     gradients = squares_of_arrays(grads, rows=False)
     if state is None:
       return params, None, alive, so_far, _Seen(gradients)

@@ -14,11 +14,12 @@ HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
 
 @pytest.mark.slow
 @pytest.mark.tpu
-def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scattered():
+@pytest.mark.parametrize(("words", "passes"), [([], 1), (["optimizer_in_backward=true"], 2)])
+def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scattered(words, passes):
   from maxtext_like.training.ahead_of_time import compile_step, xla_flags
 
   mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
-  words = [mesh, f"num_decoder_layers={LAYERS}", "dtype=bfloat16", f"emb_dim={D}", f"mlp_dim={F}", "remat_policy=full"]
+  words = [mesh, f"num_decoder_layers={LAYERS}", "dtype=bfloat16", f"emb_dim={D}", f"mlp_dim={F}", "remat_policy=full", *words]
   step = compile_step(load_config("qwen3-tiny", words).config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
   gathered = re.findall(r"= \(?\w+\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", step.hlo)
   assert gathered
@@ -26,10 +27,11 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
   assert step.work is not None
   moved = {t.kind: t.bytes for t in step.work.transfers}
   # Every matrix's gradient, attention's too, leaves its chip as float32 parts, seven of eight of which go to others; the
-  # table's twice, from the lookup and from the logits. Whole sums are those of norms and numbers alone.
+  # table's from the logits and, in each pass, from the lookup. Whole sums are those of norms and numbers alone, also in
+  # a pass that measures what the next one has again.
   layer = 3 * D * F + 2 * D * HEADS + 2 * D * KV_HEADS
-  assert moved["reduce-scatter"] == (LAYERS * layer + 2 * VOCABULARY * D) * 4 * 7 / 8
-  assert moved["all-reduce"] < D * KV_HEADS * 4
+  assert moved["reduce-scatter"] == (passes * LAYERS * layer + (1 + passes) * VOCABULARY * D) * 4 * 7 / 8
+  assert moved["all-reduce"] < passes * D * KV_HEADS * 4
 
 
 @pytest.mark.slow
