@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ def batches(rows: int, length: int = 16, count: int = STEPS) -> list[dict[str, n
 
 def losses(config: Config, devices: int | None = None, rows: int | None = None) -> list[float]:
   """Losses and gradient norms of a few steps on the first so many devices."""
+  return losses_and_state(config, devices, rows)[0]
+
+
+def losses_and_state(config: Config, devices: int | None = None, rows: int | None = None) -> tuple[list[float], Any]:
+  """And the state that the steps began with, as descriptions of where it lay."""
   import jax
 
   from maxtext_like.sharding.mesh import make_mesh
@@ -44,30 +50,27 @@ def losses(config: Config, devices: int | None = None, rows: int | None = None) 
 
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   state = program.lower_init().compile()(np.uint32(1))
+  begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
   step = program.lower_step(careful=True).compile()
   out, known = [], UNKNOWN
   for batch in batches(program.global_batch if rows is None else rows):
     state, metrics = step(state, program.place(batch), known)
     known = metrics["known"]
     out += [float(metrics["loss"]), float(metrics["grad_norm"])]
-  return out
+  return out, begun
 
 
-def whole_arrays(config: Config) -> list[str]:
-  """Large arrays of the state that one device holds whole, on the mesh of all devices, after the initialisation."""
+def whole_arrays(state: Any) -> list[str]:
+  """Large arrays of a state that one device holds whole."""
   import jax
 
-  from maxtext_like.training.program import make_program
-
-  program = make_program(config)
-  state = program.lower_init().compile()(np.uint32(1))
   leaves = jax.tree_util.tree_leaves_with_path(state)
-  return [jax.tree_util.keystr(path) for path, x in leaves if x.size > 4096 and x.addressable_shards[0].data.shape == x.shape]
+  whole = lambda x: x.size > 4096 and x.sharding.shard_shape(x.shape) == x.shape
+  return [jax.tree_util.keystr(path) for path, x in leaves if whole(x)]
 
 
 if __name__ == "__main__":
   model, *words = sys.argv[1:]
   one = losses(small_config(model, *words), devices=1)
-  eight_config = small_config(model, *words, "per_device_batch_size=1", "ici_data_parallelism=2")
-  eight = losses(eight_config)
-  print(json.dumps({"one": one, "eight": eight, "whole": whole_arrays(eight_config)}))
+  eight, state = losses_and_state(small_config(model, *words, "per_device_batch_size=1", "ici_data_parallelism=2"))
+  print(json.dumps({"one": one, "eight": eight, "whole": whole_arrays(state)}))

@@ -15,7 +15,7 @@ from maxtext_like.training.optimizers.optimizer import decays
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.step import UNKNOWN
 from tests.training.meshes import batch_of
-from tests.training.test_parallelism import MODELS, run
+from tests.training.test_parallelism import FEWER, MODELS, run
 
 SMALL = (
   "dtype=float32", "weight_dtype=float32", "max_target_length=16", "vocab_size=304", "remat_policy=full",
@@ -24,12 +24,17 @@ SMALL = (
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 THREE = ("qwen3-tiny", "num_decoder_layers=3")
 UNCLIPPED = "gradient_clipping_threshold=0"
+LAYERED = "optimizer_in_backward=true"
+
+
+def compiled(model: str, *words: str) -> tuple[TrainProgram, Any, Any, Any]:
+  """(program, its step, a first state, a batch), made once for the same keys in whatever order; a later word wins."""
+  return _compiled(model, tuple(sorted(dict(word.split("=", 1) for word in (*SMALL, *words)).items())))
 
 
 @functools.cache
-def compiled(model: str, *words: str) -> tuple[TrainProgram, Any, Any, Any]:
-  """(program, its step, a first state, a batch)."""
-  program = make_program(load_config(model, [*SMALL, *words]).config)
+def _compiled(model: str, keys: tuple[tuple[str, str], ...]) -> tuple[TrainProgram, Any, Any, Any]:
+  program = make_program(load_config(model, ["=".join(key) for key in keys]).config)
   with use_mesh(program.model.mesh):
     places = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     state = jax.device_get(jax.jit(program.initial_state, out_shardings=places)(np.uint32(1)))
@@ -51,19 +56,19 @@ def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tupl
 
 def assert_bits(a: Any, b: Any) -> None:
   assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(np.testing.assert_array_equal, a, b)
+  for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
 
 
-def test_steps_are_those_of_the_ordinary_step():
-  """A layer's to the bit. The table's gradient is a sum of two, which XLA may compile with what makes them."""
-  words = (*THREE, UNCLIPPED)
-  (whole, _), (layered, _) = (descend(*words, *w, steps=1) for w in ((), ("optimizer_in_backward=true",)))
-  for a, b in ((layered["params"], whole["params"]), (layered["opt_state"][0].mu, whole["opt_state"][0].mu)):
-    assert_bits(a["stack_0"], b["stack_0"])
-  whole, ordinary = descend(*words, steps=3)
-  layered, metrics = descend(*words, "optimizer_in_backward=true", steps=3)
-  assert jax.tree.structure(layered) == jax.tree.structure(whole)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered, whole)
+def assert_the_same_steps(model: str, *words: str) -> None:
+  """Every bit of what the first leaves. The second finds moments, and what multiplies and adds them is rounded once or twice as
+  XLA fuses it: a sign or a code of 8 bits may turn in it, of few numbers. And what is told of both."""
+  (whole, _), (layered, _) = (descend(model, *words, *w, steps=1) for w in ((), (LAYERED,)))
+  assert_bits(layered, whole)
+  (whole, ordinary), (layered, metrics) = descend(model, *words), descend(model, *words, LAYERED)
+  pairs = zip(jax.tree.leaves(layered["params"]), jax.tree.leaves(whole["params"]), strict=True)
+  far = [np.ravel(~np.isclose(a, b, rtol=1e-5, atol=1e-6)) for a, b in pairs]
+  assert np.concatenate(far).mean() < 1e-3
   for a, b in zip(metrics, ordinary, strict=True):
     assert a.keys() == b.keys()
     assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
@@ -76,9 +81,14 @@ def test_steps_are_those_of_the_ordinary_step():
     assert np.all(np.isfinite(a["known"]))
 
 
+def test_steps_are_those_of_the_ordinary_step():
+  """AdamW of float32, and a tied table."""
+  assert_the_same_steps(*THREE, UNCLIPPED)
+
+
 def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
-  words = (*THREE, UNCLIPPED, "optimizer_in_backward=true")
+  words = (*THREE, UNCLIPPED, LAYERED)
   program, _, before, _ = compiled(*words)
 
   def broken(state):
@@ -103,24 +113,36 @@ def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   assert names == ["mu.layers.1.mlp.down"]
 
 
+EIGHT_BITS = ("mu_dtype=dynamic8", "nu_dtype=dynamic8")
+LION, SGD = "opt_type=lion", "opt_type=sgd"
+FAMILIES = {
+  "gemma3-tiny": (*MODELS["gemma3-tiny"], "use_multimodal=true", LION),
+  "gemma4-tiny": (*MODELS["gemma4-tiny"], "global_num_kv_heads=2", "mu_dtype=bfloat16"),
+  "gemma4-moe-tiny": (*FEWER["gemma4-moe-tiny"], "global_num_kv_heads=2", SGD),
+  "gemma4-e2b-tiny": (*FEWER["gemma4-e2b-tiny"], "num_kv_heads=2", SGD),
+  "deepseek3-tiny": (*MODELS["deepseek3-tiny"], "mu_dtype=bfloat16", "nu_dtype=bfloat16"),
+  "deepseek3.2-tiny": (*MODELS["deepseek3.2-tiny"], LION, "mu_dtype=bfloat16"),
+  "qwen3-moe-tiny": (*MODELS["qwen3-moe-tiny"], *EIGHT_BITS),
+}
+"""A rule and its moments for each (AdamW in float32 where none is named), with tables that are tied, one beside a vision tower,
+keys that are values too, and keys that later layers borrow. Where there is one head of keys, as in Gemma 4's own, XLA compiles
+its products in one way in the whole program and in another in a layer by itself, from the forward pass on, and all numbers
+differ by the rounding of sums; with two heads they have the bits."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", sorted({*MODELS} - {"qwen3-tiny"}))
-def test_every_family_descends_as_by_the_ordinary_step(model):
-  """To the rounding of sums: XLA compiles a layer by itself as it likes. The bits are those of three layers above."""
-  words = (model, *MODELS[model], UNCLIPPED, "opt_type=sgd")
-  whole, ordinary = descend(*words)
-  layered, metrics = descend(*words, "optimizer_in_backward=true")
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered["params"], whole["params"])
-  for a, b in zip(metrics, ordinary, strict=True):
-    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
-    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
-    np.testing.assert_allclose(a["param_norm"], b["param_norm"], rtol=1e-6)
-    assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_family_and_rule_descends_by_the_bits_of_the_ordinary_step(model):
+  assert_the_same_steps(model, *FAMILIES[model], UNCLIPPED)
+
+
+def test_every_family_has_a_rule():
+  assert {*FAMILIES, THREE[0]} == {*MODELS}
 
 
 @pytest.mark.parametrize("policy", ["save_mlp", *map(slow, ("save_outputs", "minimal", "save_attention", "none"))])
 def test_what_a_layer_keeps_changes_no_number(policy):
-  words = (*THREE, UNCLIPPED, "optimizer_in_backward=true")
+  words = (*THREE, UNCLIPPED, LAYERED)
   (full, _), (keeping, _) = descend(*words), descend(*words, f"remat_policy={policy}")
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), keeping, full)
 
@@ -128,7 +150,7 @@ def test_what_a_layer_keeps_changes_no_number(policy):
 @pytest.mark.parametrize(("policy", "offload"), [("full", "layer_inputs"), ("save_mlp", "all"), ("minimal", "kept")])
 @pytest.mark.slow  # tests/layers/test_decoder.py has the same of the ordinary backward pass
 def test_where_things_wait_changes_no_bit(policy, offload):
-  words = (*THREE, "optimizer_in_backward=true", "clip=layer", f"remat_policy={policy}")
+  words = (*THREE, UNCLIPPED, LAYERED, f"remat_policy={policy}")
   (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
   assert_bits(there, here)
 
@@ -136,41 +158,50 @@ def test_where_things_wait_changes_no_bit(policy, offload):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma4-e2b-tiny", "gemma4-moe-tiny"])
 def test_keys_that_are_lent_and_experts_keep_too(model):
-  words = (model, *MODELS[model], UNCLIPPED, "optimizer_in_backward=true", "opt_type=sgd")
+  words = (model, *FAMILIES[model], UNCLIPPED, LAYERED)
   (full, _), (keeping, _) = descend(*words), descend(*words, "remat_policy=save_mlp")
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), keeping["params"], full["params"])
 
 
-@pytest.mark.slow
-def test_an_exact_norm_clips_as_the_ordinary_step_does():
-  words = (*THREE, "gradient_clipping_threshold=0.5")
-  (whole, ordinary), (layered, metrics) = descend(*words), descend(*words, "optimizer_in_backward=true")
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered["params"], whole["params"])
-  assert [m["clipped"] for m in metrics] == [m["clipped"] for m in ordinary] == [True, True]
+PLAIN = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", LAYERED)
 
 
-def gradients_and_steps(clip, change=None):
-  """By plain descent at rate 1: how far the parameters move without clipping, and with this one at a threshold of 1 from a
-  changed state; and that state after the step."""
-  plain = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learning_rate=1", "optimizer_in_backward=true")
-  _, _, before, _ = compiled(*plain, UNCLIPPED)
-  free, _ = descend(*plain, UNCLIPPED, steps=1)
-  held, (metrics,) = descend(*plain, "gradient_clipping_threshold=1", f"clip={clip}", steps=1, change=change)
+def gradients_and_steps(*words, change=None):
+  """By plain descent at rate 1: how far the parameters move without clipping, and clipped as words say from a changed state;
+  and that state after the step."""
+  _, _, before, _ = compiled(*PLAIN, UNCLIPPED)
+  free, _ = descend(*PLAIN, UNCLIPPED, steps=1)
+  held, (metrics,) = descend(*PLAIN, *words, steps=1, change=change)
   assert metrics["clipped"]
   apart = lambda after: jax.tree.map(lambda a, b: np.float64(b) - np.float64(a), after["params"], before["params"])
   return apart(free), apart(held), held
 
 
+def norm_of(gradients: Any) -> float:
+  return sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients)) ** 0.5
+
+
+@pytest.mark.slow
+def test_an_exact_norm_is_that_of_all():
+  free, held, _ = gradients_and_steps("gradient_clipping_threshold=0.5")
+  norm = norm_of(free)
+  assert norm > 0.5
+  jax.tree.map(lambda s, g: np.testing.assert_allclose(s, g * 0.5 / norm, atol=3e-7), held, free)
+
+
 @pytest.mark.slow
 def test_each_layer_is_clipped_by_its_own_norm():
   """Three layers and what lies in none: each has half of the threshold, so that all together have it."""
-  free, held, _ = gradients_and_steps("layer")
+  free, held, _ = gradients_and_steps("clip=layer", "gradient_clipping_threshold=1")
   for row in range(3):
     gradient, step = (jax.tree.leaves(jax.tree.map(lambda x, r=row: x[r], t["stack_0"])) for t in (free, held))
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradient))
+    norm = norm_of(gradient)
     assert norm > 0.5
     for g, s in zip(gradient, step, strict=True):
       np.testing.assert_allclose(s, g * 0.5 / norm, atol=3e-7)
+
+
+RUNNING = ("clip=running", "gradient_clipping_threshold=1")
 
 
 @pytest.mark.parametrize("shares", [None, slow((0.1, 0.25, 0.05, 0.6))])
@@ -178,7 +209,7 @@ def test_a_running_norm_is_that_of_the_layers_so_far(shares):
   """From the last layer to the first and then what lies in none: the root of the share that they had so far, a fourth each at
   first. What they have in this step is half of what is remembered next."""
   set_to = None if shares is None else lambda state: {**state, "gradient_shares": np.asarray(shares, np.float32)}
-  free, held, state = gradients_and_steps("running", set_to)
+  free, held, state = gradients_and_steps(*RUNNING, change=set_to)
   outside = lambda tree: {name: x for name, x in tree.items() if name != "stack_0"}
   row = lambda tree, r: jax.tree.map(lambda x: x[r], tree["stack_0"])
   before, squares, so_far, share = shares or (0.25,) * 4, [0.0] * 4, 0.0, 0.0
@@ -195,24 +226,29 @@ def test_a_running_norm_is_that_of_the_layers_so_far(shares):
 
 
 def test_shares_stay_as_they_are_where_a_step_is_left_out():
-  words = (*THREE, "clip=running", "optimizer_in_backward=true")
   broken = lambda state: {**state, "params": jax.tree.map(lambda x: np.full_like(x, np.nan), state["params"])}
-  after, (metrics,) = descend(*words, steps=1, change=broken)
+  after, (metrics,) = descend(*PLAIN, *RUNNING, steps=1, change=broken)
   assert metrics["skipped"]
   np.testing.assert_array_equal(after["gradient_shares"], np.full(4, 0.25, np.float32))
 
 
 @pytest.mark.slow
 def test_float16_knows_the_norm_of_all_whatever_it_clips_by():
-  words = (*THREE, "dtype=float16", "optimizer_in_backward=true", "gradient_clipping_threshold=0.5")
-  (exact, (metrics, _)), (running, _) = (descend(*words, f"clip={clip}") for clip in ("exact", "running"))
+  words = (*THREE, "dtype=float16", LAYERED, "gradient_clipping_threshold=0.5")
+  program, _, _, _ = compiled(*words)
+  _, (metrics, _) = descend(*words)
   assert metrics["clipped"]
-  assert_bits(running, exact)
+  running = make_program(load_config(THREE[0], [*SMALL, *THREE[1:], *words[2:], "clip=running"]).config)
+  texts = []
+  for p in (program, running):
+    with use_mesh(p.model.mesh):
+      texts.append(p.lower_step(careful=True).as_text())
+  assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_adafactor_factors_and_clips_each_layer_by_itself():
-  words = (*THREE, "opt_type=adafactor", UNCLIPPED, "optimizer_in_backward=true", "emb_dim=128", "mlp_dim=136")
+  words = (*THREE, "opt_type=adafactor", UNCLIPPED, LAYERED, "emb_dim=128", "mlp_dim=136")
   program, _, before, batch = compiled(*words)
   after, _ = descend(*words, steps=1)
   with use_mesh(program.model.mesh):
@@ -234,13 +270,13 @@ def test_adafactor_factors_and_clips_each_layer_by_itself():
 @pytest.mark.slow
 def test_stochastic_rounding_draws_the_bits_of_the_ordinary_step():
   words = (*THREE, UNCLIPPED, "opt_type=sgd", "sgd_momentum=0", "weight_dtype=bfloat16", "stochastic_rounding=true")
-  (whole, _), (layered, _) = descend(*words), descend(*words, "optimizer_in_backward=true")
+  (whole, _), (layered, _) = descend(*words), descend(*words, LAYERED)
   assert_bits(layered, whole)
 
 
 @pytest.mark.slow
 def test_only_the_layers_that_a_mask_names_move():
-  words = (*THREE, UNCLIPPED, "trainable_parameters_mask=['layers.[02].mlp']", "optimizer_in_backward=true")
+  words = (*THREE, UNCLIPPED, "trainable_parameters_mask=['layers.[02].mlp']", LAYERED)
   _, _, before, _ = compiled(*words)
   after, _ = descend(*words)
   moved = jax.tree.map(lambda a, b: np.any(a != b, axis=tuple(range(1, a.ndim))), after["params"], before["params"])
@@ -251,8 +287,8 @@ def test_only_the_layers_that_a_mask_names_move():
 @pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), slow("layers", "stack_0")])
 def test_a_part_may_be_frozen_whole(mask, moves):
   """All layers, or all that lies in no stack: there is not an array to update."""
-  words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", "optimizer_in_backward=true")
-  words = (*words, "mu_dtype=dynamic8", "nu_dtype=dynamic8")
+  words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", LAYERED)
+  words = (*words, *EIGHT_BITS)
   _, _, before, _ = compiled(*words)
   after, metrics = descend(*words)
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), after["params"], before["params"])
@@ -261,20 +297,30 @@ def test_a_part_may_be_frozen_whole(mask, moves):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", ["running", "layer"])
-def test_what_is_frozen_has_no_share_of_the_threshold(clip):
+@pytest.mark.parametrize(
+  ("clip", "mask", "row", "part"),
+  [("running", "layers.2", 2, ""), ("running", "layers.0.mlp", 0, "['mlp']"), ("layer", "layers.0.mlp", 0, "['mlp']")],
+)
+def test_what_is_frozen_has_no_share_of_the_threshold(clip, mask, row, part):
   """Where one layer alone is trained, its own norm is that of all, whichever it is."""
-  words = (*THREE, "opt_type=sgd", "sgd_momentum=0", "gradient_clipping_threshold=0.5", "optimizer_in_backward=true")
-  for mask in ("trainable_parameters_mask=['layers.2']", "trainable_parameters_mask=['layers.0.mlp']"):
-    (whole, (exact,)), (layered, (metrics,)) = (descend(*words, mask, *w, steps=1) for w in ((), (f"clip={clip}",)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), layered["params"], whole["params"])
-    assert metrics["clipped"]
-    assert exact["clipped"]
+  words = (f"clip={clip}", "gradient_clipping_threshold=0.5", f"trainable_parameters_mask=['{mask}']")
+  free, held, _ = gradients_and_steps(*words)
+
+  def trained(path, gradient):
+    path, own = jax.tree_util.keystr(path), np.zeros_like(gradient)
+    if "['stack_0']" in path and part in path:
+      own[row] = gradient[row]
+    return own
+
+  gradients = jax.tree_util.tree_map_with_path(trained, free)
+  norm = norm_of(gradients)
+  assert norm > 0.5
+  jax.tree.map(lambda s, g: np.testing.assert_allclose(s, g * 0.5 / norm, atol=3e-7), held, gradients)
 
 
 @pytest.mark.slow
 def test_float16_takes_all_of_an_update_or_nothing():
-  words = (*THREE, "dtype=float16", UNCLIPPED, "optimizer_in_backward=true")
+  words = (*THREE, "dtype=float16", UNCLIPPED, LAYERED)
   _, _, before, _ = compiled(*words)
   too_large = lambda state: {**state, "loss_scale": {**state["loss_scale"], "scale": np.float32(2.0**40)}}
   after, (metrics,) = descend(*words, steps=1, change=too_large)
@@ -293,7 +339,7 @@ def test_float16_takes_all_of_an_update_or_nothing():
   [("qwen3-tiny", "running", ("fsdp", "data-fsdp-tensor")), ("gemma4-moe-tiny", "exact", ("data-fsdp-tensor",))],
 )
 def test_meshes_give_the_losses_of_one_device(model, clip, meshes):
-  words = (*MODELS[model], f"clip={clip}", "gradient_clipping_threshold=0.5")
+  words = (*FEWER[model], f"clip={clip}", "gradient_clipping_threshold=0.5")
   found = run("tests.training.meshes_in_backward", model, *words, *meshes)
   one = found.pop("one")
   for name, losses in found.items():
@@ -314,4 +360,4 @@ def test_what_it_cannot_be_had_with_is_refused(words, said):
   from maxtext_like.errors import UserError
 
   with pytest.raises(UserError, match=said):
-    load_config("gemma4-tiny", ["remat_policy=full", "optimizer_in_backward=true", *words])
+    load_config("gemma4-tiny", ["remat_policy=full", LAYERED, *words])
