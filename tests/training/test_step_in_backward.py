@@ -136,6 +136,13 @@ def test_every_family_and_rule_descends_by_the_bits_of_the_ordinary_step(model):
   assert_the_same_steps(model, *FAMILIES[model], UNCLIPPED)
 
 
+@pytest.mark.slow
+def test_one_head_of_keys_descends_alike_to_the_rounding_of_sums():
+  words = ("gemma4-tiny", *MODELS["gemma4-tiny"], UNCLIPPED, SGD)
+  (whole, _), (layered, _) = descend(*words), descend(*words, LAYERED)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), layered["params"], whole["params"])
+
+
 def test_every_family_has_a_rule():
   assert {*FAMILIES, THREE[0]} == {*MODELS}
 
