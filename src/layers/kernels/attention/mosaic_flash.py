@@ -184,8 +184,8 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
-  """The largest that is not above x, float32."""
-  return jnp.exp2(jnp.floor(jnp.log2(x)))
+  """The largest that is not above x, float32, to the bit: an exp2 that is a little off would round what is multiplied by it."""
+  return jnp.ldexp(jnp.float32(1), jnp.floor(jnp.log2(x)).astype(jnp.int32))
 
 
 _attend.defvjp(_forward, _backward)
