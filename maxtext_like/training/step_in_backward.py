@@ -34,7 +34,6 @@ from maxtext_like.training.gradient_shares import GradientShares
 from maxtext_like.training.optimizers.by_layer import (
   ByLayer,
   Part,
-  join,
   join_states,
   parts_of,
   put_row,
@@ -42,6 +41,7 @@ from maxtext_like.training.optimizers.by_layer import (
   take_row,
   take_state,
 )
+from maxtext_like.training.parts_seen import Seen, by_row, together
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
@@ -98,26 +98,6 @@ class _Forward(NamedTuple):
   pull_enter: Callable[..., Any]
   ctx: Context
   per_layer: jax.Array | None
-
-
-class _Seen(NamedTuple):
-  """What is known of a part once the backward pass has been there, by leaf; without an update only of its gradients.
-
-  Attributes:
-    gradients: sums of squares in the two parts of ``Squares``.
-    clipped: bool scalar, the part's own gradients were clipped.
-    updated: bool, the updated numbers are finite.
-    parameters: sums of squares of what is stored now, as ``gradients``.
-    peaks: largest magnitudes in the updated state of the optimizer, infinite where a number is not finite.
-    survival: sums of ``update_survival.products``, where they are asked for.
-  """
-
-  gradients: tuple[Tree, Tree]
-  clipped: Any = None
-  updated: Tree = None
-  parameters: tuple[Tree, Tree] | None = None
-  peaks: Tree = None
-  survival: tuple[Tree, Tree] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,18 +172,18 @@ class StepInBackward(TrainStep):
     alive, norm, squares = jnp.isfinite(loss), None, None
     if self.all_or_nothing:
       _, _, _, seen = pass_.backward(forward, params, frozen, None, alive, None)
-      squares = Squares(*map(_by_row, seen.gradients))
+      squares = Squares(*map(by_row, seen.gradients))
       alive, norm = alive & jnp.all(squares.finite), squares.norm() if self.exact else None
       # Where the second pass writes, the first one has read.
       params, opt_state, alive = jax.lax.optimization_barrier((params, state["opt_state"], alive))
     else:
       opt_state = state["opt_state"]
     new_params, new_opt_state, applied, seen = pass_.backward(forward, params, frozen, opt_state, alive, norm)
-    squares = Squares(*map(_by_row, seen.gradients)) if squares is None else squares
+    squares = Squares(*map(by_row, seen.gradients)) if squares is None else squares
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
     stored = map(merge, seen.parameters or (), squares_of_arrays(frozen, rows=True))
-    total, sizes = squares.norm(), Squares(*map(_by_row, stored))
+    total, sizes = squares.norm(), Squares(*map(by_row, stored))
     new_state = {"step": state["step"] + 1, "params": merge(new_params, frozen), "opt_state": new_opt_state}
     if scaling:
       new_state["loss_scale"] = loss_scale.updated(scaling, applied)
@@ -213,12 +193,12 @@ class StepInBackward(TrainStep):
     finite = {
       "loss": jnp.isfinite(loss),
       "gradients": squares.finite,
-      "parameters": _by_row(seen.updated),
+      "parameters": by_row(seen.updated),
       "optimizer": jnp.isfinite(peaks),
       "state_parameters": sizes.finite,
       "state_optimizer": jnp.ones(peaks.shape, bool),  # of what is not finite nothing is written
     }
-    clipped = total.above(self.clip) if self.exact else jnp.any(_by_row(seen.clipped))
+    clipped = total.above(self.clip) if self.exact else jnp.any(by_row(seen.clipped))
     metrics = {
       "loss": loss,
       "grad_norm": total.value,
@@ -232,7 +212,7 @@ class StepInBackward(TrainStep):
       "finite": finite,
     }
     if seen.survival is not None:
-      metrics[update_survival.NAME] = dict(zip(("arrived", "intended"), map(_by_row, seen.survival), strict=True))
+      metrics[update_survival.NAME] = dict(zip(("arrived", "intended"), map(by_row, seen.survival), strict=True))
     return new_state, metrics | optional_metrics(losses, scaling)
 
 
@@ -342,7 +322,7 @@ class _Pass:
 
   def backward(
     self, forward: _Forward, params: Tree, frozen: Tree, opt_state: Tree, alive: jax.Array, norm: Norm | None
-  ) -> tuple[Tree, Tree, jax.Array, _Seen]:
+  ) -> tuple[Tree, Tree, jax.Array, Seen]:
     """From the last layer to the first, and what lies in none.
 
     Args:
@@ -359,7 +339,7 @@ class _Pass:
     cotangent, d_inputs = forward.last, []
     updated: dict[str, Tree] = {}  # by stack, and the state of its parts
     states: dict[Part, Tree] = {}
-    seen: dict[Part, list[_Seen]] = {part: [] for part in self.optimizers}
+    seen: dict[Part, list[Seen]] = {part: [] for part in self.optimizers}
     so_far = SoFar.nothing()
     made = zip(self.runs, forward.read, forward.kept, forward.residuals, forward.handed_out, strict=True)
     for run, read, kept, residuals, handed_out in reversed([*made]):
@@ -377,7 +357,7 @@ class _Pass:
         written, cotangent, alive, so_far = carry
         row, read, kept, handed_out, inputs = x
         held, states = written or (params[name], None)
-        found: dict[str, _Seen] = {}
+        found: dict[str, Seen] = {}
         d_inputs: list[Any] = [None] * len(parts)
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
@@ -424,7 +404,7 @@ class _Pass:
     if opt_state is not None:
       params = {name: (outside | updated)[name] for name in params}
       opt_state = join_states([*(states[part] for part in self.optimizers if part), state])
-    return params, opt_state, alive, _together(seen)
+    return params, opt_state, alive, together(seen)
 
   @jax.named_scope("optimizer")
   def _part(
@@ -437,7 +417,7 @@ class _Pass:
     norm: Norm | None,
     so_far: SoFar,
     row: jax.Array | None = None,
-  ) -> tuple[Tree, Tree, jax.Array, SoFar, _Seen]:
+  ) -> tuple[Tree, Tree, jax.Array, SoFar, Seen]:
     """Updates a part by its gradients, or measures them where ``state`` is None.
 
     Args:
@@ -461,15 +441,15 @@ class _Pass:
       grads = jax.tree.map(lambda g, p: share(g, *p.axes[row is not None :]), grads, take(self.spec, part))
     gradients = squares_of_arrays(grads, rows=False)
     if state is None:
-      return params, None, alive, so_far, _Seen(gradients)
-    together = Squares(*map(_by_row, gradients))
-    alive = alive & jnp.all(together.finite)
+      return params, None, alive, so_far, Seen(gradients)
+    own = Squares(*map(by_row, gradients))
+    alive = alive & jnp.all(own.finite)
     limit, clipped = step.clip, jnp.zeros((), bool)
     if step.shares and self.shares is not None:
-      so_far = so_far.with_part(together, step.shares.of_row(self.shares, part, row))
+      so_far = so_far.with_part(own, step.shares.of_row(self.shares, part, row))
       norm, limit = so_far.norm(), step.clip * jnp.sqrt(so_far.share)
     elif step.clip and not step.exact:
-      norm, limit = together.norm(), step.layer_limit
+      norm, limit = own.norm(), step.layer_limit
     if norm is not None:
       clipped, grads = norm.above(limit), clip(grads, norm, limit)
     direction, new_state = self.optimizers[part].update(grads, state, params)
@@ -482,9 +462,9 @@ class _Pass:
     finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
     updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
     peaks = peaks_of_arrays(new_state)
-    alive = alive & jnp.all(_by_row(updated)) & jnp.all(jnp.isfinite(_by_row(peaks)))
+    alive = alive & jnp.all(by_row(updated)) & jnp.all(jnp.isfinite(by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
-    found = _Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
+    found = Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
     return new, new_state, alive, so_far, found
 
 
@@ -500,26 +480,3 @@ def _is_float(x: jax.Array) -> bool:
 def _floats(aux: Any) -> tuple[Any, Any]:
   """What layers handed out, as what has a gradient and what has none, with None in the place of the other."""
   return jax.tree.map(lambda x: x if _is_float(x) else None, aux), jax.tree.map(lambda x: None if _is_float(x) else x, aux)
-
-
-def _by_row(tree: Tree) -> jax.Array:
-  """The leaves side by side: numbers of rows [R], in the order of ``row_labels``."""
-  leaves = [jnp.atleast_1d(x) for x in jax.tree.leaves(tree)]
-  return jnp.concatenate(leaves) if leaves else jnp.zeros(0)
-
-
-def _together(seen: dict[Part, list[_Seen]]) -> _Seen:
-  """Of all parts, each of which was seen in one run of rows or several."""
-  parts = {part: jax.tree.map(lambda *x: jnp.concatenate([*map(jnp.atleast_1d, x)]), *found) for part, found in seen.items()}
-  pairs = lambda of: tuple(join([of(s)[i] for s in parts.values()]) for i in (0, 1))
-  gradients = pairs(lambda s: s.gradients)
-  if parts[()].peaks is None:
-    return _Seen(gradients)
-  return _Seen(
-    gradients,
-    {part: s.clipped for part, s in parts.items()},
-    join([s.updated for s in parts.values()]),
-    pairs(lambda s: s.parameters),
-    join_states([s.peaks for s in parts.values()]),
-    None if parts[()].survival is None else pairs(lambda s: s.survival),
-  )
