@@ -122,7 +122,12 @@ def _attend(static: _Static, q, k, v, low, high) -> Any:
 def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
-  out, lse = attention_forward(*_filled_up(_WIDTHS, q, k, v), low, high, scale=static[0], interpret=static[2])
+  q_wide, k_wide, v_wide = _filled_up(_WIDTHS, q, k, v)
+  divisor = None
+  if _in_float16(q, v):
+    divisor = _power_of_two(1 / _largest(v))[None]
+    v_wide = (v_wide.astype(jnp.float32) * divisor).astype(jnp.float16)
+  out, lse = attention_forward(q_wide, k_wide, v_wide, low, high, scale=static[0], divisor=divisor, interpret=static[2])
   out, lse = checkpoint_name(out[..., : v.shape[-1]], "attention"), checkpoint_name(lse, "attention")
   return out, (q, k, v, low, high, out, lse)
 
@@ -137,7 +142,7 @@ def _backward(static: _Static, saved, g: jax.Array):
   if g.dtype == jnp.float16:
     power = _room(k, v, g, scale)
     g, delta, powers = (g.astype(jnp.float32) * power).astype(g.dtype), delta * power, jnp.full(3, power)
-  elif max(q.shape[-1], v.shape[-1]) > _OPERANDS_AS_THEY_ARE:
+  elif _in_float16(q, v):
     # Keys and queries are brought to the same magnitude, values to 1.
     of_k, of_v = (_power_of_two(x) for x in (jnp.sqrt(_largest(q) / _largest(k)), 1 / _largest(v)))
     of_g = _room(k, v, g, scale, of_k, of_v)
@@ -148,6 +153,11 @@ def _backward(static: _Static, saved, g: jax.Array):
     *wide, lse, delta, low, high, scale=scale, how=how, factors=factors, powers=powers, interpret=interpret
   )
   return *(dx[..., : x.shape[-1]] for dx, x in zip(grads, (q, k, v), strict=True)), None, None
+
+
+def _in_float16(q_BTNH: jax.Array, v_BTKV: jax.Array) -> bool:
+  """Whether bfloat16 arguments become float16 operands of the products with probabilities and gradients of scores."""
+  return q_BTNH.dtype == jnp.bfloat16 and max(q_BTNH.shape[-1], v_BTKV.shape[-1]) > _OPERANDS_AS_THEY_ARE
 
 
 def _budget(q_BTNH: jax.Array, v_BTKV: jax.Array) -> int:

@@ -37,6 +37,8 @@ _DEPTH = 64
 """What is summed in a step: 16-bit numbers of a row of 128 bytes, the widest swizzle of shared memory."""
 _CHUNK, _HEIGHT = 64, 32
 """Columns and rows of a result that are written at once."""
+_PART = 16
+"""Rows that a group's last tile is rounded up to."""
 _REGISTERS, _FEW_REGISTERS = 232, 40
 """Of a thread that multiplies, and of one that copies: 2 * 232 + 40 of them are as many as a multiprocessor has for 128."""
 
@@ -70,7 +72,7 @@ class Tiles:
   """Sizes of what a block works on at a time. The fastest depend on the mean group and on nothing else here.
 
   Attributes:
-    rows: R, a multiple of 32.
+    rows: R, a multiple of 16.
     columns: of the two warpgroups together.
     stages: steps whose tiles are in shared memory or on the way there.
     high, wide: of a tile of the gradient of the matrices, of the two warpgroups together: S and C.
@@ -87,12 +89,13 @@ class Tiles:
 
 def row_counts(rows: int) -> tuple[int, ...]:
   """The rows that tiles may have, rising to R."""
-  return tuple(n for n in (8, 16, *range(32, rows + 1, 32)) if n <= rows)
+  return tuple(n for n in (8, *range(_PART, rows + 1, _PART)) if n <= rows)
 
 
 def rows_worked_on(rows: int, groups: int) -> int:
-  """The most rows that are multiplied: of each group, the 32 that its last tile is rounded up to."""
-  return rows + groups * 31
+  """The most rows that are multiplied with matrices: of each group, the 16 that its last tile is rounded up to. The gradient of
+  the matrices adds up over whole steps of 64 rows, which begin at a multiple of 8: 35 more of a group in the mean."""
+  return rows + groups * (_PART - 1)
 
 
 def product(
@@ -317,8 +320,8 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
           def _():
             plgpu.barrier_arrive(free.at[jax.lax.rem(before + todo - 1, stages)])
 
-          for a, b in [(a, b) for a in range(0, own, _CHUNK) for b in range(0, count, _HEIGHT)]:
-            n, i = min(_HEIGHT, count - b), (a // _CHUNK * count + b) // _HEIGHT
+          for i, (a, b) in enumerate([(a, b) for a in range(0, own, _CHUNK) for b in range(0, count, _HEIGHT)]):
+            n = min(_HEIGHT, count - b)
             part = made[a : a + _CHUNK, b : b + n]
             whole = functools.partial(write, part, i, row + b, column + a)
             if b + n < count:

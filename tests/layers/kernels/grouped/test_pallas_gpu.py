@@ -34,7 +34,7 @@ def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
     assert ends[group] - sizes[group] <= row
     assert row + valid <= ends[group]
     assert valid == min(counts[kind], sizes[group])
-    assert counts[kind] - 32 < valid
+    assert counts[kind] - 16 < valid
     seen[row : row + valid] += 1
     worked += counts[kind]
   assert (seen > 0).all()
@@ -43,7 +43,7 @@ def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
 
 def test_work_in_the_sizes_of_models():
   """Per mean group; what the last tiles are rounded up by."""
-  for rows, groups, most in ((32768, 128, 1.13), (131072, 128, 1.04), (32768, 256, 1.25)):
+  for rows, groups, most in ((32768, 128, 1.09), (131072, 128, 1.03), (32768, 256, 1.18)):
     sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
     counts = row_counts(256)
     visits, number = pallas_gpu._visits(sizes, rows, counts)

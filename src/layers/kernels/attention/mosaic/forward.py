@@ -36,14 +36,17 @@ def attention_forward(
   high_BT: jax.Array,
   *,
   scale: float,
+  divisor: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention, and what the backward pass needs.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 128, 256 or 512.
+    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 128, 256 or 512. Values may be of the other dtype than
+      queries and keys; probabilities are made theirs.
     low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
     scale: multiplies the scores.
+    divisor: float32 [1], of what comes out, before it is rounded; None: 1.
     interpret: parameters of Pallas' interpreter for GPU kernels.
 
   Returns:
@@ -57,8 +60,14 @@ def attention_forward(
   chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
   steps = chunks + 2 * parts  # chunks of a step: first all of the keys, then all of the values
   factor = scale * math.log2(math.e)
+  ring = [plgpu.SMEM((2 * SLOTS, 64, chunk), x.dtype, transforms=SWIZZLED) for x in (k_BTKH, v_BTKH)]
+  if v_BTKH.dtype == dtype:
+    rings = ring[:1]
+  else:  # one memory seen as either dtype, which the interpreter has not got
+    rings = ring if interpret else plgpu.RefUnion(*ring)
 
-  def body(q, k, v, low, high, out, lse, q_smem, ring, probs, rows, q_ready, ready, free, met):
+  def body(q, k, v, low, high, divisor, out, lse, q_smem, rings, probs, rows, q_ready, ready, free, met):
+    of_keys, of_values = rings if v.dtype != k.dtype else (*rings, *rings)
     wg = lax.axis_index("wg")
     b, kv = _divided(lax.axis_index("kv"), K)
     head = kv * G + lax.axis_index("group")
@@ -89,7 +98,7 @@ def attention_forward(
             else:
               n, part = divmod(c - chunks, parts)
               source = v.at[b, pl.ds(key + n * 64, 64), kv, pl.ds(w * half + part * chunk, chunk)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(source, (of_keys if c < chunks else of_values).at[slot], ready.at[slot])
 
       lax.fori_loop(0, count, step, None)
 
@@ -110,9 +119,9 @@ def attention_forward(
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 
-      def product(acc, slot, a, b_of):
+      def product(acc, slot, a, b):
         plgpu.barrier_wait(ready.at[slot])
-        plgpu.wgmma(acc, a, b_of(ring.at[slot]))
+        plgpu.wgmma(acc, a, b)
 
       def release(slot):
         plgpu.barrier_arrive(free.at[slot])
@@ -122,7 +131,8 @@ def attention_forward(
 
         def scores(acc):
           def multiply(c, _):
-            product(acc, wg * SLOTS + lax.rem(c, SLOTS), q_smem.at[c], lambda x: x.transpose((1, 0)))
+            slot = wg * SLOTS + lax.rem(c, SLOTS)
+            product(acc, slot, q_smem.at[c], of_keys.at[slot].transpose((1, 0)))
 
             @pl.when(c > 0)
             def _():
@@ -145,7 +155,7 @@ def attention_forward(
         p = jnp.exp2(s - wide(top, 64))
         shrink = jnp.exp2(before - top)
         total = total * shrink + p.sum(axis=1)
-        probs[:, pl.ds(wg * 64, 64)] = p.astype(dtype)
+        probs[:, pl.ds(wg * 64, 64)] = p.astype(v.dtype)
         plgpu.commit_smem()
         sums = tuple(x * wide(shrink, chunk) for x in sums)
         meet()
@@ -154,7 +164,8 @@ def attention_forward(
           def multiply(n, _):
             for part, acc in enumerate(accs):
               c = n * parts + part
-              product(acc, wg * SLOTS + lax.rem(chunks + c, SLOTS), probs.at[:, pl.ds(n * 64, 64)], lambda x: x)
+              slot = wg * SLOTS + lax.rem(chunks + c, SLOTS)
+              product(acc, slot, probs.at[:, pl.ds(n * 64, 64)], of_values.at[slot])
               if part > 0:
                 plgpu.wgmma_wait(1)
                 release(wg * SLOTS + lax.rem(chunks + c - 1, SLOTS))
@@ -181,8 +192,9 @@ def attention_forward(
       meet()
       total = plgpu.load(rows.at[0], layout=ROWS) + plgpu.load(rows.at[1], layout=ROWS)
       some = jnp.where(total > 0, total, 1.0)
+      by = some * divisor[0]
       for part, x in enumerate(sums):
-        q_smem[wg * parts + part] = (x / wide(some, chunk)).astype(dtype)
+        q_smem[wg * parts + part] = (x / wide(by, chunk)).astype(dtype)
       meet()
 
       @pl.when(wg == 0)
@@ -201,8 +213,8 @@ def attention_forward(
     out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
     scratch_types={
       "q_smem": plgpu.SMEM((chunks, QUERIES, chunk), dtype, transforms=SWIZZLED),
-      "ring": plgpu.SMEM((2 * SLOTS, 64, chunk), dtype, transforms=SWIZZLED),
-      "probs": plgpu.SMEM((QUERIES, KEYS), dtype, transforms=SWIZZLED),
+      "rings": rings,
+      "probs": plgpu.SMEM((QUERIES, KEYS), v_BTKH.dtype, transforms=SWIZZLED),
       "rows": plgpu.SMEM((2, QUERIES), jnp.float32),
       "q_ready": plgpu.Barrier(num_arrivals=chunks),
       "ready": plgpu.Barrier(num_barriers=2 * SLOTS),
@@ -216,7 +228,7 @@ def attention_forward(
     kernel_name="mosaic_flash_forward",
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
-  )(q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT)
+  )(q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, jnp.ones(1, jnp.float32) if divisor is None else divisor)
 
 
 def accumulated(work: Callable[..., None], sums: tuple[jax.Array, ...], interpret: Any) -> tuple[jax.Array, ...]:
