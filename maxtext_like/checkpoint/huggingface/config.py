@@ -160,11 +160,11 @@ def _float8_block(top: Fields) -> tuple[int, int]:
 
 
 def require_counterpart(model: ModelConfig) -> None:
-  """Raises UserError for a model that no class of transformers computes: written for it, it would be another."""
+  """Raises UserError for a model that no class of transformers computes: written there, it would be another."""
   if model.attn_logits_soft_cap is not None:
     raise UserError(
       f"attn_logits_soft_cap = {model.attn_logits_soft_cap:g}: transformers' classes of {model.decoder_block} cap no attention "
-      "scores (Gemma 3's reads attn_logit_softcapping, and ignores it), so that an exported model would compute something else\n"
+      "scores (Gemma 3's ignores attn_logit_softcapping), so that an exported model would compute something else\n"
       "  fix: train it with attn_logits_soft_cap=null before it is exported"
     )
 

@@ -53,6 +53,7 @@ def mosaic_flash_attention(
   window: int | None,
   bidirectional_images: bool = False,
   scale: float,
+  soft_cap: float | None = None,
   rules: Rules = RULES,
   in_parts: bool = False,
   interpret: Any = None,
@@ -68,6 +69,7 @@ def mosaic_flash_attention(
     window: keys a query sees, itself included; None: all before it.
     bidirectional_images: tokens of one image see each other both ways.
     scale: multiplies the scores.
+    soft_cap: of the scores after that, before the mask; None: none.
     rules: how the batch lies on the mesh in use.
     in_parts: the backward pass goes through short rows in as many parts as through long ones: for tests.
     interpret: parameters of Pallas' interpreter for GPU kernels, slow: for tests.
@@ -84,7 +86,7 @@ def mosaic_flash_attention(
     B, T, N, _ = q.shape
     sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
     how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_budget(q, v))
-    return _attend((scale, how, interpret), q, k, v, low, high)
+    return _attend((scale, soft_cap, how, interpret), q, k, v, low, high)
 
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKV, low_BT, high_BT)
 
@@ -111,7 +113,7 @@ def stretches(
   return low, high
 
 
-_Static = tuple[float, "Plan", Any]
+_Static = tuple[float, float | None, "Plan", Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,7 +124,9 @@ def _attend(static: _Static, q, k, v, low, high) -> Any:
 def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
-  out, lse = attention_forward(*_filled_up(_WIDTHS, q, k, v), low, high, scale=static[0], interpret=static[2])
+  scale, soft_cap, _, interpret = static
+  wide = _filled_up(_WIDTHS, q, k, v)
+  out, lse = attention_forward(*wide, low, high, scale=scale, soft_cap=soft_cap, interpret=interpret)
   out, lse = checkpoint_name(out[..., : v.shape[-1]], "attention"), checkpoint_name(lse, "attention")
   return out, (q, k, v, low, high, out, lse)
 
@@ -130,7 +134,7 @@ def _forward(static: _Static, q, k, v, low, high):
 def _backward(static: _Static, saved, g: jax.Array):
   from maxtext_like.layers.kernels.attention.mosaic.backward import attention_backward
 
-  scale, how, interpret = static
+  scale, soft_cap, how, interpret = static
   q, k, v, low, high, out, lse = saved
   delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
   factors = powers = None
@@ -145,8 +149,9 @@ def _backward(static: _Static, saved, g: jax.Array):
     delta = delta * (of_g * of_v)
   wide = _filled_up(_WIDTHS_BACKWARD, q, k, v, g)
   grads = attention_backward(
-    *wide, lse, delta, low, high, scale=scale, how=how, factors=factors, powers=powers, interpret=interpret
-  )
+    *wide, lse, delta, low, high, scale=scale, soft_cap=soft_cap, how=how, factors=factors, powers=powers,
+    interpret=interpret,
+  )  # fmt: skip
   return *(dx[..., : x.shape[-1]] for dx, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
@@ -165,7 +170,7 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.
 
   Gradients of scores are made float16, and small ones would lose digits. A query's are p (g.v - delta), where the
   probabilities add up to 1 and delta is between the products g.v; its own gradient is their sum with k. By Cauchy and Schwarz
-  none is beyond twice the longest g times the longest v, times the longest k and the scale.
+  none is beyond twice the longest g times the longest v, times the longest k and the scale. A soft cap makes none larger.
 
   Args:
     of_k, of_v: powers of two by which keys and values are multiplied.
@@ -192,13 +197,24 @@ _attend.defvjp(_forward, _backward)
 
 
 def _run(
-  q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, in_parts=False
+  q_BTNH,
+  k_BTKH,
+  v_BTKV,
+  tokens: Tokens,
+  *,
+  window,
+  bidirectional_images,
+  scale,
+  precision,
+  rules,
+  soft_cap=None,
+  in_parts=False,
 ) -> jax.Array:
   del precision
   with jax.named_scope("mosaic_flash"):
     return mosaic_flash_attention(
       q_BTNH, k_BTKH, v_BTKV, tokens, window=window, bidirectional_images=bidirectional_images, scale=scale, rules=rules,
-      in_parts=in_parts,
+      soft_cap=soft_cap, in_parts=in_parts,
     )  # fmt: skip
 
 
