@@ -1,4 +1,4 @@
-"""Soft caps of logits and of attention scores (Gemma 2): cap * tanh(x / cap) is x where that is small, and no more than it."""
+"""Soft caps of logits and attention scores (Gemma 2): cap * tanh(x / cap) is x where it is small, and never beyond the cap."""
 
 import functools
 
