@@ -1,11 +1,12 @@
 """Every fused attention kernel that this machine can run, and plain XLA: time, memory and errors, at the shapes of the models.
 
-  python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16]
+  python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16] [--soft-cap 50]
 
 Milliseconds, TFLOP/s and GiB of temporaries are of forward and backward together. TFLOP/s are those of the pairs that the mask
 leaves: two products forward, five backward, whatever a kernel makes again. "x full" is the time beside the fastest kernel's on
 rows of one document. Errors are those of values and of the worst gradient against float64, norm of the difference over
-norm: of the first row and its first key-value head, with all query heads that read it.
+norm: of the first row and its first key-value head, with all query heads that read it. With a soft cap of the scores, kernels
+that have none are left out.
 """
 
 import argparse
@@ -75,20 +76,26 @@ def seconds(function, *args) -> float:
   return sorted(times)[len(times) // 2]
 
 
-def written_out(q_TGH, k_TH, v_TV, g_TGV, seen_TT, scale: float) -> tuple[np.ndarray, ...]:
+def written_out(q_TGH, k_TH, v_TV, g_TGV, seen_TT, scale: float, soft_cap: float | None = None) -> tuple[np.ndarray, ...]:
   """Attention of a row to one key-value head in float64: values [T, G, V], and gradients of q, k and v for the cotangent g.
 
   Args:
     seen_TT: bool, which keys each query sees; of one that sees none the values are 0.
+    scale: multiplies the scores.
+    soft_cap: of the scores after that; None: none.
   """
   q, k, v, g = (np.asarray(x).astype(np.float64) for x in (q_TGH, k_TH, v_TV, g_TGV))
   out, dq, dk, dv = np.zeros_like(g), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
   for head in range(q.shape[1]):
-    s = np.where(seen_TT, scale * q[:, head] @ k.T, -np.inf)
+    s, slope = scale * q[:, head] @ k.T, 1.0
+    if soft_cap is not None:
+      tanh = np.tanh(s / soft_cap)
+      s, slope = soft_cap * tanh, 1 - tanh**2
+    s = np.where(seen_TT, s, -np.inf)
     p = np.exp(s - np.maximum(s.max(-1, keepdims=True), np.finfo(s.dtype).min))
     p /= np.maximum(p.sum(-1, keepdims=True), 1)
     dp = g[:, head] @ v.T
-    ds = scale * p * (dp - np.sum(p * dp, -1, keepdims=True))
+    ds = scale * slope * p * (dp - np.sum(p * dp, -1, keepdims=True))
     out[:, head], dq[:, head] = p @ v, ds @ k
     dk += ds.T @ q[:, head]
     dv += p.T @ g[:, head]
@@ -121,7 +128,7 @@ def relative(x: jax.Array, exact: np.ndarray) -> float:
   return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
 
 
-def table(name: str, shape: Shape, dtype: Dtype, length: int) -> None:
+def table(name: str, shape: Shape, dtype: Dtype, length: int, soft_cap: float | None = None) -> None:
   """Prints the rows of a shape in a dtype, of one document and packed."""
   B, N, K, H, V, window = shape
   precision, device = Precision(dtype=dtype), jax.devices()[0]
@@ -131,9 +138,11 @@ def table(name: str, shape: Shape, dtype: Dtype, length: int) -> None:
     for key, of in zip(keys, ((N, H), (K, H), (K, V), (N, V)), strict=True)
   )
   how: dict[str, Any] = {"window": window, "bidirectional_images": False, "scale": H**-0.5, "precision": precision}
+  how["soft_cap"] = soft_cap
   case = Case(
     platform=device.platform, capability=getattr(device, "compute_capability", None), precision=precision, query_heads=N,
     kv_heads=K, head_dim=H, value_dim=V, window=window, length=length,
+    soft_cap=soft_cap,
   )  # fmt: skip
   fused: list[Name] = [kernel.name for kernel in fused_kernels() if not kernel.refuses(case)]
   kernels: list[Name] = [choose("dot_product", case).name, *fused]
@@ -141,7 +150,7 @@ def table(name: str, shape: Shape, dtype: Dtype, length: int) -> None:
   for rows, segments in (("full", None), ("packed", packed(B, length))):
     tokens = Tokens(segments)
     seen = np.asarray(attention_mask(tokens, B, length, window=window, bidirectional_images=False))
-    exact = written_out(q[0, :, : N // K], k[0, :, 0], v[0, :, 0], g[0, :, : N // K], seen[0], H**-0.5)
+    exact = written_out(q[0, :, : N // K], k[0, :, 0], v[0, :, 0], g[0, :, : N // K], seen[0], H**-0.5, soft_cap)
     tflop = 2 * int(seen.sum()) * (B // len(seen)) * N * (4 * H + 3 * V) / 1e12
     found = {kernel: measured(kernel, (q, k, v), g, tokens, how, exact) for kernel in kernels}
     full = full or min(m.both for m in found.values())
@@ -158,11 +167,13 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
   parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes that are tried")
   parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16", "float16"])
+  parser.add_argument("--soft-cap", type=float, help="of the scores; none unless given")
   options = parser.parse_args()
-  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows of {options.length}\n{HEAD}")
+  cap = "" if options.soft_cap is None else f", scores capped at {options.soft_cap:g}"
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows of {options.length}{cap}\n{HEAD}")
   for name in options.shape:
     for dtype in options.dtype:
-      table(name, SHAPES[name], dtype, options.length)
+      table(name, SHAPES[name], dtype, options.length, options.soft_cap)
 
 
 if __name__ == "__main__":

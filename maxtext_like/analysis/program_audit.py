@@ -14,8 +14,8 @@ from maxtext_like.numerics.hlo import FLOATS, Instruction, Reading
 
 SITES: dict[str, tuple[str, frozenset[str]]] = {
   # scope: (what it is called, the instructions that tell its precision beside matrix products and kernels)
-  "qk_product": ("qk product", frozenset()),
-  "softmax": ("softmax", frozenset({"exponential", "reduce", "divide"})),
+  "qk_product": ("qk product", frozenset({"tanh"})),  # of a soft cap of scores, as in the softmax
+  "softmax": ("softmax", frozenset({"exponential", "reduce", "divide", "tanh"})),
   "pv_product": ("pv product", frozenset()),
   **{kernel.scope: (kernel.title, frozenset()) for kernel in fused_kernels()},
   "attention": ("attention projections", frozenset()),

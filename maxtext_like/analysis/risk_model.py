@@ -81,11 +81,17 @@ class Sizes:
     expected = bounds.expected_product_peak(gate.moment(), up.moment(), self.tokens)
     self.add(place, "product", np.max(hidden.bounds()), expected)
 
-  def put_scores(self, place: str, bound: float, std: np.ndarray, scale: float, *, heads: int = 1) -> None:
+  def put_scores(
+    self, place: str, bound: float, std: np.ndarray, scale: float, *, heads: int = 1, soft_cap: float | None = None
+  ) -> None:
     """q.k as multiplied, and the scores that the softmax sees."""
     expected = bounds.expected_peak(std, float(heads) * self.tokens**2)
     self.add(place, "q.k", bound, expected)
-    self.add(place, "scores", bound * abs(scale) * (1 + self.u), expected * abs(scale))
+    self.add(place, "scores", *self.capped(bound * abs(scale) * (1 + self.u), expected * abs(scale), soft_cap))
+
+  def capped(self, bound: float, expected: float, cap: float | None) -> tuple[float, float]:
+    """A bound and an expected size under a soft cap, which is rounded three times."""
+    return (bound, expected) if cap is None else (min(cap * (1 + self.u) ** 3, bound), cap * math.tanh(expected / cap))
 
   def norm(self, place: str, p: Parameters, name: str, c: NormConfig) -> Signal:
     """A norm of the stream."""
@@ -162,7 +168,7 @@ class Sizes:
       if c.lends:
         self.donors[c.lends] = (k_scale, values)
     bound, std = bounds.normed_scores(q_scale, k_scale, self.u, roundings=2 if c.norm.round_before_scale else 1)
-    self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads)
+    self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads, soft_cap=c.soft_cap)
     group = c.num_query_heads // c.num_kv_heads
     index = np.repeat(np.arange(c.num_kv_heads * c.head_dim).reshape(c.num_kv_heads, -1), group, axis=0).reshape(-1)
     # Probabilities make a value a convex combination of those of the keys, rounded twice.
@@ -222,9 +228,9 @@ def measure(model: ModelConfig, decoder: Decoder, read: Reader, tokens: int) -> 
   table = (w.T for w in p.rows("embedding", "table")) if c.tied else p.columns("head", "kernel")
   logits = sizes.put("model", "logits", bounds.through(last, table, sizes.u))
   if c.final_soft_cap is not None:
-    capped = min(c.final_soft_cap * (1 + sizes.u) ** 3, float(np.max(logits.bounds())))
-    expected = c.final_soft_cap * math.tanh(sizes.sites[-1].expected / c.final_soft_cap)
-    sizes.add("model", "capped logits", capped, expected)
+    sizes.add(
+      "model", "capped logits", *sizes.capped(float(np.max(logits.bounds())), sizes.sites[-1].expected, c.final_soft_cap)
+    )
   return sizes.sites
 
 

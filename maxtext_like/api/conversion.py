@@ -263,9 +263,10 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     out: a directory that does not exist, or an empty one; it may be a URL of a store.
 
   Raises:
-    UserError: it has none, peft has no place for a part of it, or ``out`` cannot be written.
+    UserError: it has none, transformers has no such model, peft has no place for a part of it, or ``out`` cannot be written.
   """
   from maxtext_like.checkpoint.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
+  from maxtext_like.checkpoint.huggingface.config import require_counterpart
   from maxtext_like.checkpoint.huggingface.peft import write_adapter
   from maxtext_like.checkpoint.stored_config import section
   from maxtext_like.checkpoint.weight_sources import located
@@ -274,6 +275,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   if not holds_adapter_alone(stored):
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
   model = _on_one_device(step, stored)
+  require_counterpart(model.config.model)
   adapter, factors = read_adapter(step, stored, model)
   base = Base.from_json(stored.extra[EXTRA])
   nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested

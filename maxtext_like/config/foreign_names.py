@@ -179,6 +179,7 @@ NAMES: dict[str, Foreign] = {
   **_renamed("normalization_layer_epsilon", "rms_norm_eps", "norm_eps", "layer_norm_eps"),
   **_renamed("logits_via_embedding", "tie_word_embeddings", "tie_embeddings"),
   **_renamed("sliding_window_size", "sliding_window", "window_size"),
+  **_renamed("attn_logits_soft_cap", "attn_logit_softcapping", "attn_logit_softcap", "attention_logits_soft_cap"),
   **_renamed("final_logits_soft_cap", "final_logit_softcapping", "final_logit_softcap"),
   **_renamed("mlp_activation", "hidden_act", "hidden_activation", "activation_function"),
   **_renamed("num_experts", "n_routed_experts", "num_local_experts"),

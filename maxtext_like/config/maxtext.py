@@ -45,7 +45,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
   "enable_dropout": (False,),
   "dropout_rate": (0.0,),
   "rope_attention_scaling": (False,),
-  "attn_logits_soft_cap": (0.0,),
   "mlp_activations_limit": (-1.0,),
   "global_parameter_scale": (1,),
   "capacity_factor": (-1.0,),
@@ -127,6 +126,7 @@ VALUES: dict[str, Mapping[str, Meaning]] = {
   "eval_steps": {"-1": Meaning(refused="write how many batches an evaluation has, as in eval_steps=10")},
   "max_to_keep": {"None": Meaning(refused="write how many of the newest checkpoints are kept, as in max_to_keep=3")},
   "lr_schedule_steps": {"-1": Meaning(None)},
+  "attn_logits_soft_cap": {"0": Meaning(None)},
   "final_logits_soft_cap": {"0": Meaning(None)},
   **{key: meanings for family in FAMILIES.values() for key, meanings in family.maxtext.values.items()},
 }

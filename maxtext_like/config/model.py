@@ -14,6 +14,9 @@ RopeType = Literal["default", "linear", "yarn"]
 Part = Literal["experts", "indexer", "vision pooler"]
 """Parts of a model that not every one has, and that keys of ``precision:`` act on."""
 
+SCORE_CAPS = (1e-4, 65504.0)
+"""The least and the largest soft cap of attention scores: numbers that float16 holds with all their digits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -39,6 +42,7 @@ class ModelConfig:
   normalization_layer_epsilon: float
   logits_via_embedding: bool
   max_position_embeddings: int
+  attn_logits_soft_cap: float | None
   final_logits_soft_cap: float | None
   rope_type: RopeType
   rope_max_timescale: float
@@ -83,7 +87,18 @@ class ModelConfig:
       if token < 0:
         yield Problem(f"eos_token_id = {token} is below 0", ("eos_token_id",), "token ids begin at 0")
     yield from above_zero(self, "normalization_layer_epsilon", "rope_max_timescale", "final_logits_soft_cap")
+    yield from self._soft_cap_problems()
     yield from divides_heads(self, "num_kv_heads")
+
+  def _soft_cap_problems(self) -> Iterator[Problem]:
+    """Of ``attn_logits_soft_cap``, by which scores are divided in any dtype that they may have."""
+    yield from above_zero(self, "attn_logits_soft_cap")
+    cap, (low, high) = self.attn_logits_soft_cap, SCORE_CAPS
+    if cap is not None and cap > 0 and not low <= cap <= high:
+      yield Problem(
+        f"attn_logits_soft_cap = {cap:g} is outside {low:g} to {high:g}, which float16 holds", ("attn_logits_soft_cap",),
+        "set a number between them, or null for none",
+      )  # fmt: skip
 
   def pointless(self) -> Iterator[Problem]:
     """What can be built, but does nothing or something else than is written."""

@@ -176,12 +176,12 @@ class PrecisionConfig(Checked):
   )  # fmt: skip
   float32_qk_product: bool = _key(
     default=True, safer=True, per_layer=True, always=("float32",), scopes=("qk_product",), fused=True,
-    signs=(Sign("qk_product", "results"),), shown="results of q.k",
+    signs=(Sign("qk_product", "results", ("dot", "tanh")),), shown="results of q.k",
     meaning="attention: q.k is accumulated and kept in float32, never rounded to dtype",
   )  # fmt: skip
   float32_logits: bool = _key(
     default=True, safer=True, per_layer=True, always=("float32",), scopes=("softmax",), fused=True,
-    signs=(Sign("softmax", "results", ("exponential", "divide")),), shown="exponentials and quotients of the softmax",
+    signs=(Sign("softmax", "results", ("exponential", "divide", "tanh")),), shown="exponentials and quotients of the softmax",
     meaning="attention: mask and softmax in float32",
   )  # fmt: skip
   indexer_float32_logits: bool = _key(

@@ -192,7 +192,7 @@ def shape_of(kernel: Name, case: Case, segments: bool) -> ShapeClass:
   return shape_class(
     kernel, dtype=case.dtype, head_dim=case.head_dim, value_dim=case.value_dim, query_heads=case.query_heads,
     kv_heads=case.kv_heads, window=case.window is not None, segments=segments, length=case.length,
-    images=case.bidirectional_images, causal=case.causal,
+    images=case.bidirectional_images, causal=case.causal, soft_cap=case.soft_cap is not None,
   )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ _LONGEST = 3 * 512  # three of the largest tiles: one of them lies wholly outsid
 # Relative error of a whole array and of its worst head vector. Rounding alone gives bfloat16 about 3e-3 (values) and 4e-3
 # (gradients) of an array, float16 an eighth (docs/gpu.md); one key too many in a window of 400 gives 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
+_CAP = 2.0  # of a class with a soft cap: scores of a test are 1 on average, and a model's own cap would leave them as they are
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 holds a score of -20000 * sqrt(head_dim), before the scale, to 0.03
 
 
@@ -51,6 +52,7 @@ class ShapeClass:
     segments: rows hold documents and padding.
     images: batches hold images, whose tokens see each other both ways.
     causal: a query sees no key behind it; False: all of its document.
+    soft_cap: scores have one.
     length: T; rows of more than three tiles stand for all with the same remainder.
   """
 
@@ -64,6 +66,7 @@ class ShapeClass:
   segments: bool
   images: bool
   causal: bool
+  soft_cap: bool
   length: int
 
   def __str__(self) -> str:
@@ -71,7 +74,8 @@ class ShapeClass:
     values = "" if self.value_dim == self.head_dim else f" and values of {self.value_dim}"
     mask = "a window" if self.window else "no window" if self.causal else "not causal"
     what = [f"heads of {self.head_dim}{values}", f"{heads} a key-value head", mask]
-    what += ["documents" if self.segments else "no documents", *["images"] * self.images, f"{self.length} positions"]
+    what += ["documents" if self.segments else "no documents", *["images"] * self.images, *["a soft cap"] * self.soft_cap]
+    what.append(f"{self.length} positions")
     return f"{self.kernel}, {self.dtype}, {', '.join(what)}"
 
 
@@ -88,13 +92,15 @@ def shape_class(
   images: bool = False,
   causal: bool = True,
   value_dim: int | None = None,
+  soft_cap: bool = False,
 ) -> ShapeClass:
   """The class of a layer: what its test stands for. Without ``value_dim`` values are as wide as keys."""
   if length > _LONGEST:
     length = _LONGEST + length % 512
   return ShapeClass(
     kernel=kernel, dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim, kv_heads=min(kv_heads, 2),
-    groups=query_heads // kv_heads, window=window, segments=segments, images=images, causal=causal, length=length,
+    groups=query_heads // kv_heads, window=window, segments=segments, images=images, causal=causal,
+    soft_cap=soft_cap, length=length,
   )  # fmt: skip
 
 
@@ -186,10 +192,14 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
       # Whatever the kernel's libraries raise, it did not run: that is the finding.
       results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
-    want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale, shape.causal)(*arguments))]
+    want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale, shape.causal, _cap(shape))(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
     results.append(_judge(case, arguments[-2], got, want, tolerance))
   return results
+
+
+def _cap(shape: ShapeClass) -> float | None:
+  return _CAP if shape.soft_cap else None
 
 
 def _kernel(shape: ShapeClass) -> Attention:
@@ -198,7 +208,7 @@ def _kernel(shape: ShapeClass) -> Attention:
   def attention(q, k, v, tokens, *, window, scale):
     return attend(
       shape.kernel, q, k, v, tokens, window=window, bidirectional_images=shape.images, scale=scale, precision=precision,
-      causal=shape.causal,
+      causal=shape.causal, soft_cap=_cap(shape),
     )  # fmt: skip
 
   return attention
@@ -209,7 +219,7 @@ def _kernel_in_parts(shape: ShapeClass) -> Attention | None:
   if run is None:
     return None
   how = {"bidirectional_images": shape.images, "precision": Precision(dtype=shape.dtype), "rules": RULES}  # pyright: ignore[reportArgumentType]
-  return functools.partial(run, **how)
+  return functools.partial(run, **how, soft_cap=_cap(shape))
 
 
 def _both_ways(function: Attention, dtype: str, window: int | None, scale: float) -> Any:
@@ -226,13 +236,13 @@ def _both_ways(function: Attention, dtype: str, window: int | None, scale: float
 
 
 @functools.cache
-def _reference(window: int | None, scale: float, causal: bool) -> Any:
+def _reference(window: int | None, scale: float, causal: bool, soft_cap: float | None = None) -> Any:
   """Attention written out, in float32, with products that no backend may round."""
   exact = Precision(dtype="float32", matmul_precision="highest")
 
   def written_out(q, k, v, tokens, *, window, scale):
     mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=True, causal=causal)
-    return dot_product_attention(q, k, v, mask, scale=scale, precision=exact)[0]
+    return dot_product_attention(q, k, v, mask, scale=scale, precision=exact, soft_cap=soft_cap)[0]
 
   return _both_ways(written_out, "float32", window, scale)
 
@@ -295,6 +305,8 @@ def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarr
       problems.append(f"{name}: {bad} of {x.size} numbers are not finite")
       continue
     sizes, difference = np.linalg.norm(y, axis=-1), np.linalg.norm(x - y, axis=-1)
+    if case.negative and not sizes.any():  # all scores are at their soft cap, which gives them no gradient
+      sizes = np.ones_like(sizes)
     whole = np.linalg.norm(difference) / max(np.linalg.norm(sizes), 1e-30)
     worst = np.max(difference / np.maximum(sizes, max(np.mean(sizes), 1e-30)))
     errors.append(float(whole))

@@ -28,6 +28,7 @@ class AttentionConfig:
   Attributes:
     emb_dim, num_query_heads, num_kv_heads, head_dim: D, N, K, H.
     scale: multiplies q.k: query_pre_attn_scalar ** -0.5 in Gemma 3, 1 in Gemma 4, whose q norm absorbs it.
+    soft_cap: the scores, scaled and not yet masked, become cap * tanh(scores / cap); None: they stay.
     rope: the rotary table of this layer.
     window: keys a query sees, itself included; None: global.
     norm: of the heads of q and k, with a scale each; None: neither is normed.
@@ -49,6 +50,7 @@ class AttentionConfig:
   head_dim: int
   scale: float
   rope: RopeConfig
+  soft_cap: float | None = None
   window: int | None = None
   norm: NormConfig | None = None
   value_norm: bool = False
@@ -68,6 +70,8 @@ class AttentionConfig:
       raise ValueError(f"{self.num_query_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
     if self.window is not None and self.window < 1:
       raise ValueError(f"a sliding window needs at least 1 key (the query itself), got {self.window}")
+    if self.soft_cap is not None and not self.soft_cap > 0:
+      raise ValueError(f"a soft cap of scores is above 0, got {self.soft_cap}")
     if self.rope.dim != self.head_dim:
       raise ValueError(f"rotary dimension {self.rope.dim} differs from head_dim {self.head_dim}")
     if self.norm is not None and self.norm.dim != self.head_dim:
@@ -136,6 +140,7 @@ class Attention:
       window=c.window,
       bidirectional_images=c.bidirectional_images and images,
       documents=documents,
+      soft_cap=c.soft_cap,
     )
 
   def _heads(self, p: dict, x_BTD: jax.Array) -> dict[str, jax.Array]:
@@ -208,7 +213,8 @@ class Attention:
       T, S = x_BTD.shape[1], kv[0].shape[1]
       images = ctx.tokens.images if c.bidirectional_images else None
       mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
-      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, scale=c.scale, precision=self.precision)
+      how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
+      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, **how)
     else:
       T, tokens = x_BTD.shape[1], ctx.tokens
       parts = context_parallel.parts(ctx.rules, T)
@@ -224,6 +230,7 @@ class Attention:
         scale=c.scale,
         precision=self.precision,
         rules=ctx.rules,
+        soft_cap=c.soft_cap,
       )
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")

@@ -83,7 +83,7 @@ def attend(
     name: of the kernel that runs on each of them.
     q_BTNH, k_BTKH, v_BTKV, tokens: of whole rows, as the partitioner sees them.
     rules: how they lie on the mesh in use.
-    how: window, bidirectional_images, scale, precision.
+    how: window, bidirectional_images, scale, precision; soft_cap where there is one.
   """
   mesh, chosen = free_mesh(), kernel(name)
   assert mesh is not None, "rows are split over a mesh"

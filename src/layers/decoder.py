@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
-from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup, soft_cap
+from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
 from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -23,6 +23,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, remat
 from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.soft_cap import soft_cap
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
@@ -187,7 +188,9 @@ class Decoder:
   def head(self, p: dict, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of normed hidden states, float32 with ``cast_logits_to_fp32``."""
     logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
-    return soft_cap(self.cfg.rules.share(logits, "batch", "sequence", "vocab"), self.cfg.final_soft_cap)
+    logits = self.cfg.rules.share(logits, "batch", "sequence", "vocab")
+    with jax.named_scope("soft_cap"):
+      return soft_cap(logits, self.cfg.final_soft_cap)
 
   def empty_cache(self, batch: int, length: int) -> dict:
     """Caches of every layer for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.

@@ -123,9 +123,3 @@ def output_product(precision: Precision, spec: str, x: jax.Array, w: Any) -> jax
     logits = product(precision.exact, spec, x, w)
     return logits if precision.cast_logits_to_fp32 else precision.cast(logits)
   return product(precision, spec, x, w, float32=precision.cast_logits_to_fp32)
-
-
-@jax.named_scope("soft_cap")
-def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-  """cap * tanh(logits / cap) (Gemma 2), in the dtype of the logits."""
-  return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -117,6 +117,21 @@ def test_a_dense_model_is_safe_in_bfloat16_but_for_the_rounding_of_scores():
   assert all(r.key in ("float32_gate_logits=true", "float32_logits=true") for r in coarse)
 
 
+def test_scores_are_bounded_by_their_soft_cap():
+  def scores(*words: str) -> list[Site]:
+    model, decoder, read, _ = open_checkpoint(GOLDEN / "gemma4_dense" / "checkpoint", ["dtype=bfloat16", *words])
+    return [site for site in measure(model, decoder, read, 4096) if site.quantity in ("q.k", "scores")]
+
+  cap = 3.0
+  for free, capped in zip(scores(), scores(f"attn_logits_soft_cap={cap}"), strict=True):
+    assert (free.place, free.quantity) == (capped.place, capped.quantity)
+    if free.quantity == "q.k":
+      assert free == capped
+    else:
+      assert cap < capped.bound < 1.02 * cap < free.bound
+      assert cap * np.tanh(free.expected / cap) <= capped.expected < cap
+
+
 def test_what_no_key_removes_is_told_to_change_the_dtype():
   site = Site("layers.0", "q", bound=2e5, expected=1e5)
   (found,) = overflow_risk.assess([site], precision_of("float16"))

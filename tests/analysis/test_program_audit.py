@@ -10,7 +10,7 @@ import pytest
 from maxtext_like.analysis import audit_keys, lowered, program_audit
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
-from maxtext_like.layers import block, indexer, mlp, moe
+from maxtext_like.layers import block, indexer, mlp, moe, soft_cap
 from maxtext_like.layers.kernels.attention import dot_product, registry
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
@@ -20,6 +20,7 @@ from maxtext_like.training.step import TrainStep
 ONE = ["num_decoder_layers=1", "dtype=bfloat16", "max_target_length=128"]
 MODELS = {
   "gemma": ["gemma4-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1"],
+  "gemma capped": ["gemma4-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1", "attn_logits_soft_cap=50"],
   "moe": ["gemma4-moe-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1"],
   "deepseek": ["deepseek3.2-tiny", *ONE, "first_num_dense_layers=0"],
   "vision": ["gemma4-tiny", *ONE, "inhomogeneous_layer_cycle_interval=1", "use_multimodal=true"],
@@ -83,6 +84,9 @@ def test_every_model_file_honours_every_key_and_nothing_works_unasked(model, pla
 FLAGS = [
   ("gemma", "float32_qk_product=false", "results of q.k bf16"),
   ("gemma", "float32_logits=false", "softmax bf16"),
+  ("gemma capped", "float32_logits=true", "softmax f32"),
+  ("gemma capped", "float32_logits=false", "softmax bf16"),
+  ("gemma capped", "float32_qk_product=false", "results of q.k bf16"),
   ("gemma", "float32_gate_product=true", "multiplications of gate and up f32"),
   ("gemma", "cast_logits_to_fp32=false", "1 logits bf16"),
   ("gemma", "logits_dot_in_fp32=true", "operands of the last product f32"),
@@ -150,6 +154,14 @@ PLANTED = {
   "softmax in bfloat16": (
     lambda m: m.setattr(dot_product, "masked_softmax", lambda s, mask: _softmax(s.astype(jnp.bfloat16), mask)),
     "gemma", [], {"float32_logits"},
+  ),
+  "scores capped in bfloat16": (
+    lambda m: m.setattr(soft_cap, "_capped", lambda s, cap: soft_cap.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
+    "gemma capped", [], {"float32_logits"},
+  ),
+  "scores capped in bfloat16 on their way": (
+    lambda m: m.setattr(soft_cap, "_capped", lambda s, cap: soft_cap.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
+    "gemma capped", ["float32_logits=false"], {"float32_qk_product"},
   ),
   "gate product never float32": (
     lambda m: m.setattr(mlp, "keep_float32", lambda precision: False),

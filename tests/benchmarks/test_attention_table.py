@@ -23,27 +23,28 @@ def attention():
   return module
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_written_out_is_the_reference_and_its_gradients(attention, window):
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (9, None), (9, 0.7)])
+def test_written_out_is_the_reference_and_its_gradients(attention, window, cap):
   q, k, v, g = (
     jax.random.normal(key, (1, 24, *of))
     for key, of in zip(jax.random.split(jax.random.key(1), 4), ((3, 8), (1, 8), (1, 6), (3, 6)), strict=True)
   )
   tokens, precision = Tokens(attention.packed(1, 24)), Precision(dtype="float32")
   call = lambda q, k, v: attend(
-    "dot_product", q, k, v, tokens, window=window, bidirectional_images=False, scale=0.3, precision=precision
+    "dot_product", q, k, v, tokens, window=window, bidirectional_images=False, scale=0.3, precision=precision, soft_cap=cap
   )
   out, backward = jax.vjp(call, q, k, v)
   seen = np.asarray(attention_mask(tokens, 1, 24, window=window, bidirectional_images=False))[0]
-  exact = attention.written_out(q[0], k[0, :, 0], v[0, :, 0], g[0], seen, 0.3)
+  exact = attention.written_out(q[0], k[0, :, 0], v[0, :, 0], g[0], seen, 0.3, cap)
   assert not exact[0][19:].any()  # padding
   for x, e in zip((out, *backward(g)), exact, strict=True):
     assert attention.relative(jnp.reshape(x, e.shape), e) < 1e-6
 
 
-def test_its_rows(attention, monkeypatch, capsys):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_its_rows(attention, cap, monkeypatch, capsys):
   monkeypatch.setattr(attention, "seconds", lambda function, *args: 0.5)
-  attention.table("tiny", attention.Shape(2, 4, 2, 16, 8, None), "bfloat16", 40)
+  attention.table("tiny", attention.Shape(2, 4, 2, 16, 8, None), "bfloat16", 40, cap)
   full, pack = (line.split() for line in capsys.readouterr().out.splitlines())
   assert (full[:4], pack[:4]) == (["tiny", "bfloat16", "full", "dot_product"], ["tiny", "bfloat16", "packed", "dot_product"])
   for row in (full, pack):

@@ -34,6 +34,7 @@ ANSWERS = {
   "model_name_or_path": "init_from=7",
   "max_steps": "steps=7",
   "hidden_size": "emb_dim=7",
+  "attn_logit_softcapping": "attn_logits_soft_cap=7",
   "rng_seed": "seed=7 data_shuffle_seed=7",
   "lora_r": "lora_rank=7",
   "lora_target_modules": "lora_modules=[7]",

@@ -44,6 +44,7 @@ _GEMMA4 = {
   "rope_linear_scaling_factor": 1.0,
   "global_head_dim": 8,
   "global_rope_proportion": 0.5,
+  "attn_logits_soft_cap": None,
   "final_logits_soft_cap": 5.0,
 }
 _DEEPSEEK = {

@@ -10,6 +10,8 @@ import pytest
 from written_out import attention, causal, rms, rope, tree64
 
 from maxtext_like.layers.attention import Attention, AttentionConfig
+from maxtext_like.layers.cache import Step
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
@@ -40,6 +42,7 @@ VARIANTS = {
   },
   "qwen3": {"norm": NormConfig(dim=H, round_before_scale=True)},
   "llama": {"norm": None},
+  "soft cap": {"soft_cap": 0.3, "window": 3},
   "qwen2": {"norm": None, "qkv_bias": True},
   "every bias": {"qkv_bias": True, "o_bias": True},
 }
@@ -63,7 +66,7 @@ def written(cfg: AttentionConfig, p, x, kv=None) -> Any:
     v = rms(v, 1.0, cfg.norm.epsilon) if cfg.value_norm and cfg.norm else v
     kv = positioned("k", raw), v
   k, v = kv
-  out, _ = attention(q, k, v, causal(T, SEGMENTS, cfg.window), cfg.scale)
+  out, _ = attention(q, k, v, causal(T, SEGMENTS, cfg.window), cfg.scale, cfg.soft_cap)
   return np.einsum("btnh,nhd->btd", out, p["o"]) + p.get("o_bias", 0), kv
 
 
@@ -87,6 +90,23 @@ def test_against_float64(variant, random_params):
   assert ("q_norm" in p) == ("k_norm" in p) == (cfg.norm is not None)
   assert (("q_bias" in p), ("o_bias" in p)) == (cfg.qkv_bias, cfg.o_bias)
   np.testing.assert_allclose(np.asarray(out)[SEGMENTS == 0], p.get("o_bias", jnp.zeros(D))[None].repeat(3, 0), atol=1e-6)
+
+
+def test_scores_beside_a_cache_are_capped_too(random_params):
+  """The first five tokens, then the last two: what the whole row gives."""
+  layer = Attention(dataclasses.replace(BASE, soft_cap=0.3, window=3), FLOAT32)
+  p, x = random_params(layer.params()), jnp.asarray(X, jnp.float32)
+  slots, shapes = layer.cache_shapes(T)
+  parts, cache = [], {name: jnp.zeros((B, slots, *shape)) for name, shape in shapes.items()}
+  for begin, end in ((0, 5), (5, T)):
+    step = Step(jnp.asarray(begin), jnp.zeros(B, jnp.int32))
+    positions = jnp.broadcast_to(jnp.arange(begin, end), (B, end - begin))
+    ctx = Context(positions, step=step).collecting(cache=cache)
+    parts.append(layer(p, x[:, begin:end], ctx))
+    cache = ctx.aux["cache"]
+  whole, free = (Attention(dataclasses.replace(layer.cfg, soft_cap=cap), FLOAT32)(p, x, Context.of(x)) for cap in (0.3, None))
+  np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
+  assert np.abs(free - whole).max() > 0.1
 
 
 def test_a_layer_that_borrows_uses_what_it_is_given_and_hands_it_on(random_params):
@@ -121,6 +141,7 @@ def test_low_precision_stays_near_and_in_its_dtype(dtype, random_params):
   [
     ({"num_kv_heads": 4}, "6 query heads do not divide among 4"),
     ({"window": 0}, "at least 1 key"),
+    ({"soft_cap": 0.0}, "a soft cap of scores is above 0"),
     ({"rope": RopeConfig(dim=6, theta=1e4)}, "rotary dimension 6 differs from head_dim 4"),
     ({"norm": NormConfig(dim=6)}, "a norm of 6 numbers for heads of 4"),
     ({"norm": None, "value_norm": True}, "value_norm norms v as q and k are normed"),

@@ -100,7 +100,7 @@ def quick():
 def every():
   for sizes in ({"context": 8}, {"context": 4, "fsdp": 2}):
     stays_split(compare("gemma3", rows(), {"sliding_window_size": 4}, **sizes), sizes["context"])
-  stays_split(compare("gemma3", rows(images=True), context=4), 4)
+  stays_split(compare("gemma3", rows(images=True), {"attn_logits_soft_cap": 0.7}, context=4), 4)
   stays_split(compare("gemma4", rows(packed=False), context=2, tensor=2, chunks=3), 2)
   stays_split(compare("gemma4-moe", rows(), {"num_experts": 6}, context=2, expert=2, tensor=2), 2)
   stays_split(compare("deepseek3", rows(), context=2, fsdp=2, expert=2), 2)
@@ -113,8 +113,9 @@ def tiles():
   rng, length = np.random.default_rng(1), 2080
   q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 4)), jnp.float32) for heads in (4, 2, 2))
   segments = jnp.asarray(np.repeat([1, 2, 3, 0], [100, 1000, 900, 80])[None], jnp.int32)
-  for window in (None, 300, 1100):
+  for window, cap in ((None, None), (300, None), (1100, 1.5)):
     how: Any = {"window": window, "bidirectional_images": False, "scale": 0.5, "precision": Precision(dtype="float32")}
+    how["soft_cap"] = cap
 
     def loss(arrays, batch, how: Any = how):
       q, k, v = arrays

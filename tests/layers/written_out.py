@@ -61,8 +61,9 @@ def causal(positions_count, segments=None, window=None):
   return mask
 
 
-def attention(q, k, v, mask, scale):
+def attention(q, k, v, mask, scale, soft_cap=None):
   """q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], mask [B or 1, T, S] -> out [B, T, N, V], probabilities [B, N, T, S]."""
+  cap = (lambda x: soft_cap * np.tanh(x / soft_cap)) if soft_cap else lambda x: x
   B, T, N, _ = q.shape
   out = np.zeros((B, T, N, v.shape[-1]))
   probs = np.zeros((B, N, T, k.shape[1]))
@@ -70,6 +71,6 @@ def attention(q, k, v, mask, scale):
   for b in range(B):
     for n in range(N):
       kv = n // (N // k.shape[2])
-      probs[b, n] = softmax(q[b, :, n] @ k[b, :, kv].T * scale, mask[b])
+      probs[b, n] = softmax(cap(q[b, :, n] @ k[b, :, kv].T * scale), mask[b])
       out[b, :, n] = probs[b, n] @ v[b, :, kv]
   return out, probs

@@ -111,6 +111,17 @@ def test_packed_rows_fall_back_to_the_kernel_that_masks_their_documents_and_then
     assert f" instead of {' and '.join(bad)} in 5 of 6 layers" in str(use) or not bad
 
 
+def test_layers_with_a_soft_cap_are_tested_with_one_and_have_another_kernel_than_cudnn(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  for words, kernel in ([], "cudnn_flash"), (["attn_logits_soft_cap=50"], "mosaic_flash"):
+    config = load_config("gemma3-4b", ["num_decoder_layers=6", "dtype=bfloat16", *words]).config
+    model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
+    ran: list[Any] = []
+    test: Any = lambda shape, ran=ran: (ran.append(shape), GOOD)[1]
+    settle(model, length=4096, images=False, segments=False, capability="9.0", device=GPU, test=test)
+    assert {(shape.kernel, shape.soft_cap) for shape in ran} == {(kernel, bool(words))}
+
+
 def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
   monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
   config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16"]).config

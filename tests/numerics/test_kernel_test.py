@@ -12,16 +12,16 @@ from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.masks import Tokens, attention_mask, masked_softmax
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.kernel_test import _arguments, cases, self_test, shape_class
+from maxtext_like.numerics.kernel_test import _CAP, _arguments, cases, self_test, shape_class
 
 
 def shape(
   length=128, dtype="bfloat16", window=True, segments=True, head_dim=8, kv_heads=2, images=False, causal=True,
-  name: Name = "cudnn_flash",
+  name: Name = "cudnn_flash", soft_cap=False,
 ):  # fmt: skip
   return shape_class(
     name, dtype=dtype, head_dim=head_dim, query_heads=2 * kv_heads, kv_heads=kv_heads,
-    window=window, segments=segments, images=images, causal=causal, length=length,
+    window=window, segments=segments, images=images, causal=causal, length=length, soft_cap=soft_cap,
   )  # fmt: skip
 
 
@@ -136,6 +136,15 @@ def test_rounding_alone_passes(dtype, length):
   assert [r.name for r in results] == [c.name for c in cases(shape(length, dtype))]
   assert not any(r.problem for r in results)
   assert all(r.error and r.gradient_error for r in results)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_kernel_that_does_not_cap_scores_fails_every_case_of_a_class_with_a_soft_cap(dtype):
+  of = shape(256, dtype, soft_cap=True)
+  assert "a soft cap" in str(of)
+  how = {"bidirectional_images": False, "precision": Precision(dtype=dtype)}
+  assert failed(of, functools.partial(attend, "dot_product", soft_cap=_CAP, **how)) == {}
+  assert list(failed(of, kernel)) == EVERY
 
 
 def test_a_kernel_that_raises_has_failed_with_its_words():

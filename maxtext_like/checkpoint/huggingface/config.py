@@ -159,8 +159,23 @@ def _float8_block(top: Fields) -> tuple[int, int]:
   return rows.integer("weight_block_size", 128), columns.integer("weight_block_size", 128)
 
 
+def require_counterpart(model: ModelConfig) -> None:
+  """Raises UserError for a model that no class of transformers computes: written there, it would be another."""
+  if model.attn_logits_soft_cap is not None:
+    raise UserError(
+      f"attn_logits_soft_cap = {model.attn_logits_soft_cap:g}: transformers' classes of {model.decoder_block} cap no attention "
+      "scores (Gemma 3's ignores attn_logit_softcapping), so that an exported model would compute something else\n"
+      "  fix: train it with attn_logits_soft_cap=null before it is exported"
+    )
+
+
 def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = None) -> dict[str, Any]:
-  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``; with the tower of ``vision``, if any."""
+  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``; with the tower of ``vision``, if any.
+
+  Raises:
+    UserError: transformers has no such model.
+  """
+  require_counterpart(model)
   family = FAMILIES[model.decoder_block].huggingface
   config = family.write(model)
   if vision is not None and vision.use_multimodal and family.tower:

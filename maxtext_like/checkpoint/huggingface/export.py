@@ -102,7 +102,7 @@ def export_hugging_face(
     The number of tensors.
 
   Raises:
-    UserError: ``out`` is not empty or cannot be written, or a number does not fit ``dtype``.
+    UserError: transformers has no such model, ``out`` is not empty or cannot be written, or a number does not fit ``dtype``.
     RetryableError: a store does not answer.
   """
   leaves = dict(flatten(params))
@@ -113,13 +113,13 @@ def export_hugging_face(
   family, tower = FAMILIES[model.decoder_block].huggingface, decoder.cfg.vision is not None
   nested = family.tower.write_nested if family.tower and origin.nested and not tower else None
   multimodal = tower or nested is not None
+  config = export_config(model, dtype, vision if tower else None)  # before anything is written: it may be refused
   table = tensor_table(decoder, family)
   names = hub_names(table, model, multimodal=multimodal)
   sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
   with new_directory(out, "config.json") as new:
     part = new.path
     write(part, sources, shard_size=shard_size, whole=new.is_whole)
-    config = export_config(model, dtype, vision if tower else None)
     if multimodal:
       # The Hub's nested files name the tokens that end an answer at the top, too.
       config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}

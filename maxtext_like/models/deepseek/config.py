@@ -87,6 +87,12 @@ class Config(ExpertsConfig):
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
       if getattr(self, name) == 0:
         yield Problem(f"{name} is not set", (name,), "latent attention needs it")
+    if self.attn_logits_soft_cap is not None:
+      yield Problem(
+        f"attn_logits_soft_cap = {self.attn_logits_soft_cap:g} in decoder_block {self.decoder_block}",
+        ("attn_logits_soft_cap", "decoder_block"),
+        "leave it out: scores of latent attention, and of the indexer that learns from them, have no soft cap here",
+      )
     yield from self._dense_layer_problems()
     if self.num_experts:
       yield from self._group_problems()

@@ -31,6 +31,7 @@ def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> BlockCo
     num_kv_heads=m.num_kv_heads,
     head_dim=m.head_dim,
     scale=(m.query_pre_attn_scalar or m.head_dim) ** -0.5,
+    soft_cap=m.attn_logits_soft_cap,
     rope=_rope(m, kind),
     window=m.sliding_window_size if kind == "sliding" else None,
     norm=_norm(m, m.head_dim),

@@ -43,6 +43,7 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     num_kv_heads=kv_heads,
     head_dim=head_dim,
     scale=1.0,
+    soft_cap=m.attn_logits_soft_cap,
     rope=rope,
     window=m.sliding_window_size if kind == "sliding" else None,
     norm=_norm(m, head_dim),

@@ -25,6 +25,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
     num_kv_heads=m.num_kv_heads,
     head_dim=m.head_dim,
     scale=m.head_dim**-0.5,
+    soft_cap=m.attn_logits_soft_cap,
     rope=RopeConfig(dim=m.head_dim, theta=m.rope_max_timescale),
     norm=norm(m.head_dim),
     kernel=kernel,

@@ -19,11 +19,13 @@ from maxtext_like.layers.masks import Keys, Tokens, causal_mask, masked_fill, sa
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.query_tiles import cut, joined
+from maxtext_like.layers.soft_cap import slope, softmax_scores
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 
-# Precision, scale, window, queries of a tile, and the key where the first query stands; None: it is known as the program runs.
-_Static = tuple[Precision, float, int | None, int, int | None]
+# Precision, scale, soft cap, window, queries of a tile, and the key where the first query stands; None: it is known as the
+# program runs.
+_Static = tuple[Precision, float, float | None, int | None, int, int | None]
 # What queries and keys are, and the key where the first query stands, where that is an array.
 _Where = tuple[Tokens, Tokens, jax.Array | None]
 
@@ -39,6 +41,7 @@ def blockwise_attention(
   precision: Precision,
   tile: int = TILE,
   keys: Keys | None = None,
+  soft_cap: float | None = None,
 ) -> jax.Array:
   """Causal self-attention of each row over itself.
 
@@ -50,6 +53,7 @@ def blockwise_attention(
     precision: ``float32_qk_product`` and ``float32_logits``.
     tile: queries worked on at a time.
     keys: where the keys stand; None: they are those of the queries' own positions.
+    soft_cap: of the scores after the scale, before the mask; None: none.
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
@@ -59,7 +63,7 @@ def blockwise_attention(
   q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, v_BSKV))
   keys = keys or Keys(tokens, 0)
   known = isinstance(keys.first, int)
-  static = (precision, scale, window, tile, keys.first if known else None)
+  static = (precision, scale, soft_cap, window, tile, keys.first if known else None)
   out: Any = _attend(static, q, k, v, (tokens, keys.tokens, None if known else keys.first))
   return out.reshape(B, T, N, -1)
 
@@ -77,7 +81,7 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
     return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, own, where, query, keys))
 
   if static[-1] is None:
-    found = jax.lax.map(lambda tile: one(*tile), (cut(q, static[3]), *_queries(static, q.shape[1], where)))
+    found = jax.lax.map(lambda tile: one(*tile), (cut(q, static[4]), *_queries(static, q.shape[1], where)))
     out = joined(found[0], q.shape[1])
   else:
     at = static[-1]
@@ -124,7 +128,7 @@ def _backward(static: _Static, saved, g: jax.Array):
       dq, *added = one(*tile)
       return jax.tree.map(jnp.add, total, tuple(added)), dq
 
-    parts = [cut(x, static[3]) for x in (q, g, delta_BTKG)]
+    parts = [cut(x, static[4]) for x in (q, g, delta_BTKG)]
     (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*parts, *_queries(static, q.shape[1], where), tops, totals))
     dq = joined(dqs, q.shape[1])
   else:
@@ -139,7 +143,7 @@ def _backward(static: _Static, saved, g: jax.Array):
 
 def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g_BtKGV, delta_BtKG):
   """Gradients of the queries [B, t, K, G, H], and of the keys [B, s, K, H] and values [B, s, K, V] in float32."""
-  precision, scale = static[:2]
+  precision, scale, cap = static[:3]
   # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
   operand = jnp.float32 if precision.dtype == "float16" else q_BtKGH.dtype
   product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
@@ -153,7 +157,8 @@ def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g
   with jax.named_scope("softmax"):
     delta_BKGt1 = jnp.moveaxis(delta_BtKG, 1, -1)[..., None]
     # In float32, as that of masked_softmax: the difference can leave float16.
-    dscores = (probs.astype(jnp.float32) * (dprobs - delta_BKGt1)).astype(operand)
+    dscores = probs.astype(jnp.float32) * (dprobs - delta_BKGt1)
+    dscores = (dscores if cap is None else dscores * slope(scores, cap)).astype(operand)
   with jax.named_scope("qk_product"):
     dq = product("BKGts,BsKH->BtKGH", dscores, k_BsKH.astype(operand)) * scale
     dk = product("BKGts,BtKGH->BsKH", dscores, q_BtKGH.astype(operand)) * scale
@@ -165,7 +170,7 @@ _attend.defvjp(_forward, _backward)
 
 def _tiles(static: _Static, length: int, keys: int, where: _Where) -> list[tuple[slice, slice]]:
   """Queries of each tile, and the keys that any of them may see, where it is known where the queries stand."""
-  _, _, window, tile, at = static
+  *_, window, tile, at = static
   assert at is not None
   found = []
   for start in range(0, length, tile):
@@ -184,24 +189,24 @@ def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.A
   """Of all tiles of a loop segments and images [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
   tokens, _, first = where
   assert first is not None
-  at = jnp.arange(length + -length % static[3]) + first
-  return jax.tree.map(lambda x: cut(x, static[3]), tokens), at.reshape(-1, static[3])
+  tile = static[4]
+  at = jnp.arange(length + -length % tile) + first
+  return jax.tree.map(lambda x: cut(x, tile), tokens), at.reshape(-1, tile)
 
 
 def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
   """[B, K, G, t, s] in the dtype of the softmax."""
-  precision, scale = static[:2]
+  precision, scale, cap = static[:3]
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
-  with jax.named_scope("softmax"):
-    return scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
+  return softmax_scores(scores, precision, cap)
 
 
 def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: slice) -> jax.Array:
   """[B or 1, 1, 1, t, s]: which of some keys the queries of a tile see, given what they are and where they stand."""
   others = _part(where[1], keys)
   images = None if own.images is None or others.images is None else same_image(own.images, others.images)
-  mask = causal_mask(query, jnp.arange(keys.start, keys.stop), window=static[2], images=images)
+  mask = causal_mask(query, jnp.arange(keys.start, keys.stop), window=static[3], images=images)
   if own.segments is not None and others.segments is not None:
     mask = mask & same_document(own.segments, others.segments)
   return mask[:, None, None]
@@ -225,6 +230,7 @@ def _run(
   rules,
   keys: Keys | None = None,
   causal: bool = True,
+  soft_cap: float | None = None,
 ) -> jax.Array:
   del rules
   if not bidirectional_images:
@@ -232,7 +238,9 @@ def _run(
   if not causal:
     # Queries that stand behind all keys see all of them; an array, so that one loop goes through the tiles, which are alike.
     keys = Keys(tokens, jnp.asarray(k_BSKH.shape[1]))
-  return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale, precision=precision, keys=keys)
+  return blockwise_attention(
+    q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale, precision=precision, keys=keys, soft_cap=soft_cap
+  )
 
 
 def _refuses(case: Case) -> list[str]:

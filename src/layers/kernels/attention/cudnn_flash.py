@@ -72,6 +72,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
+  if case.soft_cap is not None:
+    reasons.append("JAX hands cuDNN no soft cap of the scores")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons

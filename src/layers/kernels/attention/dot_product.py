@@ -4,12 +4,12 @@ B batch, T query, S key, N query heads, K key-value heads, G = N / K queries a k
 """
 
 import jax
-import jax.numpy as jnp
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel
 from maxtext_like.layers.masks import Keys, Tokens, attention_mask, masked_softmax
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.soft_cap import softmax_scores
 
 
 def dot_product_attention(
@@ -20,6 +20,7 @@ def dot_product_attention(
   *,
   scale: float,
   precision: Precision,
+  soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention with every score written out; obeys ``float32_qk_product`` and ``float32_logits``.
 
@@ -28,6 +29,7 @@ def dot_product_attention(
     mask_BTS: bool, [B or 1, T, S]; a query that sees no key gets zeros.
     scale: multiplies the scores.
     precision: flags.
+    soft_cap: of the scores after the scale, before the mask; None: none.
 
   Returns:
     The attended values [B, T, N, V] in ``dtype``, and the probabilities [B, K, G, T, S] (float32 with float32_logits).
@@ -37,8 +39,8 @@ def dot_product_attention(
   q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, float32=precision.float32_qk_product) * scale
+  scores = softmax_scores(scores, precision, soft_cap)
   with jax.named_scope("softmax"):
-    scores = scores.astype(jnp.float32 if precision.float32_logits else precision.dtype)
     probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])
   with jax.named_scope("pv_product"):
     out_BTKGV = precision.einsum("BKGTS,BSKV->BTKGV", probs_BKGTS, v_BSKV)
@@ -58,12 +60,13 @@ def _run(
   rules: Rules,
   keys: Keys | None = None,
   causal: bool = True,
+  soft_cap: float | None = None,
 ) -> jax.Array:
   del rules  # the partitioner sees through all of it
   among = None if keys is None else (k_BSKH.shape[1], keys)
   seen = {"window": window, "bidirectional_images": bidirectional_images, "among": among, "causal": causal}
   mask = attention_mask(tokens, *q_BTNH.shape[:2], **seen)
-  return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision)[0]
+  return dot_product_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale=scale, precision=precision, soft_cap=soft_cap)[0]
 
 
 KERNEL = AttentionKernel(name="dot_product", refuses=lambda case: [], run=_run)

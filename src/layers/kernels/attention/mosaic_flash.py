@@ -2,7 +2,7 @@
 and packed rows only with a mask.
 
 Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the operands: that of the
-arguments, but float16 in the backward pass of heads wider than 256. Gradients of scores are always made from probabilities in
+arguments, but float16 for heads wider than 256. Gradients of scores are always made from probabilities in
 float16: 11 binary digits down to 2**-14, fewer below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped,
 be it for causality, a window or other documents. What a query sees is a stretch of keys, so rows of documents and images cost
 no mask. Heads between the widths that the kernels are written for are filled up with zeros, and pay for the width that they
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 # H200) took 2.28 ms in 8 turns, 2.02 in two and 1.84 in one, which they have in this budget; cuDNN takes 1.66 without a mask.
 _BUDGETS = {128: 1536 << 20, 512: 320 << 20}
 _FLOAT16 = 2.0**15  # a half of what float16 holds
-# Wider heads have float16 operands in the backward pass, of bfloat16 arguments too, which they hold exactly but for what is
-# below 2**-29 of the largest, up to a largest query times a largest key of 2**32. Probabilities and gradients of scores have
-# three binary digits more then: gradients are within 2e-3 of float64, of which their own rounding to bfloat16 is 1.7e-3. The
-# casts read and write each argument once, beside products with thousands of keys.
+# Wider heads have float16 operands where probabilities or gradients of scores are multiplied, of bfloat16 arguments too, which
+# they hold exactly but for what is below 2**-29 of the largest, up to a largest query times a largest key of 2**32 (backward).
+# Probabilities and gradients of scores have three binary digits more then: values and gradients are within 2e-3 of float64, of
+# which their own rounding to bfloat16 is 1.7e-3. The casts read and write each argument once, beside products with thousands of
+# keys.
 _OPERANDS_AS_THEY_ARE = 256
 _LANES = 128
 _WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
@@ -53,6 +54,7 @@ def mosaic_flash_attention(
   window: int | None,
   bidirectional_images: bool = False,
   scale: float,
+  soft_cap: float | None = None,
   rules: Rules = RULES,
   in_parts: bool = False,
   interpret: Any = None,
@@ -68,6 +70,7 @@ def mosaic_flash_attention(
     window: keys a query sees, itself included; None: all before it.
     bidirectional_images: tokens of one image see each other both ways.
     scale: multiplies the scores.
+    soft_cap: of the scores after that, before the mask; None: none.
     rules: how the batch lies on the mesh in use.
     in_parts: the backward pass goes through short rows in as many parts as through long ones: for tests.
     interpret: parameters of Pallas' interpreter for GPU kernels, slow: for tests.
@@ -84,7 +87,7 @@ def mosaic_flash_attention(
     B, T, N, _ = q.shape
     sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
     how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_budget(q, v))
-    return _attend((scale, how, interpret), q, k, v, low, high)
+    return _attend((scale, soft_cap, how, interpret), q, k, v, low, high)
 
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKV, low_BT, high_BT)
 
@@ -111,7 +114,7 @@ def stretches(
   return low, high
 
 
-_Static = tuple[float, "Plan", Any]
+_Static = tuple[float, float | None, "Plan", Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,12 +125,15 @@ def _attend(static: _Static, q, k, v, low, high) -> Any:
 def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
+  scale, soft_cap, _, interpret = static
   q_wide, k_wide, v_wide = _filled_up(_WIDTHS, q, k, v)
   divisor = None
   if _in_float16(q, v):
     divisor = _power_of_two(1 / _largest(v))[None]
     v_wide = (v_wide.astype(jnp.float32) * divisor).astype(jnp.float16)
-  out, lse = attention_forward(q_wide, k_wide, v_wide, low, high, scale=static[0], divisor=divisor, interpret=static[2])
+  out, lse = attention_forward(
+    q_wide, k_wide, v_wide, low, high, scale=scale, soft_cap=soft_cap, divisor=divisor, interpret=interpret
+  )
   out, lse = checkpoint_name(out[..., : v.shape[-1]], "attention"), checkpoint_name(lse, "attention")
   return out, (q, k, v, low, high, out, lse)
 
@@ -135,7 +141,7 @@ def _forward(static: _Static, q, k, v, low, high):
 def _backward(static: _Static, saved, g: jax.Array):
   from maxtext_like.layers.kernels.attention.mosaic.backward import attention_backward
 
-  scale, how, interpret = static
+  scale, soft_cap, how, interpret = static
   q, k, v, low, high, out, lse = saved
   delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
   factors = powers = None
@@ -150,8 +156,9 @@ def _backward(static: _Static, saved, g: jax.Array):
     delta = delta * (of_g * of_v)
   wide = _filled_up(_WIDTHS_BACKWARD, q, k, v, g)
   grads = attention_backward(
-    *wide, lse, delta, low, high, scale=scale, how=how, factors=factors, powers=powers, interpret=interpret
-  )
+    *wide, lse, delta, low, high, scale=scale, soft_cap=soft_cap, how=how, factors=factors, powers=powers,
+    interpret=interpret,
+  )  # fmt: skip
   return *(dx[..., : x.shape[-1]] for dx, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
@@ -175,7 +182,7 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.
 
   Gradients of scores are made float16, and small ones would lose digits. A query's are p (g.v - delta), where the
   probabilities add up to 1 and delta is between the products g.v; its own gradient is their sum with k. By Cauchy and Schwarz
-  none is beyond twice the longest g times the longest v, times the longest k and the scale.
+  none is beyond twice the longest g times the longest v, times the longest k and the scale. A soft cap makes none larger.
 
   Args:
     of_k, of_v: powers of two by which keys and values are multiplied.
@@ -202,13 +209,24 @@ _attend.defvjp(_forward, _backward)
 
 
 def _run(
-  q_BTNH, k_BTKH, v_BTKV, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, in_parts=False
+  q_BTNH,
+  k_BTKH,
+  v_BTKV,
+  tokens: Tokens,
+  *,
+  window,
+  bidirectional_images,
+  scale,
+  precision,
+  rules,
+  soft_cap=None,
+  in_parts=False,
 ) -> jax.Array:
   del precision
   with jax.named_scope("mosaic_flash"):
     return mosaic_flash_attention(
       q_BTNH, k_BTKH, v_BTKV, tokens, window=window, bidirectional_images=bidirectional_images, scale=scale, rules=rules,
-      in_parts=in_parts,
+      soft_cap=soft_cap, in_parts=in_parts,
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Case:
     bidirectional_images: tokens of one image see each other both ways.
     documents: a row may hold several, which do not see each other.
     probabilities: the layer needs every probability written out.
+    soft_cap: of the scores, which become cap * tanh(scores / cap) before the mask; None: none.
     capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
   """
 
@@ -62,6 +63,7 @@ class Case:
   bidirectional_images: bool = False
   documents: bool = False
   probabilities: bool = False
+  soft_cap: float | None = None
   capability: str | None = None
 
   @property
@@ -78,8 +80,9 @@ class AttentionKernel:
     name: as the configuration has it.
     refuses: why it cannot do a case; empty where it can.
     run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
-      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. It gets ``causal=False`` where it does not refuse
-      that. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the queries' own.
+      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. It gets ``causal=False`` and ``soft_cap`` where
+      it does not refuse those. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the
+      queries' own.
     fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
       is tried on the device before a run trusts it.
     slow: what it can do, though slower than it should be: "auto" takes another fused kernel there, if that is not slow too.
@@ -169,6 +172,7 @@ def attend(
   precision: "Precision",
   rules: "Rules | None" = None,
   causal: bool = True,
+  soft_cap: float | None = None,
 ) -> "jax.Array":
   """Self-attention of rows over themselves, by the kernel that ``choose`` picked.
 
@@ -183,6 +187,7 @@ def attend(
     precision: flags.
     rules: how the batch lies on the mesh in use; None: ``rules.RULES``.
     causal: a query sees no key behind it; False: all of its document, and ``window`` is None.
+    soft_cap: the scores, after the scale and before the mask, become cap * tanh(scores / cap); None: they stay.
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for padding. Of causal rows known to be one document, padding has what it makes of the
@@ -196,6 +201,8 @@ def attend(
   # Keys and values that a layer borrows may come from one of another dtype.
   q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
+  if soft_cap is not None:
+    how["soft_cap"] = soft_cap
   if not causal:
     assert window is None
     assert not bidirectional_images

@@ -30,6 +30,7 @@ def splash_attention(
   scale: float,
   rules: Rules = RULES,
   causal: bool = True,
+  soft_cap: float | None = None,
   interpret: bool = False,
 ) -> jax.Array:
   """Self-attention of each row over itself.
@@ -45,6 +46,7 @@ def splash_attention(
     scale: multiplies the queries, in float32 before they are rounded to their dtype again.
     rules: how the batch lies on the mesh in use.
     causal: a query sees no key behind it; False: all of its document.
+    soft_cap: of the scores, in float32, before the mask; None: none.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
@@ -61,14 +63,14 @@ def splash_attention(
   wider = 0 if causal else -width % _LANES  # zeros add nothing to scores, and are cut off values
   q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, wider))) for x in (q, k_BTKH, v_BTKH))
   rows = () if segments is None else (segments,)
-  out_BTNH = by_head(rules, _kernel(T + missing, window, causal, interpret), q, k, v, *rows)[:, :T, :, :width]
+  out_BTNH = by_head(rules, _kernel(T + missing, window, causal, soft_cap, interpret), q, k, v, *rows)[:, :T, :, :width]
   if tokens.segments is None:
     return out_BTNH
   # Padding sees padding in the kernel, which has no answer for a query that sees nothing.
   return jnp.where((tokens.segments > 0)[:, :, None, None], out_BTNH, 0)
 
 
-def _kernel(length: int, window: int | None, causal: bool, interpret: bool):
+def _kernel(length: int, window: int | None, causal: bool, soft_cap: float | None, interpret: bool):
   """The kernel over a batch: (q [B, T, N, H], k, v [B, T, K, H], segments [B, T] if any) -> [B, T, N, H]."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -96,6 +98,7 @@ def _kernel(length: int, window: int | None, causal: bool, interpret: bool):
       head_shards=1,
       q_seq_shards=1,
       residual_checkpoint_name="attention",
+      attn_logits_soft_cap=soft_cap,
       interpret=interpret,
     )
     ids = () if segments is None else (splash.SegmentIds(segments, segments),)
@@ -106,11 +109,13 @@ def _kernel(length: int, window: int | None, causal: bool, interpret: bool):
 
 
 def _run(
-  q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, causal=True
+  q_BTNH, k_BTKH, v_BTKH, tokens: Tokens, *, window, bidirectional_images, scale, precision, rules, causal=True, soft_cap=None
 ) -> jax.Array:
   del bidirectional_images, precision
   with jax.named_scope("splash_attention"):
-    return splash_attention(q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules, causal=causal)
+    return splash_attention(
+      q_BTNH, k_BTKH, v_BTKH, tokens, window=window, scale=scale, rules=rules, causal=causal, soft_cap=soft_cap
+    )
 
 
 def _refuses(case: Case) -> list[str]:

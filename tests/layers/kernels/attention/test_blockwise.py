@@ -1,5 +1,7 @@
 """Attention in tiles of queries: values and gradients of the reference, under every mask and flag."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,16 +29,17 @@ IMAGES = jnp.asarray(
 )
 
 
-def both(precision, segments, window, scale=0.7, tile=64, images=None):
+def both(precision, segments, window, scale=0.7, tile=64, images=None, soft_cap=None):
   tokens = Tokens(segments, images)
   mask = attention_mask(tokens, B, T, window=window, bidirectional_images=True)
 
   def reference(q, k, v):
-    out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision)[0]
+    out = dot_product_attention(q, k, v, mask, scale=scale, precision=precision, soft_cap=soft_cap)[0]
     return jnp.sum(out.astype(jnp.float32) * G), out
 
   def tiled(q, k, v):
-    out = blockwise_attention(q, k, v, tokens, window=window, scale=scale, precision=precision, tile=tile)
+    how: Any = {"window": window, "scale": scale, "precision": precision, "tile": tile, "soft_cap": soft_cap}
+    out = blockwise_attention(q, k, v, tokens, **how)
     return jnp.sum(out.astype(jnp.float32) * G), out
 
   cast = [x.astype(precision.dtype) for x in (Q, KEYS, VALUES)]
@@ -53,6 +56,26 @@ def test_float32_values_and_gradients(images, segments, window):
     np.testing.assert_allclose(a, b, atol=1e-5)
   if segments is not None:
     assert not np.any(np.asarray(got)[np.asarray(segments) == 0])
+
+
+@pytest.mark.parametrize(
+  ("dtype", "product", "softmax", "tolerance"),
+  [
+    ("float32", True, True, 2e-6),
+    ("bfloat16", True, True, 1.2e-2),
+    ("float16", True, False, 3e-3),
+    pytest.param("bfloat16", False, True, 1.2e-2, marks=pytest.mark.slow),
+    pytest.param("float16", False, False, 6e-3, marks=pytest.mark.slow),
+  ],
+)
+def test_values_and_gradients_with_a_soft_cap(dtype, product, softmax, tolerance):
+  precision: Any = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
+  ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 50, images=IMAGES, soft_cap=1.3)
+  ((_, other), _), _ = both(precision, SEGMENTS, 50, images=IMAGES)
+  assert np.abs(np.float32(other) - np.float32(want)).max() > 0.1
+  for a, b in zip((got, *got_grads), (want, *want_grads), strict=True):
+    assert a.dtype == dtype
+    assert np.linalg.norm(np.float32(a) - np.float32(b)) <= tolerance * np.linalg.norm(np.float32(b))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])

@@ -26,10 +26,13 @@ def arrays(dtype) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-def test_against_float64(window, segments):
+@pytest.mark.parametrize("soft_cap", [None, 0.4])
+def test_against_float64(window, segments, soft_cap):
   mask = causal(T, segments, window)
-  expected, probs = attention(Q, KEYS, VALUES, mask, 0.3)
-  out, got_probs = dot_product_attention(*arrays("float32"), jnp.asarray(mask), scale=0.3, precision=Precision(dtype="float32"))
+  expected, probs = attention(Q, KEYS, VALUES, mask, 0.3, soft_cap)
+  out, got_probs = dot_product_attention(
+    *arrays("float32"), jnp.asarray(mask), scale=0.3, precision=Precision(dtype="float32"), soft_cap=soft_cap
+  )
   np.testing.assert_allclose(out, expected, atol=2e-6)
   np.testing.assert_allclose(got_probs.reshape(B, N, T, T), probs, atol=2e-6)
   tokens = Tokens(None if segments is None else jnp.asarray(segments))
@@ -41,8 +44,32 @@ def test_against_float64(window, segments):
     bidirectional_images=False,
     scale=0.3,
     precision=Precision(dtype="float32"),
+    soft_cap=soft_cap,
   )
   np.testing.assert_allclose(whole, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "blockwise"])
+def test_gradients_with_a_soft_cap_are_those_of_differences_in_float64(kernel):
+  """A derivative along a direction of q, k and v together, of a weighted sum of the values."""
+  weights, mask = RNG.normal(size=(B, T, N, V)), causal(T, SEGMENTS, 3)
+  directions = [RNG.normal(size=x.shape) for x in (Q, KEYS, VALUES)]
+
+  def total(step):
+    q, k, v = (x + step * d for x, d in zip((Q, KEYS, VALUES), directions, strict=True))
+    return np.sum(attention(q, k, v, mask, 0.9, 1.5)[0] * weights)
+
+  @jax.jit
+  def loss(q, k, v):
+    out = attend(
+      kernel, q, k, v, Tokens(jnp.asarray(SEGMENTS)), window=3, bidirectional_images=False, scale=0.9,
+      precision=Precision(dtype="float32"), soft_cap=1.5,
+    )  # fmt: skip
+    return jnp.sum(out * weights)
+
+  gradients = jax.grad(loss, (0, 1, 2))(*arrays("float32"))
+  along = sum(np.sum(np.float64(g) * d) for g, d in zip(gradients, directions, strict=True))
+  assert along == pytest.approx((total(1e-4) - total(-1e-4)) / 2e-4, rel=1e-5)
 
 
 def test_query_heads_read_their_key_value_head_in_blocks():

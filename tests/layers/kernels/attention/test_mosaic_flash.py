@@ -125,8 +125,10 @@ def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length
 
 @pytest.mark.slow
 @needs_interpreter
-@pytest.mark.parametrize(("name", "window", "images"), [("in parts", False, False), ("in parts, masked rows", True, True)])
-def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images):
+@pytest.mark.parametrize(
+  ("name", "window", "images", "cap"), [("in parts", False, False, 2.0), ("in parts, masked rows", True, True, None)]
+)
+def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images, cap):
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   of = shape_class(
@@ -136,28 +138,32 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images):
   case = next(c for c in cases(of) if c.name == name)
   size = case.length // 4 + 1 if window else None
   attention = functools.partial(
-    mosaic_flash_attention, bidirectional_images=images, in_parts=True, interpret=InterpretGPUParams()
+    mosaic_flash_attention, bidirectional_images=images, soft_cap=cap, in_parts=True, interpret=InterpretGPUParams()
   )
   given = _arguments(of, case)
   # Not compiled as a whole: the interpreter's kernels call the host, and several at once wait for each other on two cores.
   run = _both_ways(attention, "bfloat16", size, 256**-0.5).__wrapped__
   got = [np.asarray(x, np.float64) for x in run(*given)]
-  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5, True)(*given)]
+  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5, True, cap)(*given)]
   result = _judge(case, given[-2], got, want, (1e-2, 0.15))
   assert not result.problem
 
 
-def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
+def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
   """Values, dq, dk and dv in float64; zeros for a query that sees nothing."""
   (B, T, N, H), K = q.shape, k.shape[2]
   q, g = (x.reshape(B, T, K, N // K, -1) for x in (q, g))
   seen = np.broadcast_to(mask, (B, T, T))[:, None, None]
-  scores = np.where(seen, np.einsum("btkgh,bskh->bkgts", q, k) * scale, -np.inf)
+  scores, slope = np.einsum("btkgh,bskh->bkgts", q, k) * scale, 1.0
+  if soft_cap is not None:
+    tanh = np.tanh(scores / soft_cap)
+    scores, slope = soft_cap * tanh, 1 - tanh**2
+  scores = np.where(seen, scores, -np.inf)
   e = np.exp(scores - np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0))
   p = e / np.maximum(e.sum(-1, keepdims=True), 1e-300)
   out = np.einsum("bkgts,bskh->btkgh", p, v)
   dp = np.einsum("btkgh,bskh->bkgts", g, v)
-  ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+  ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope * scale
   dq, dk = np.einsum("bkgts,bskh->btkgh", ds, k), np.einsum("bkgts,btkgh->bskh", ds, q)
   return [out.reshape(B, T, N, -1), dq.reshape(B, T, N, H), dk, np.einsum("bkgts,btkgh->bskh", p, g)]
 
@@ -165,18 +171,24 @@ def written_out(q, k, v, g, mask, scale) -> list[np.ndarray]:
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
-  ("sizes", "dtype", "window", "documents", "images", "budget"),
+  ("sizes", "dtype", "window", "documents", "images", "budget", "soft_cap"),
   [
-    ((2, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30),
-    ((1, 384, 2, 2, 512, 320), "bfloat16", 70, False, False, 1 << 19),  # several turns of one key-value head at a time
-    ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30),  # of the last 256 keys of a row half are there
-    ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20),  # several turns, and parts of one query head
-    ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30),
-    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30),  # latent attention: forward filled up to 256
-    ((1, 384, 4, 2, 128, 128), "bfloat16", 130, True, False, 1 << 30),
+    ((2, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30, None),
+    ((1, 384, 2, 2, 512, 320), "bfloat16", 70, False, False, 1 << 19, None),  # several turns of one key-value head at a time
+    ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30, None),  # of the last 256 keys of a row half are there
+    ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20, None),  # several turns, and parts of one query head
+    ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30, None),
+    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30, None),  # latent attention: forward filled up to 256
+    ((1, 384, 4, 2, 128, 128), "bfloat16", 130, True, False, 1 << 30, None),
+    ((1, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30, 0.8),
+    ((1, 384, 2, 1, 128, 128), "bfloat16", 130, True, False, 1 << 30, 1.2),
+    ((1, 256, 2, 1, 128, 128), "float16", None, False, False, 1 << 30, 0.8),
+    ((1, 256, 2, 1, 256, 256), "float16", 70, True, True, 1 << 20, 30.0),
   ],
 )
-def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, window, documents, images, budget, monkeypatch):
+def test_values_and_gradients_are_those_of_attention_written_out(
+  sizes, dtype, window, documents, images, budget, soft_cap, monkeypatch
+):
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   monkeypatch.setattr(mosaic_flash, "_BUDGETS", {512: budget})
@@ -192,13 +204,14 @@ def test_values_and_gradients_are_those_of_attention_written_out(sizes, dtype, w
 
   def attend(q, k, v):
     return mosaic_flash_attention(
-      q, k, v, tokens, window=window, bidirectional_images=images, scale=H**-0.5, interpret=InterpretGPUParams()
-    )
+      q, k, v, tokens, window=window, bidirectional_images=images, scale=H**-0.5, soft_cap=soft_cap,
+      interpret=InterpretGPUParams(),
+    )  # fmt: skip
 
   out, backward = jax.vjp(attend, q, k, v)
   mask = np.asarray(attention_mask(tokens, B, T, window=window, bidirectional_images=images))
   q, k, v, g64 = (np.asarray(x, np.float64) for x in (q, k, v, g))
-  want = written_out(q, k, v, g64, mask, H**-0.5)
+  want = written_out(q, k, v, g64, mask, H**-0.5, soft_cap)
   for got, exact in zip((out, *backward(g)), want, strict=True):
     assert got.dtype == dtype
     difference = np.linalg.norm(np.asarray(got, np.float64) - exact)
@@ -226,6 +239,29 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
   exact = written_out(q64, k64, v64, g64, mask, 1.0)[1:]
   for mine, theirs in zip(got, exact, strict=True):
     np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=2e-3 * max(np.abs(theirs).max(), 1e-3))
+
+
+@needs_interpreter
+def test_scores_far_beyond_their_soft_cap_are_at_it():
+  """The exponential in the tangent is 0 or infinite there; a score that is no number stays none."""
+  from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+  T, H = 128, 128
+  sign = np.where(np.arange(T) % 3 == 0, 1.0, -1.0)
+  q = jnp.full((1, T, 1, H), 1e4, jnp.bfloat16)
+  k = jnp.asarray(np.broadcast_to(1e4 * sign[None, :, None, None], q.shape), jnp.bfloat16)
+  v = jnp.asarray(np.random.default_rng(0).normal(size=q.shape), jnp.bfloat16)
+  how = {"window": None, "scale": 1.0, "soft_cap": 1.5, "interpret": InterpretGPUParams()}
+  attend = lambda q, k, v: mosaic_flash_attention(q, k, v, Tokens(), **how)
+  weights = np.tril(np.exp(1.5 * sign)[None].repeat(T, 0))
+  exact = weights / weights.sum(-1, keepdims=True) @ np.asarray(v, np.float64)[0, :, 0]
+  out, backward = jax.vjp(attend, q, k, v)
+  np.testing.assert_allclose(np.asarray(out, np.float64)[0, :, 0], exact, atol=1e-2)
+  dq, dk, dv = backward(v)
+  assert not np.asarray(dq).any()
+  assert not np.asarray(dk).any()
+  assert np.isfinite(np.asarray(dv, np.float64)).all()
+  assert np.isnan(np.asarray(attend(q.at[0, 5].set(jnp.nan), k, v), np.float64)[0, 5]).all()
 
 
 @pytest.mark.parametrize("name", [pytest.param("mosaic_flash", marks=needs_interpreter), "blockwise"])

@@ -24,6 +24,7 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
   ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
+  ("cudnn_flash", GPU, {"soft_cap": 50.0}, "hands cuDNN no soft cap"),
   ("mosaic_flash", HOPPER, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
   ("mosaic_flash", HOPPER, {"capability": "8.0"}, "GPUs of compute capability 9.0, not 8.0"),
   ("mosaic_flash", HOPPER, {"capability": "10.0"}, "GPUs of compute capability 9.0, not 10.0"),
@@ -118,6 +119,16 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
     assert choose("auto", dataclasses.replace(narrow, **change)).name == name
   assert choose("auto", dataclasses.replace(TPU, documents=True)).name == "splash"
   assert choose("mosaic_flash", case, without).name == "mosaic_flash"  # what is named is not passed by
+
+
+def test_scores_with_a_soft_cap_go_past_cudnn(monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  capped = dataclasses.replace(GPU, soft_cap=50.0, length=1024)
+  for change, name in (
+    ({"capability": "9.0"}, "mosaic_flash"), ({"capability": "8.0"}, "blockwise"), ({"platform": "tpu"}, "splash"),
+    ({"capability": "8.0", "length": 256}, "dot_product"),
+  ):  # fmt: skip
+    assert choose("auto", dataclasses.replace(capped, **change)).name == name
 
 
 def test_plain_xla_goes_in_blocks_where_a_row_has_several():

@@ -33,23 +33,24 @@ def packed(T):
 # 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped. The last is latent
 # attention's.
 @pytest.mark.parametrize(
-  ("T", "window", "with_segments", "sizes"),
+  ("T", "window", "with_segments", "sizes", "soft_cap"),
   [
-    pytest.param(100, None, True, (2, 1, 128, 128), marks=pytest.mark.slow),
-    (384, 100, True, (2, 1, 128, 128)),
-    (384, None, False, (2, 2, 192, 128)),
+    pytest.param(100, None, True, (2, 1, 128, 128), None, marks=pytest.mark.slow),
+    (384, 100, True, (2, 1, 128, 128), None),
+    (384, None, False, (2, 2, 192, 128), None),
+    (200, 100, True, (2, 1, 128, 128), 0.6),
   ],
 )
-def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments, sizes):
+def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments, sizes, soft_cap):
   q, k, v, g = arrays(2, T, *sizes)
   tokens = Tokens(packed(T) if with_segments else None)
   mask = attention_mask(tokens, 2, T, window=window, bidirectional_images=False)
 
   def fused(q, k, v):
-    return splash_attention(q, k, v, tokens, window=window, scale=SCALE, interpret=True)
+    return splash_attention(q, k, v, tokens, window=window, scale=SCALE, soft_cap=soft_cap, interpret=True)
 
   def plain(q, k, v):
-    return dot_product_attention(q, k, v, mask, scale=SCALE, precision=FLOAT32)[0]
+    return dot_product_attention(q, k, v, mask, scale=SCALE, precision=FLOAT32, soft_cap=soft_cap)[0]
 
   def both(attention):
     out, backward = jax.vjp(attention, q, k, v)

@@ -11,7 +11,6 @@ B batch, T position, N query heads, K key-value heads, G = N / K, H head, R key-
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from maxtext_like.layers.kernels.attention.mosaic.scores import base_two
 from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, plgpu, wide
 
 QUERIES, KEYS = 128, 256  # of a tile of scores
@@ -90,7 +90,7 @@ def _divisors(n: int) -> list[int]:
   return [d for d in range(n, 0, -1) if n % d == 0]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "how", "interpret"))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "how", "interpret"))  # layers share what Mosaic makes of it
 def attention_backward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
@@ -103,6 +103,7 @@ def attention_backward(
   *,
   scale: float,
   how: Plan,
+  soft_cap: float | None = None,
   factors: jax.Array | None = None,
   powers: jax.Array | None = None,
   interpret: Any = None,
@@ -110,7 +111,7 @@ def attention_backward(
   """The gradients of queries, keys and values, in the dtype of the arguments.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, interpret: as of ``attention_forward``.
+    q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, soft_cap, interpret: as of ``attention_forward``.
     g_BTNH: the cotangent, in the dtype of q.
     lse_BNT: as ``attention_forward`` gives it.
     delta_BNT: float32, the sum of values times cotangent over the head, times the factors of both.
@@ -160,7 +161,7 @@ def attention_backward(
     def step(turn, carry):
       dq, dk, dv = carry
       here = jnp.stack([first, turn * how.tiles]).astype(jnp.int32)
-      probs, dscores = _scores(q, k, v, g, lse, delta, low, high, own_tiles, here, **kernels)
+      probs, dscores = _scores(q, k, v, g, lse, delta, low, high, own_tiles, here, soft_cap=soft_cap, **kernels)
       own_dq = _queries(k, dscores, own_tiles, here, groups=G, **kernels)
       sums = _keys_and_values(q, g, probs, dscores, own_tiles, here, groups=G, **kernels)
       own_dq = divided(own_dq, 0).reshape(along[0], how.tiles * QUERIES, along[1], G, H).astype(dq.dtype)
@@ -181,10 +182,10 @@ def attention_backward(
   return dq.reshape(B, T, N, H), dk, dv
 
 
-def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how: Plan, interpret: Any):
+def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, soft_cap: float | None, how: Plan, interpret: Any):
   """Probabilities and gradients of scores (before the scale), [R * G * capacity * 128, 256] both."""
   H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
-  chunks, factor, stages = H // _STEP, scale * math.log2(math.e), _STAGES_OF_SCORES
+  chunks, stages = H // _STEP, _STAGES_OF_SCORES
 
   def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
     wg = lax.axis_index("wg")
@@ -243,16 +244,18 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, how
         plgpu.copy_smem_to_gmem(tile.at[wg], out.at[pl.ds(row + n * QUERIES + wg * _OWN, _OWN)])
 
       def step(n, _):
-        s = product(n * (2 * chunks)) * factor
+        s, slope = base_two(product(n * (2 * chunks)), scale, soft_cap)
         key = plgpu.broadcasted_iota(jnp.int32, (_OWN, KEYS), 1, layout=TILE) + (first + n) * KEYS
         seen = (key >= wide(low_row, KEYS)) & (key < wide(high_row, KEYS))
         p = jnp.where(seen, jnp.exp2(s - wide(lse_row, KEYS)), 0.0)
+        # The slope of a soft cap joins it at once: there are no registers for one more array.
+        kept = p if slope is None else (p * slope).astype(jnp.float16)
         write(p.astype(dtype), probs, n)
         # Half the registers. Down to 2**-14 it has 11 digits, where bfloat16 has 8; below, one fewer for each power of two,
         # and 2**-25 or less is 0: a probability that small gives its score no gradient.
-        p = p.astype(jnp.float16)
+        kept = kept.astype(jnp.float16)
         d = product(n * (2 * chunks) + chunks)
-        write((p.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
+        write((kept.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
 
       lax.fori_loop(0, count, step, None)
       plgpu.wait_smem_to_gmem(0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from maxtext_like.layers.kernels.attention.mosaic.scores import base_two
 from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, plgpu, wide
 
 QUERIES = 64  # of a block
@@ -27,7 +28,7 @@ SLOTS = 4  # chunks that a warpgroup has in shared memory
 _LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # layers share what Mosaic makes of it
 def attention_forward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
@@ -36,6 +37,7 @@ def attention_forward(
   high_BT: jax.Array,
   *,
   scale: float,
+  soft_cap: float | None = None,
   divisor: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,6 +48,7 @@ def attention_forward(
       queries and keys; probabilities are made theirs.
     low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
     scale: multiplies the scores.
+    soft_cap: of the scores after that; None: none.
     divisor: float32 [1], of what comes out, before it is rounded; None: 1.
     interpret: parameters of Pallas' interpreter for GPU kernels.
 
@@ -59,7 +62,6 @@ def attention_forward(
   chunk = min(CHUNK, half)
   chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
   steps = chunks + 2 * parts  # chunks of a step: first all of the keys, then all of the values
-  factor = scale * math.log2(math.e)
   ring = [plgpu.SMEM((2 * SLOTS, 64, chunk), x.dtype, transforms=SWIZZLED) for x in (k_BTKH, v_BTKH)]
   if v_BTKH.dtype == dtype:
     rings = ring[:1]
@@ -142,7 +144,7 @@ def attention_forward(
           lax.fori_loop(0, chunks, multiply, None)
           return acc[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)) * factor
+        s, _ = base_two(pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)), scale, soft_cap)
         release(wg * SLOTS + (chunks - 1) % SLOTS)
         key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, 64), 1, layout=TILE) + ((first + i) * KEYS + wg * 64)
         seen = (key >= wide(low_row, 64)) & (key < wide(high_row, 64))
