@@ -248,13 +248,14 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
         key = plgpu.broadcasted_iota(jnp.int32, (_OWN, KEYS), 1, layout=TILE) + (first + n) * KEYS
         seen = (key >= wide(low_row, KEYS)) & (key < wide(high_row, KEYS))
         p = jnp.where(seen, jnp.exp2(s - wide(lse_row, KEYS)), 0.0)
-        # The slope of a soft cap joins it at once: there are no registers for one more array.
-        kept = p if slope is None else (p * slope).astype(jnp.float16)
+        # In float16, as there are no registers for them in float32 beside the next product's sums. Down to 2**-14 it has 11
+        # digits, where bfloat16 has 8; below, one fewer for each power of two, and 2**-25 or less is 0: a probability that small
+        # gives its score no gradient. The slope of a soft cap joins them at once.
+        kept = (p if slope is None else p * slope).astype(jnp.float16)
         write(p.astype(dtype), probs, n)
-        # Half the registers. Down to 2**-14 it has 11 digits, where bfloat16 has 8; below, one fewer for each power of two,
-        # and 2**-25 or less is 0: a probability that small gives its score no gradient.
-        kept = kept.astype(jnp.float16)
         d = product(n * (2 * chunks) + chunks)
+        if slope is None and dtype == jnp.float16:
+          kept = tile[wg]  # written a moment ago: kept in registers they would be spilled
         write((kept.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
 
       lax.fori_loop(0, count, step, None)
