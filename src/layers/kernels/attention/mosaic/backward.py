@@ -249,7 +249,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
         seen = (key >= wide(low_row, KEYS)) & (key < wide(high_row, KEYS))
         p = jnp.where(seen, jnp.exp2(s - wide(lse_row, KEYS)), 0.0)
         # In float16, as there are no registers for them in float32 beside the next product's sums. Down to 2**-14 it has 11
-        # digits, where bfloat16 has 8; below, one fewer for each power of two, and 2**-25 or less is 0: a probability that small
+        # digits, where bfloat16 has 8; below, one fewer for each power of two, and 2**-25 or less is 0: so small a probability
         # gives its score no gradient. The slope of a soft cap joins them at once.
         kept = (p if slope is None else p * slope).astype(jnp.float16)
         write(p.astype(dtype), probs, n)
