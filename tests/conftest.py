@@ -26,7 +26,7 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 
 # Threads of XLA's CPU backend, which by itself has one a core. In Pallas' interpreter the warpgroups of a kernel wait for each
 # other inside calls of the host, three of them: on two cores the third would get no thread.
-os.environ.setdefault("NPROC", "4")
+os.environ.setdefault("NPROC", "3")
 
 # NumPy's products are small here: its other threads would only wait for work, which takes a core from the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

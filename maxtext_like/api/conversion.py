@@ -196,6 +196,7 @@ def export_checkpoint(
   """
   from maxtext_like.checkpoint.accompanying_files import name_of
   from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
+  from maxtext_like.checkpoint.huggingface.config import require_counterpart
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
   from maxtext_like.checkpoint.read_weights import read_merged
@@ -207,6 +208,7 @@ def export_checkpoint(
     raise UserError(f"export: dtype {dtype!r}\n  fix: one of {', '.join(EXPORT_DTYPES)}")
   target, size = located(out), parse_size(str(shard_size))
   step, stored = _step_of(source)
+  require_counterpart(section("model", stored.config))  # before its weights are read
   origin, notes = _origin(step, stored), ()
   dtype = dtype or origin.dtype or "bfloat16"
   if holds_adapter_alone(stored):
@@ -274,8 +276,8 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   target, (step, stored) = located(out), _step_of(source)
   if not holds_adapter_alone(stored):
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
+  require_counterpart(section("model", stored.config))
   model = _on_one_device(step, stored)
-  require_counterpart(model.config.model)
   adapter, factors = read_adapter(step, stored, model)
   base = Base.from_json(stored.extra[EXTRA])
   nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested

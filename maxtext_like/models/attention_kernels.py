@@ -23,7 +23,7 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.errors import UserError
-from maxtext_like.layers import masks
+from maxtext_like.layers import masks, soft_cap
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
@@ -260,7 +260,7 @@ def versions(device: Any) -> dict[str, Any]:
       continue
   driver = Path("/proc/driver/nvidia/version")
   folders = [Path(inspect.getfile(names)).parent for names in (registry, grouped, norm)]
-  beside = [Path(inspect.getfile(module)) for module in (masks, kernel_test, grouped_test, norm_test)]
+  beside = [Path(inspect.getfile(module)) for module in (masks, soft_cap, kernel_test, grouped_test, norm_test)]
   sources = b"".join(path.read_bytes() for path in (*(p for f in folders for p in sorted(f.rglob("*.py"))), *beside))
   return {
     "packages": found,

@@ -14,13 +14,18 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def slope(capped: jax.Array, cap: float) -> jax.Array:
-  """The derivative of ``soft_cap`` where it gave ``capped``: 1 - tanh^2, float32."""
-  tanh = capped.astype(jnp.float32) / cap
+  """The derivative of ``soft_cap`` where it gave ``capped``: 1 - tanh^2, float32; 0 where that was rounded beyond the cap."""
+  tanh = jnp.clip(capped.astype(jnp.float32) / cap, -1, 1)
   return (1 - tanh) * (1 + tanh)
 
 
 def softmax_scores(scores: jax.Array, precision: Precision, cap: float | None) -> jax.Array:
-  """Scores after the scale as the softmax takes them: capped, in the dtype of ``float32_logits``.
+  """Scores after the scale as the softmax takes them: capped, in the dtype of ``float32_logits``."""
+  return capped_scores(scores, precision, cap)[0]
+
+
+def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) -> tuple[jax.Array, jax.Array]:
+  """``softmax_scores``, and what the cap made of them, which ``slope`` is of, in the dtype in which it did.
 
   They are capped in float32 where either of ``float32_qk_product`` and ``float32_logits`` has them in it, and under the scope
   of the one that does.
@@ -28,10 +33,13 @@ def softmax_scores(scores: jax.Array, precision: Precision, cap: float | None) -
   dtype = jnp.float32 if precision.float32_logits else precision.dtype
   if cap is not None and precision.float32_qk_product and not precision.float32_logits:
     with jax.named_scope("qk_product"):
-      scores, cap = _capped(scores, cap), None
+      capped = _capped(scores, cap)
+    with jax.named_scope("softmax"):
+      return capped.astype(dtype), capped
   with jax.named_scope("softmax"):
     scores = scores.astype(dtype)
-    return scores if cap is None else _capped(scores, cap)
+    capped = scores if cap is None else _capped(scores, cap)
+    return capped, capped
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

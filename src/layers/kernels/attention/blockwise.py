@@ -19,7 +19,7 @@ from maxtext_like.layers.masks import Keys, Tokens, causal_mask, masked_fill, sa
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.query_tiles import cut, joined
-from maxtext_like.layers.soft_cap import slope, softmax_scores
+from maxtext_like.layers.soft_cap import capped_scores, slope
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 
@@ -98,7 +98,7 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
 def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
   """[B, t, K, G, V]; maximum and sum of the exponentials of every query, [B, K, G, t, 1]."""
   precision = static[0]
-  scores = _scores(static, q_BtKGH, k_BsKH)
+  scores, _ = _scores(static, q_BtKGH, k_BsKH)
   with jax.named_scope("softmax"):
     top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
     weights = _exponentials(scores, mask, top)
@@ -147,7 +147,7 @@ def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g
   # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
   operand = jnp.float32 if precision.dtype == "float16" else q_BtKGH.dtype
   product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
-  scores = _scores(static, q_BtKGH, k_BsKH)
+  scores, capped = _scores(static, q_BtKGH, k_BsKH)
   with jax.named_scope("softmax"):
     probs = _exponentials(scores, mask, top) / total
   with jax.named_scope("pv_product"):
@@ -158,7 +158,7 @@ def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g
     delta_BKGt1 = jnp.moveaxis(delta_BtKG, 1, -1)[..., None]
     # In float32, as that of masked_softmax: the difference can leave float16.
     dscores = probs.astype(jnp.float32) * (dprobs - delta_BKGt1)
-    dscores = (dscores if cap is None else dscores * slope(scores, cap)).astype(operand)
+    dscores = (dscores if cap is None else dscores * slope(capped, cap)).astype(operand)
   with jax.named_scope("qk_product"):
     dq = product("BKGts,BsKH->BtKGH", dscores, k_BsKH.astype(operand)) * scale
     dk = product("BKGts,BtKGH->BsKH", dscores, q_BtKGH.astype(operand)) * scale
@@ -194,12 +194,12 @@ def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.A
   return jax.tree.map(lambda x: cut(x, tile), tokens), at.reshape(-1, tile)
 
 
-def _scores(static: _Static, q_BtKGH, k_BsKH) -> jax.Array:
-  """[B, K, G, t, s] in the dtype of the softmax."""
+def _scores(static: _Static, q_BtKGH, k_BsKH) -> tuple[jax.Array, jax.Array]:
+  """``capped_scores``, [B, K, G, t, s] both."""
   precision, scale, cap = static[:3]
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
-  return softmax_scores(scores, precision, cap)
+  return capped_scores(scores, precision, cap)
 
 
 def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: slice) -> jax.Array:

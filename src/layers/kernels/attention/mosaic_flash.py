@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 _BUDGETS = {128: 1536 << 20, 512: 320 << 20}
 _FLOAT16 = 2.0**15  # a half of what float16 holds
 # Wider heads have float16 operands where probabilities or gradients of scores are multiplied, of bfloat16 arguments too, which
-# they hold exactly but for what is below 2**-29 of the largest, up to a largest query times a largest key of 2**32 (backward).
+# they hold exactly but for what is below 2**-32 of the largest value (forward) or 2**-17 of the largest of its kind (backward,
+# up to a largest query times a largest key of 2**32).
 # Probabilities and gradients of scores have three binary digits more then: values and gradients are within 2e-3 of float64, of
-# which their own rounding to bfloat16 is 1.7e-3. The casts read and write each argument once, beside products with thousands of
+# which their own rounding to bfloat16 is 1.6e-3. The casts read and write each argument once, beside products with thousands of
 # keys.
 _OPERANDS_AS_THEY_ARE = 256
+_LARGEST_CAP = 1024.0  # scores are off by 2**-20 of it
 _LANES = 128
 _WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
 _WIDTHS_BACKWARD = (128, 192, 256, 512)  # and those of the backward pass
@@ -129,7 +131,7 @@ def _forward(static: _Static, q, k, v, low, high):
   q_wide, k_wide, v_wide = _filled_up(_WIDTHS, q, k, v)
   divisor = None
   if _in_float16(q, v):
-    divisor = _power_of_two(1 / _largest(v))[None]
+    divisor = _power_of_two(_FLOAT16 / _largest(v))[None]
     v_wide = (v_wide.astype(jnp.float32) * divisor).astype(jnp.float16)
   out, lse = attention_forward(
     q_wide, k_wide, v_wide, low, high, scale=scale, soft_cap=soft_cap, divisor=divisor, interpret=interpret
@@ -195,14 +197,15 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.
 
 
 def _largest(x: jax.Array) -> jax.Array:
-  """The largest magnitude in x, float32; 1 where that is 0 or not finite."""
-  most = jnp.max(jnp.abs(x)).astype(jnp.float32)
-  return jnp.where((most > 0) & jnp.isfinite(most), most, 1.0)
+  """The largest finite magnitude in x, float32; 1 where that is 0."""
+  most = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
+  return jnp.where(most > 0, most, 1.0)
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
-  """The largest that is not above x, float32, to the bit: an exp2 that is a little off would round what is multiplied by it."""
-  return jnp.ldexp(jnp.float32(1), jnp.floor(jnp.log2(x)).astype(jnp.int32))
+  """The largest that is not above x, between 2**-126 and 2**126, float32, to the bit: an exp2 that is a little off would round
+  what is multiplied by it."""
+  return jnp.ldexp(jnp.float32(1), jnp.clip(jnp.floor(jnp.log2(x)), -126, 126).astype(jnp.int32))
 
 
 _attend.defvjp(_forward, _backward)
@@ -249,6 +252,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
   if case.length % _LANES:
     reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
+  if case.soft_cap is not None and case.soft_cap > _LARGEST_CAP:
+    reasons.append(f"of a soft cap of {case.soft_cap:g}, above {_LARGEST_CAP:g}, its tangent has too few digits")
   if case.probabilities:
     reasons.append("the layer needs its probabilities written out")
   return reasons
@@ -276,7 +281,7 @@ KERNEL = AttentionKernel(
   slow=_slow,
   named=True,
   in_parts=functools.partial(_run, in_parts=True),
-  guarantee=f"{AttentionKernel.guarantee}; probabilities in 16 bits between them (0 from 2**-25 down, backward)",
+  guarantee=f"{AttentionKernel.guarantee}; probabilities in 16 bits between them (in float16 0 from 2**-25 down)",
   title="Mosaic attention",
   scope="mosaic_flash",
   operation=_operation,

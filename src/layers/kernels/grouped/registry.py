@@ -47,7 +47,7 @@ class GroupedKernel:
       differentiable in x and w. Rows of group 0 come first, then those of group 1; rows behind them all are no one's.
     float16: the ``matmul_precision`` under which float32 operands multiply as the float16 numbers that they hold.
     called: whether the operation of a compiled program that has this path and name is one of its kernels.
-    rows: of M rows and G groups, the most that such an operation multiplies.
+    rows: of M rows and G groups, the most that are multiplied with matrices, and on a TPU in the gradient of these too.
     skips: it multiplies no one's rows with nothing.
     fused: a binary of its own, which is tried on the device before a run trusts it.
   """

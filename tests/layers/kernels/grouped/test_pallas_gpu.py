@@ -22,7 +22,7 @@ INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=6), st.sampled_from([32, 96, 256]))
 def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
   counts = row_counts(most)
@@ -43,7 +43,7 @@ def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
 
 def test_work_in_the_sizes_of_models():
   """Per mean group; what the last tiles are rounded up by."""
-  for rows, groups, most in ((32768, 128, 1.09), (131072, 128, 1.03), (32768, 256, 1.18)):
+  for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.12)):
     sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
     counts = row_counts(256)
     visits, number = pallas_gpu._visits(sizes, rows, counts)

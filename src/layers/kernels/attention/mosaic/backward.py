@@ -255,7 +255,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
         write(p.astype(dtype), probs, n)
         d = product(n * (2 * chunks) + chunks)
         if slope is None and dtype == jnp.float16:
-          kept = tile[wg]  # written a moment ago: kept in registers they would be spilled
+          kept = tile[wg]  # written a moment ago: in registers some would be spilled, as with a soft cap a few are
         write((kept.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
 
       lax.fori_loop(0, count, step, None)

@@ -65,7 +65,8 @@ def attention_forward(
   ring = [plgpu.SMEM((2 * SLOTS, 64, chunk), x.dtype, transforms=SWIZZLED) for x in (k_BTKH, v_BTKH)]
   if v_BTKH.dtype == dtype:
     rings = ring[:1]
-  else:  # one memory seen as either dtype, which the interpreter has not got
+  else:  # one memory seen as either dtype, which the interpreter has not got; slots of one size lie at the same places
+    assert k_BTKH.dtype.itemsize == v_BTKH.dtype.itemsize
     rings = ring if interpret else plgpu.RefUnion(*ring)
 
   def body(q, k, v, low, high, divisor, out, lse, q_smem, rings, probs, rows, q_ready, ready, free, met):
