@@ -315,6 +315,7 @@ def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():
 
 
 @pytest.mark.parametrize(("stochastic", "swallowed"), [("false", True), ("true", False)])
+@pytest.mark.slow
 def test_stochastic_rounding_keeps_the_update_on_average(stochastic, swallowed):
   words = ["dtype=bfloat16", "weight_dtype=bfloat16", "learning_rate=1e-4", f"stochastic_rounding={stochastic}"]
   update = search(config_of("gemma4", *words), fresh, None).distance(()).update

@@ -86,7 +86,8 @@ def toy_program(config, decoder) -> Any:
   return SimpleNamespace(config=config, step=step, model=SimpleNamespace(decoder=decoder, mesh=mesh, devices=devices)), state
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.slow
 def test_the_tensors_of_a_finite_step(dtype):
   program, state = toy_program(toy_config(f"dtype={dtype}", "opt_type=sgd"), Scanned(dtype))
   before = state["params"]["stack_0"]["layer_0"]["kernel"]
@@ -209,6 +210,7 @@ def test_keys_against_overflows_outside_the_layers():
   assert remedies(config, fault) == ["cast_logits_to_fp32=true"]
 
 
+@pytest.mark.slow
 def test_no_room_is_said_in_one_line(monkeypatch):
   monkeypatch.setattr(step_xray.memory, "device_limit", lambda *_: step_xray.memory.Limit(100, "this test"))
   program, state = toy_program(toy_config("opt_type=sgd"), Scanned())

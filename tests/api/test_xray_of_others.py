@@ -32,6 +32,7 @@ class Linen(linen.Module):
 X = jnp.arange(15.0).reshape(5, 3)
 
 
+@pytest.mark.slow
 def test_a_module_is_a_function_and_stays_as_it_was():
   net, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   report = maxtext_like.xray(net, X)

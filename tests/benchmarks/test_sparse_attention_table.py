@@ -9,9 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-  "forms", [("whole", "gathered"), pytest.param(("whole", "masked", "gathered"), marks=pytest.mark.slow)], ids=len
-)
+@pytest.mark.parametrize("forms", [("whole", "gathered"), ("whole", "masked", "gathered")], ids=len)
+@pytest.mark.slow
 def test_its_table(forms):
   words = ["benchmarks/sparse_attention.py", "--model", "deepseek3.2-tiny", "--length", "512", "--seconds", "0.3"]
   done = subprocess.run([sys.executable, *words, "--forms", *forms], cwd=ROOT, capture_output=True, text=True, check=True)

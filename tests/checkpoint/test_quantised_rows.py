@@ -52,7 +52,8 @@ def in_float8(tmp_path: Path) -> Path:
   return tmp_path
 
 
-@pytest.mark.parametrize(("case", "form"), [("gemma4_moe", "int8"), pytest.param("deepseek3", "nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("case", "form"), [("gemma4_moe", "int8"), ("deepseek3", "nf4")])
+@pytest.mark.slow
 def test_it_is_what_quantising_the_whole_gives(case: str, form: Any):
   directory = GOLDEN / case / "checkpoint"
   model = model_of(directory, form)
@@ -94,6 +95,7 @@ def test_float8_is_taken_over_as_the_file_has_it(tmp_path: Path):
     np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
   """On the host what a read hands over, and on devices every array of 16 bits and more, counted at every read of a layer."""
   directory = GOLDEN / "gemma4_moe/checkpoint"

@@ -19,6 +19,7 @@ def records(tmp_path):
   return path
 
 
+@pytest.mark.slow
 def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
   """Exit 2 with the finished steps saved; with the file back the run goes on after them, to the same losses."""
   keys = {"dataset": "jsonl", "dataset_path": records}

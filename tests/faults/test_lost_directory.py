@@ -55,6 +55,7 @@ def test_lost_and_brought_back(train, tmp_path):
     assert (code, said in text) == (2, True), text
 
 
+@pytest.mark.slow
 def test_restarted_without_progress(train):
   """Killed before its first checkpoint, again and again: the start after the last that is allowed ends for a person."""
   for _ in range(2):

@@ -125,6 +125,7 @@ SECRETS = (
 )
 
 
+@pytest.mark.slow
 def test_no_stream_at_all_and_thirty_secrets(train):
   """``<&- >&- 2>&-``: the run ends, finished; and nothing in its directory has a secret of its environment or command."""
   environment = {name: f"hunter{i}" for i, name in enumerate(SECRETS.split())}

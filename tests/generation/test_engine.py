@@ -101,6 +101,7 @@ def changed(model, **values):
   return dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, **values)), params
 
 
+@pytest.mark.slow
 def test_placeholders_are_padding_in_a_prompt_and_in_an_answer(with_per_layer_embeddings):
   decoder, _ = with_per_layer_embeddings
   assert decoder.cfg.placeholder_ids == (260, 263, 264)  # the model file's, without a tower
@@ -117,6 +118,7 @@ def test_placeholders_are_padding_in_a_prompt_and_in_an_answer(with_per_layer_em
   assert answer != free
 
 
+@pytest.mark.slow
 def test_a_token_without_a_row_in_the_per_layer_table_ends_in_an_error(with_per_layer_embeddings):
   """There transformers has an IndexError; a clamped row would go on with wrong numbers."""
   free = run(with_per_layer_embeddings, [[2, 5, 9]])[0]

@@ -92,6 +92,7 @@ def test_against_float64(variant, random_params):
   np.testing.assert_allclose(np.asarray(out)[SEGMENTS == 0], p.get("o_bias", jnp.zeros(D))[None].repeat(3, 0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_beside_a_cache_are_capped_too(random_params):
   """The first five tokens, then the last two: what the whole row gives."""
   layer = Attention(dataclasses.replace(BASE, soft_cap=0.3, window=3), FLOAT32)

@@ -111,6 +111,7 @@ def test_where_things_wait_for_the_backward_pass_changes_no_bit(family, where, c
   jax.tree.map(np.testing.assert_array_equal, there(p, batch), here(p, batch))
 
 
+@pytest.mark.slow
 def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batch):
   """Bytes that the forward pass hands to the backward pass: none keeps most, full least."""
 

@@ -91,6 +91,7 @@ def every():
   compare(SIGMOID, mesh(fsdp=2, expert=4), favours=(0.1, 1.0))
 
 
+@pytest.mark.slow
 def test_tokens_travel_and_nothing_changes():
   eight_devices.run("test_expert_parallel", "quick")
 

@@ -143,6 +143,7 @@ def images_on_eight_devices(*names):
     assert not (whole := re.findall(rf"f32\[(?:8,2|16),{P},.*", text)), (name, whole[:3])
 
 
-@pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("gemma3-tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gemma4-tiny", "gemma3-tiny"])
+@pytest.mark.slow
 def test_images_lie_on_the_devices_of_their_rows(model):
   eight_devices.run("test_vision_attention", "images_on_eight_devices", model)

@@ -176,6 +176,7 @@ def test_in_float32_both_values_of_the_key_are_one_program():
 
 
 @pytest.mark.parametrize("name", ["gemma4_vision_large", "gemma4_vision_small", "stress_fp16_vision"])
+@pytest.mark.slow
 def test_both_forms_agree_in_16_bits(name: str):
   """Not bit by bit: the folded form rounds the features and the statistics to 16 bits before it uses them."""
   on, off = (low(name, "fp16", pool)["vision.projected"] for pool in ("true", "false"))

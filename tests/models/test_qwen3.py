@@ -74,7 +74,8 @@ def test_greedy_answers_are_transformers(name: str):
   np.testing.assert_array_equal(made, want)
 
 
-@pytest.mark.parametrize("model", [pytest.param(MODELS[0], marks=pytest.mark.slow), MODELS[1]])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow
 def test_training_is_the_same_in_both_faces_and_learns(model: str, tmp_path: Path):
   losses = []
   for name, words in {"a": ["scan_layers=true", "module_api=nnx"], "b": ["scan_layers=false", "module_api=linen"]}.items():

@@ -122,6 +122,7 @@ def test_an_nnx_module_split_and_merged():
   assert cause_path(report).startswith("grads")
 
 
+@pytest.mark.slow
 def test_library_functions():
   x = jnp.linspace(-2, 2, 7)
   for fn in (

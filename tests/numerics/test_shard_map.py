@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from tests.processes import environment
 
 PROGRAM = """
@@ -57,6 +59,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_shard_map_and_sharded_arguments():
   program = textwrap.dedent(PROGRAM)
   done = subprocess.run(

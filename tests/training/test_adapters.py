@@ -100,6 +100,7 @@ def test_samples_and_generation_are_of_the_adapted_model(workplace):
   assert float(np.abs(together.logits(tokens) - maxtext_like.load(workplace / "base").logits(tokens)).max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_other_weights_below_are_refused(workplace, other, capsys):
   words = (f"init_from={other}", *LORA, "steps=6")
   assert train(workplace, "adapter", *words) == 2

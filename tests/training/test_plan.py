@@ -92,6 +92,7 @@ def test_remat_takes_what_it_computes_again():
   assert full.classes["activations"] < none.classes["activations"]
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_measures_first_counts_as_one_more():
   """With what remat computes again for it."""
   words = ("remat_policy=full", "optimizer_in_backward=true", "matmul_dtype=float8")

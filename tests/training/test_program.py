@@ -68,6 +68,7 @@ def test_more_chunks_than_positions():
     make_program(small_config("gemma4-tiny", "num_vocab_tiling=17"))
 
 
+@pytest.mark.slow
 def test_a_step_looks_placeholders_up_as_padding():
   """Image, video and audio tokens in text, without a tower: loss and gradients are those of padding's row, as in generate."""
   words = ["num_decoder_layers=3", "num_kv_shared_layers=0", "use_double_wide_mlp=false", "per_device_batch_size=2"]

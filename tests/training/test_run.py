@@ -308,6 +308,7 @@ def test_conversations_that_were_cut_are_told_at_the_end(workplace, unbroken, tm
   assert "finished: 1 steps" in shown
 
 
+@pytest.mark.slow
 def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplace, unbroken, tmp_path, capsys):
   texts = [f"{i} " + "fox " * (i % 5 + 1) for i in range(12)]
   (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

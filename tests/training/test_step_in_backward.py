@@ -21,7 +21,6 @@ SMALL = (
   "dtype=float32", "weight_dtype=float32", "max_target_length=16", "vocab_size=304", "remat_policy=full",
   "per_device_batch_size=8", "warmup_steps_fraction=0",
 )  # fmt: skip
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 THREE = ("qwen3-tiny", "num_decoder_layers=3")
 UNCLIPPED = "gradient_clipping_threshold=0"
 LAYERED = "optimizer_in_backward=true"
@@ -147,7 +146,8 @@ def test_every_family_has_a_rule():
   assert {*FAMILIES, THREE[0]} == {*MODELS}
 
 
-@pytest.mark.parametrize("policy", ["save_mlp", *map(slow, ("save_outputs", "minimal", "save_attention", "none"))])
+@pytest.mark.parametrize("policy", ["save_mlp", "save_outputs", "minimal", "save_attention", "none"])
+@pytest.mark.slow
 def test_what_a_layer_keeps_changes_no_number(policy):
   words = (*THREE, UNCLIPPED, LAYERED)
   (full, _), (keeping, _) = descend(*words), descend(*words, f"remat_policy={policy}")
@@ -211,7 +211,8 @@ def test_each_layer_is_clipped_by_its_own_norm():
 RUNNING = ("clip=running", "gradient_clipping_threshold=1")
 
 
-@pytest.mark.parametrize("shares", [None, slow((0.1, 0.25, 0.05, 0.6))])
+@pytest.mark.parametrize("shares", [None, (0.1, 0.25, 0.05, 0.6)])
+@pytest.mark.slow
 def test_a_running_norm_is_that_of_the_layers_so_far(shares):
   """From the last layer to the first and then what lies in none: the root of the share that they had so far, a fourth each at
   first. What they have in this step is half of what is remembered next."""
@@ -291,7 +292,8 @@ def test_only_the_layers_that_a_mask_names_move():
     assert rows.tolist() == [True, False, True] if "['mlp']" in jax.tree_util.keystr(path) else not np.any(rows), path
 
 
-@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), slow("layers", "stack_0")])
+@pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
+@pytest.mark.slow
 def test_a_part_may_be_frozen_whole(mask, moves):
   """All layers, or all that lies in no stack: there is not an array to update."""
   words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", LAYERED)

@@ -64,6 +64,7 @@ with watchdog.Watchdog({"step": 0.2}) as watch:
   assert done.returncode == 42
 
 
+@pytest.mark.slow
 def test_inner_work_and_progress_are_not_the_outer_ones_time(tmp_path):
   done = run(tmp_path, """
 with watchdog.Watchdog({"step": 1.0, "save": 0}) as watch, watch.watch("step"):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxtext_like.layers.param import Param, init
 from maxtext_like.targets import IGNORED
@@ -73,6 +74,7 @@ def pairs() -> dict[str, np.ndarray]:
   return {name: np.stack([first[name], second[name]], axis=1) for name in first}
 
 
+@pytest.mark.slow
 def test_two_rows_a_sample_and_a_reference_train_in_parts_as_in_one():
   found = []
   for parts in (1, 2):

@@ -242,6 +242,7 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
 
 
 @needs_interpreter
+@pytest.mark.slow
 def test_scores_far_beyond_their_soft_cap_are_at_it():
   """The exponential in the tangent is 0 or infinite there; a score that is no number stays none."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams

@@ -38,7 +38,7 @@ def packed(T):
     pytest.param(100, None, True, (2, 1, 128, 128), None, marks=pytest.mark.slow),
     (384, 100, True, (2, 1, 128, 128), None),
     (384, None, False, (2, 2, 192, 128), None),
-    (200, 100, True, (2, 1, 128, 128), 0.6),
+    pytest.param(200, 100, True, (2, 1, 128, 128), 0.6, marks=pytest.mark.slow),
   ],
 )
 def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments, sizes, soft_cap):
