@@ -1,6 +1,7 @@
 """Soft caps of logits and attention scores (Gemma 2): cap * tanh(x / cap) is x where it is small, and never beyond the cap."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _capped(scores: jax.Array, cap: float) -> jax.Array:
+def _capped(scores: jax.Array, cap: float) -> Any:
   """``soft_cap``, whose gradient has no step that is larger than its result: JAX's own would multiply by 2 * cap on its way,
   which float16 may not hold."""
   return soft_cap(scores, cap)
