@@ -32,6 +32,7 @@ def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) ->
   of the one that does.
   """
   dtype = jnp.float32 if precision.float32_logits else precision.dtype
+  capped: Any
   if cap is not None and precision.float32_qk_product and not precision.float32_logits:
     with jax.named_scope("qk_product"):
       capped = _capped(scores, cap)
@@ -44,7 +45,7 @@ def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _capped(scores: jax.Array, cap: float) -> Any:
+def _capped(scores: jax.Array, cap: float) -> jax.Array:
   """``soft_cap``, whose gradient has no step that is larger than its result: JAX's own would multiply by 2 * cap on its way,
   which float16 may not hold."""
   return soft_cap(scores, cap)
