@@ -1,10 +1,11 @@
 """Which kernel multiplies tokens with their experts: the one that ``build`` chose, once it has passed its self-test here."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from maxtext_like.errors import UserError
+from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.grouped import registry
 from maxtext_like.layers.moe import Experts
@@ -37,7 +38,7 @@ def settle(
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names failed; "auto" falls back to the next.
+    UserError: a kernel that the configuration names failed; "auto" falls back to the next, which is tested likewise.
   """
   layers = dict.fromkeys(layer for layer in decoder.layers if layer.cfg.ffn.experts is not None)
   name = decoder.cfg.grouped
@@ -45,6 +46,33 @@ def settle(
     return decoder, ""
   if device is None:
     return decoder, "not self-tested: there is no device"
+  failed: dict[registry.Name, str] = {}
+  seconds: list[float] = []
+  while registry.kernel(name).fused:
+    shapes = _shapes(layers, name, tokens=tokens, ways=ways)
+    verdicts = [verdict(shape, device, cache, test) for shape in shapes]
+    seconds += [s for _, s in verdicts if s is not None]
+    problem = next((problem for problem, _ in verdicts if problem), "")
+    if not problem:
+      break
+    if asked != "auto":
+      raise UserError(
+        f"grouped_product={asked} failed its self-test on {device.device_kind}: {problem}\n"
+        "  fix: grouped_product=auto, which falls back by itself"
+      )
+    failed[name] = problem
+    capability = getattr(device, "compute_capability", None)
+    case = registry.Case(platform=platform, dtype=shapes[0].dtype, capability=capability)
+    name = registry.choose("auto", case, without=tuple(failed)).name
+  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=name))
+  if failed:
+    verb = "which failed its self-test" if len(failed) == 1 else "which failed their self-tests"
+    return decoder, f"instead of {' and '.join(failed)}, {verb} on {device.device_kind}: {'; '.join(failed.values())}"
+  return decoder, f"self-test passed on {device.device_kind} {f'in {sum(seconds):.0f} s' if seconds else 'earlier'}"
+
+
+def _shapes(layers: Iterable[Block], name: registry.Name, *, tokens: int, ways: int) -> list[GroupedShape]:
+  """What is to be tested of a kernel, each once; tokens and ways: as of ``settle``."""
   shapes: dict[GroupedShape, None] = {}
   for layer in layers:
     cfg = layer.cfg.ffn.experts
@@ -60,19 +88,4 @@ def settle(
         rows=tokens * cfg.num_experts_per_tok,
       )
       shapes[shape] = None
-  verdicts = [verdict(shape, device, cache, test) for shape in shapes]
-  problem = next((problem for problem, _ in verdicts if problem), "")
-  if not problem:
-    seconds = [s for _, s in verdicts if s is not None]
-    return decoder, f"self-test passed on {device.device_kind} {f'in {sum(seconds):.0f} s' if seconds else 'earlier'}"
-  if asked != "auto":
-    raise UserError(
-      f"grouped_product={asked} failed its self-test on {device.device_kind}: {problem}\n"
-      "  fix: grouped_product=auto, which falls back by itself"
-    )
-  dtype = next(iter(shapes)).dtype
-  other = registry.choose(
-    "auto", registry.Case(platform=platform, dtype=dtype, capability=getattr(device, "compute_capability", None)), without=name
-  ).name
-  decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=other))
-  return decoder, f"instead of {name}, which failed its self-test on {device.device_kind}: {problem}"
+  return list(shapes)

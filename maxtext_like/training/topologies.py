@@ -3,8 +3,9 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
@@ -179,19 +180,25 @@ def memory_of(device_kind: str) -> int | None:
 
 @contextlib.contextmanager
 def assumed_gpu() -> Iterator[None]:
-  """Lets JAX trace and lower cuDNN's attention where there is no GPU to ask for its compute capability and cuDNN version."""
+  """Lets JAX trace and lower cuDNN's attention, and kernels by Triton, where there is no GPU to ask for its compute capability
+  and cuDNN version."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-  answers = {
-    "check_cudnn_version": lambda: _CUDNN,
-    "check_compute_capability": lambda capability: float(capability) <= 9.0,
-    "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
-  }
-  before = {name: getattr(cudnn, name) for name in answers}
+  answers: list[tuple[Any, str, Callable[..., Any]]] = [
+    (cudnn, "check_cudnn_version", lambda: _CUDNN),
+    (cudnn, "check_compute_capability", lambda capability: float(capability) <= 9.0),
+    (cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0"),
+  ]
+  with contextlib.suppress(ImportError):  # before JAX 0.11 Triton takes this GPU for granted by itself
+    from jax._src.pallas.triton import gpu_info  # pyright: ignore[reportAttributeAccessIssue]
+
+    hopper = gpu_info.GpuInfo(gpu_version=None, arch_name="9.0", compute_capability=90)
+    answers.append((gpu_info, "get_gpu_info", lambda: hopper))
+  before = [(module, name, getattr(module, name)) for module, name, _ in answers]
   try:
-    for name, answer in answers.items():
-      setattr(cudnn, name, answer)
+    for module, name, answer in answers:
+      setattr(module, name, answer)
     yield
   finally:
-    for name, function in before.items():
-      setattr(cudnn, name, function)
+    for module, name, function in before:
+      setattr(module, name, function)

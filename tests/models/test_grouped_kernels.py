@@ -1,6 +1,7 @@
 """The kernel of experts is taken once it has passed its self-test; a failure falls back, or ends what asked for it by name."""
 
 import contextlib
+import dataclasses
 import types
 from typing import Any
 
@@ -56,3 +57,25 @@ def test_a_kernel_that_fails_is_passed_by_or_an_error_where_it_was_asked_for(dec
 
 def test_without_a_device_nothing_is_tested(decoder, monkeypatch):
   assert decide(decoder, "bad", monkeypatch, device=None) == ("pallas_tpu", "not self-tested: there is no device", [])
+
+
+@pytest.mark.parametrize(("bad", "taken"), [((), "pallas_triton"), (("pallas_triton",), "rounds")])
+def test_what_comes_next_is_tested_too(decoder, bad, taken, monkeypatch):
+  """On a GPU whose first kernel fails there is a second one of our own."""
+  cfg = dataclasses.replace(decoder.cfg, grouped="pallas_gpu")
+  gpu = types.SimpleNamespace(
+    device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0", client=types.SimpleNamespace(platform_version="test")
+  )
+  tried = []
+
+  def test(shape):
+    tried.append(shape.kernel)
+    return [CaseResult(name="one takes all", problem="dx: bad" if shape.kernel in ("pallas_gpu", *bad) else "")]
+
+  monkeypatch.setattr("jax.default_device", lambda device: contextlib.nullcontext())
+  model = dataclasses.replace(decoder, cfg=cfg)
+  settled, words = settle(model, asked="auto", platform="gpu", tokens=512, ways=2, device=gpu, test=test)
+  assert settled.cfg.grouped == taken
+  assert list(dict.fromkeys(tried)) == ["pallas_gpu", "pallas_triton"]
+  failed = "pallas_gpu and pallas_triton, which failed their self-tests" if bad else "pallas_gpu, which failed its self-test"
+  assert words.startswith(f"instead of {failed} on NVIDIA H200: pallas_gpu, bfloat16")

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from maxtext_like.layers.kernels.grouped.registry import Case, GroupedKernel
+from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 from maxtext_like.layers.partition import vary, vary_alike, varying_axes
 
 _ROWS, _WEIGHTS = "gpu_rows_by_group", "gpu_weights_by_group"
@@ -148,31 +149,6 @@ def _backward(tiles, interpret, saved, g):
 _product.defvjp(_forward, _backward)
 
 
-def _visits(sizes: jax.Array, rows: int, counts: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-  """The tiles of rows: int32 [4, V], of each its group, its first row, which of ``counts`` it has, and how many of those are
-  its group's (all, but in a group that is smaller); and int32 [1], how many tiles there are. V is the most that any sizes need.
-
-  Args:
-    sizes: [G], of all groups; their sum is M.
-    rows: M.
-    counts: of a tile's rows, rising.
-  """
-  R, able = counts[-1], jnp.asarray(counts, jnp.int32)
-  ends = jnp.cumsum(sizes)
-  whole, rest = sizes // R, sizes % R
-  last = jnp.searchsorted(able, rest)  # the smallest that holds the rest
-  number = whole + (rest > 0)
-  behind = jnp.cumsum(number)
-  visit = jnp.arange(rows // R + sizes.shape[0])
-  group = jnp.minimum(jnp.searchsorted(behind, visit, side="right"), sizes.shape[0] - 1)
-  within = visit - (behind - number)[group]
-  size, is_whole = sizes[group], within < whole[group]
-  kind = jnp.where(is_whole, len(counts) - 1, last[group])
-  start = jnp.where(is_whole, within * R, jnp.maximum(size - able[kind], 0))
-  found = (group, (ends - sizes)[group] + start, kind, jnp.minimum(able[kind], size))
-  return jnp.stack(found).astype(jnp.int32), behind[-1:].astype(jnp.int32)
-
-
 def _swizzled(*shape: int, dtype: Any) -> Any:
   """Shared memory as TMA and wgmma like it; the last axis is a multiple of 64 16-bit numbers."""
   plgpu = _mosaic()
@@ -247,7 +223,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
   own = tiles.columns // 2 if C % (tiles.columns // 2) == 0 else _DEPTH
   strips, steps, stages, dtype = pl.cdiv(C, 2 * own), pl.cdiv(S, _DEPTH), tiles.stages, x.dtype
   # What is left behind the groups is one more, whose rows become zeros: no step is made for them.
-  visits, number = _visits(jnp.append(sizes, M - jnp.sum(sizes)), M, counts)
+  visits, number = row_tiles(jnp.append(sizes, M - jnp.sum(sizes)), M, counts)
 
   def kernel(visits, number, x, w, out, x_tiles, w_tiles, out_tiles, few, full, free):
     group_of = jax.lax.axis_index("warpgroup")

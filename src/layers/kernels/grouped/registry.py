@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["pallas_tpu", "pallas_gpu", "rounds", "ragged_dot", "tiles"]
+Name = Literal["pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
 NAMES: tuple[Name, ...] = get_args(Name)
 """In the order in which "auto" prefers them, where they do no more than the useful work."""
 
-Choice = Literal["auto", "pallas_tpu", "pallas_gpu", "rounds", "ragged_dot", "tiles"]
+Choice = Literal["auto", "pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
 """What a configuration may ask for."""
 
 
@@ -68,14 +68,14 @@ def kernel(name: Name) -> GroupedKernel:
   return importlib.import_module(f"{__package__}.{name}").KERNEL
 
 
-def choose(choice: Choice, case: Case, *, without: Name | None = None) -> GroupedKernel:
-  """The kernel that will run; without: one that "auto" passes by.
+def choose(choice: Choice, case: Case, *, without: tuple[Name, ...] = ()) -> GroupedKernel:
+  """The kernel that will run; without: those that "auto" passes by.
 
   Raises:
     ValueError: a kernel that is asked for by name cannot do it.
   """
   if choice == "auto":
-    able = [found for found in map(kernel, NAMES) if found.name != without and not found.refuses(case)]
+    able = [found for found in map(kernel, NAMES) if found.name not in without and not found.refuses(case)]
     return next((found for found in able if not found.avoided(case)), able[0])
   asked = kernel(choice)
   if reasons := asked.refuses(case):

@@ -25,7 +25,7 @@ SIZES = {
   "whole tiles": [8, 16, 8, 0, 5],
 }
 D, F = 6, 10
-PLAIN = [name for name in NAMES if name != "pallas_gpu"]  # which has 16-bit operands only, and tests of its own
+PLAIN = [name for name in NAMES if name not in ("pallas_gpu", "pallas_triton")]  # 16-bit operands only, and tests of their own
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def test_nothing_of_one_group_reaches_another(name):
 
 def test_the_choice():
   old = jax.__version_info__ < (0, 11)
-  of_hopper = "rounds" if old else "pallas_gpu"
+  of_hopper = "pallas_triton" if old else "pallas_gpu"
   auto = {
     (p, d): choose("auto", Case(platform=p, dtype=d)).name for p in ("cpu", "gpu", "tpu") for d in ("bfloat16", "float16")
   }
@@ -169,7 +169,7 @@ def test_the_choice():
   with pytest.raises(ValueError, match="grouped_product=pallas_tpu cannot be used here: it runs on TPUs, not on gpu"):
     choose("pallas_tpu", Case(platform="gpu", dtype="bfloat16"))
   assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="9.0")).name == of_hopper
-  assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="10.0")).name == "rounds"
+  assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="10.0")).name == "pallas_triton"
   assert choose("auto", Case(platform="gpu", dtype="float32")).name == "rounds"
   with pytest.raises(ValueError, match=r"it needs JAX 0\.11, and this is") if old else contextlib.nullcontext():
     assert choose("pallas_gpu", Case(platform="gpu", dtype="bfloat16")).name == "pallas_gpu"

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxtext_like.layers.kernels.grouped import pallas_gpu
 from maxtext_like.layers.kernels.grouped.pallas_gpu import Tiles, product, row_counts, rows_worked_on
+from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 
 # JAX 0.10 can neither compile nor interpret the kernels.
 INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
@@ -27,7 +28,7 @@ interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no in
 def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
   counts = row_counts(most)
   rows, ends = sum(sizes), np.cumsum(sizes)
-  visits, number = jax.jit(pallas_gpu._visits, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), rows, counts)
+  visits, number = jax.jit(row_tiles, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), rows, counts)
   assert number[0] <= visits.shape[1]
   seen, worked = np.zeros(rows, int), 0
   for group, row, kind, valid in np.asarray(visits).T[: number[0]]:
@@ -46,7 +47,7 @@ def test_work_in_the_sizes_of_models():
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.12)):
     sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
     counts = row_counts(256)
-    visits, number = pallas_gpu._visits(sizes, rows, counts)
+    visits, number = row_tiles(sizes, rows, counts)
     worked = np.asarray(counts)[np.asarray(visits)[2, : number[0]]].sum()
     assert rows <= worked <= rows_worked_on(rows, groups)
     assert rows_worked_on(rows, groups) <= most * rows
