@@ -285,6 +285,7 @@ def test_the_vision_pooler():
   assert summary(result.remedies) == "float32_vision_pool=true"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_fine_is_left_alone():
   result = search(config_of("gemma4", "dtype=bfloat16"), fresh, 0.5).run()
   assert result.outcome == "fine"

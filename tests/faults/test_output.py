@@ -154,6 +154,7 @@ def test_full_disks_behind_both_streams(train):
   assert re.search(r"<p class=bad>standard output: \d+ lines not written: No space left on device</p>", page)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_is_a_stop(train):
   process = train.start("a", steps=100_000)
   train.wait_for(r"step +5 of", process)

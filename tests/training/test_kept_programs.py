@@ -96,6 +96,7 @@ def test_programs_are_the_same_to_the_last_bit_and_are_not_lowered_again(overrid
   assert len(list(kept.glob("*.program"))) == 3
 
 
+@pytest.mark.slow
 def test_a_program_of_the_same_text_is_not_compiled_again(kept, monkeypatch):
   program = make_program(small_config("qwen3-tiny", "num_decoder_layers=2"))
   first = KeptPrograms.of(program.model)
