@@ -20,8 +20,9 @@ def start(body):
   """Starts a program that prints ``ready`` when it listens."""
   program = textwrap.dedent(
     """
-    import sys, time
+    import signal, sys, time
     from maxtext_like.training.signals import StopRequest
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever who starts this does with it
     with StopRequest() as stop:
       stop.training = True
       print("ready", flush=True)
