@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxtext_like.layers.kernels.grouped import pallas_gpu
-from maxtext_like.layers.kernels.grouped.pallas_gpu import Tiles, product, row_counts, rows_worked_on
+from maxtext_like.layers.kernels.grouped import hopper, pallas_gpu_weights
+from maxtext_like.layers.kernels.grouped.hopper import Tiles
+from maxtext_like.layers.kernels.grouped.pallas_gpu import product, row_counts, rows_worked_on
 from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 
 # JAX 0.10 can neither compile nor interpret the kernels.
@@ -55,12 +56,12 @@ def test_work_in_the_sizes_of_models():
 
 def test_the_gradient_of_the_weights_has_tiles_that_divide_it():
   """gemma4-26b both ways, DeepSeek V3, sizes that none divides."""
-  assert pallas_gpu._wide((2816, 704), 256) == (True, 256)
-  assert pallas_gpu._wide((704, 2816), 256) == (False, 256)
-  assert pallas_gpu._wide((7168, 2048), 256) == (False, 256)
-  assert pallas_gpu._wide((1152, 704), 256) == (True, 192)
-  assert pallas_gpu._wide((704, 448), 256) == (False, 256)
-  assert pallas_gpu._wide((64, 64), 256) == (False, 64)
+  assert pallas_gpu_weights._wide((2816, 704), 256) == (True, 256)
+  assert pallas_gpu_weights._wide((704, 2816), 256) == (False, 256)
+  assert pallas_gpu_weights._wide((7168, 2048), 256) == (False, 256)
+  assert pallas_gpu_weights._wide((1152, 704), 256) == (True, 192)
+  assert pallas_gpu_weights._wide((704, 448), 256) == (False, 256)
+  assert pallas_gpu_weights._wide((64, 64), 256) == (False, 64)
 
 
 @functools.cache
@@ -87,7 +88,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("sizes", "M", "S", "C", "tiles"), CASES.values(), ids=CASES)
 def test_values_and_gradients(sizes, M, S, C, tiles, dtype, monkeypatch):
-  monkeypatch.setattr(pallas_gpu, "_BLOCKS", 2)
+  monkeypatch.setattr(hopper, "BLOCKS", 2)
   keys = jax.random.split(jax.random.key(1), 3)
   shapes = ((M, S), (len(sizes), S, C), (M, C))
   x, w, g = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
@@ -109,7 +110,7 @@ def test_values_and_gradients(sizes, M, S, C, tiles, dtype, monkeypatch):
 @pytest.mark.slow
 def test_nothing_of_one_group_reaches_another(monkeypatch):
   """NaN in the rows and the matrix of the second group."""
-  monkeypatch.setattr(pallas_gpu, "_BLOCKS", 2)
+  monkeypatch.setattr(hopper, "BLOCKS", 2)
   x, w, g = jnp.ones((80, 64), jnp.bfloat16), jnp.ones((3, 64, 64), jnp.bfloat16), jnp.ones((80, 64), jnp.bfloat16)
   sizes = jnp.asarray([30, 11, 39], jnp.int32)
   out, dx, dw = compiled(SMALL)(x.at[30:41].set(jnp.nan), w.at[1].set(jnp.nan), sizes, g)

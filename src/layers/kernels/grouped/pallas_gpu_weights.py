@@ -1,0 +1,160 @@
+"""The gradient of the matrices of a grouped product, as a Pallas kernel for Hopper GPUs: ``pallas_gpu.py`` says how it works.
+
+S rows and C columns of a matrix, G groups.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from maxtext_like.layers.kernels.grouped.hopper import (
+  CHUNK,
+  DEPTH,
+  FEW_REGISTERS,
+  REGISTERS,
+  Tiles,
+  in_turn,
+  mosaic,
+  other_way,
+  pad,
+  pass_by,
+  persistent,
+  swizzled,
+  varying_as,
+)
+
+NAME = "gpu_weights_by_group"
+"""What the kernel is called in a program."""
+
+
+def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
+  """Of a gradient [S, C]: whether its tiles lie across S instead of C, and how wide they are: more than half of the most, if
+  any such width divides the axis; else the last tile of C repeats some of the one before."""
+  able = [(n, not across) for n in range(most, most // 2, -CHUNK) for across in (False, True) if sizes[not across] % n == 0]
+  return (not able[0][1], able[0][0]) if able else (False, min(most, -(-sizes[1] // CHUNK) * CHUNK))
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
+def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
+  """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32."""
+  plgpu, wanted = mosaic(), (x.shape[1], g.shape[1])
+  x, g = pad(x), pad(g)
+  turned, wide = _wide((x.shape[1], g.shape[1]), tiles.wide)
+  x, g = (g, x) if turned else (x, g)
+  S, C, G = x.shape[1], g.shape[1], sizes.shape[0]
+  own = tiles.high // 2 if S % (tiles.high // 2) == 0 else DEPTH
+  down, across, stages, dtype = pl.cdiv(S, 2 * own), pl.cdiv(C, wide), tiles.weight_stages, x.dtype
+  ends = jnp.cumsum(sizes)
+  spans = jnp.stack([ends - sizes, ends]).astype(jnp.int32)
+
+  def kernel(spans, x, g, out, x_tiles, g_tiles, out_tiles, full, free):
+    group_of = jax.lax.axis_index("warpgroup")
+
+    def place(piece):
+      group = jax.lax.div(piece, down * across)
+      within = piece - group * (down * across)
+      d = jax.lax.div(within, across)
+      begin, end = spans[0, group], spans[1, group]
+      first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
+      c = jnp.minimum((within - d * across) * wide, max(C - wide, 0))
+      todo = jnp.where(end > begin, jax.lax.div(end - first + (DEPTH - 1), DEPTH), 0)
+      return group, d * (2 * own), c, first, begin, end, todo
+
+    @pl.when(group_of == 2)
+    def copy():
+      plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+
+      def piece(number, before):
+        _, d, c, first, _, _, todo = place(number)
+
+        def step(k, _):
+          slot = jax.lax.rem(before + k, stages)
+
+          @pl.when(before + k >= stages)
+          def _():
+            plgpu.barrier_wait(free.at[slot])
+
+          deep = pl.ds(first + k * DEPTH, DEPTH)
+          plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot], full.at[slot])
+          for half in range(2):
+            plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half], full.at[slot])
+
+        jax.lax.fori_loop(0, todo, step, None)
+        return todo
+
+      in_turn(G * down * across, piece)
+
+    @pl.when(group_of < 2)
+    def multiply():
+      plgpu.set_max_registers(REGISTERS, action="increase")
+
+      def piece(number, before):
+        group, d, c, first, begin, end, todo = place(number)
+        d = d + group_of * own
+
+        @pl.when(d < S)
+        def _():
+          def summed(total):
+            def step(k, _):
+              slot = jax.lax.rem(before + k, stages)
+              plgpu.barrier_wait(full.at[slot])
+              left, right = x_tiles.at[slot, group_of], g_tiles.at[slot]
+              at_first = first + k * DEPTH
+
+              @pl.when((at_first < begin) | (at_first + DEPTH > end))
+              def _():
+                # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
+                # tile: each of them reads what it has itself written, and the other one can only have written the same.
+                row = plgpu.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), 0, layout=plgpu.Layout.WGMMA)
+                for tile, size in ((left, own), (right, wide)):
+                  for at in range(0, size, DEPTH):
+                    part = tile.at[:, pl.ds(at, DEPTH)]
+                    found = part[...]
+                    part[...] = jnp.where((row >= begin - at_first) & (row < end - at_first), found, jnp.zeros_like(found))
+                plgpu.commit_smem()
+
+              plgpu.wgmma(total, other_way(left), right)
+              plgpu.wgmma_wait(1)
+
+              @pl.when(k > 0)
+              def _():
+                plgpu.barrier_arrive(free.at[jax.lax.rem(before + k - 1, stages)])
+
+            jax.lax.fori_loop(0, todo, step, None)
+            return total[...]
+
+          made = pl.run_scoped(summed, plgpu.ACC((own, wide), jnp.float32)).astype(dtype)
+
+          @pl.when(todo > 0)
+          def _():
+            plgpu.barrier_arrive(free.at[jax.lax.rem(before + todo - 1, stages)])
+
+          pieces = [(a, b) for a in range(0, own, CHUNK) for b in range(0, wide, CHUNK)]
+          for i, (a, b) in enumerate(pieces):
+            tile = out_tiles.at[group_of, i % 2]
+            plgpu.wait_smem_to_gmem(1 if i else 0, wait_read_only=True)
+            (other_way(tile) if turned else tile)[...] = made[a : a + CHUNK, b : b + CHUNK]
+            plgpu.commit_smem()
+            there = pl.ds(d + a, CHUNK), pl.ds(c + b, CHUNK)
+            plgpu.copy_smem_to_gmem(tile, out.at[(group, *(there[::-1] if turned else there))])
+
+        pl.when(d >= S)(lambda: pass_by(before, todo, full, free))
+        return todo
+
+      in_turn(G * down * across, piece)
+      plgpu.wait_smem_to_gmem(0)
+
+  out = persistent(
+    kernel,
+    NAME,
+    jax.ShapeDtypeStruct((G, C, S) if turned else (G, S, C), dtype),
+    interpret,
+    x_tiles=swizzled(stages, 2, DEPTH, own, dtype=dtype),
+    g_tiles=swizzled(stages, DEPTH, wide, dtype=dtype),
+    out_tiles=swizzled(2, 2, CHUNK, CHUNK, dtype=dtype),
+    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+    free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+  )(spans, x, g)
+  return varying_as(x, out)[:, : wanted[0], : wanted[1]]
