@@ -63,10 +63,10 @@ class Tiles:
   weight_stages: int = 4
 
 
-def swizzled(*shape: int, dtype: Any) -> Any:
-  """Shared memory as TMA and wgmma like it; the last axis is a multiple of 64 16-bit numbers."""
+def swizzled(*shape: int, dtype: Any, width: int = DEPTH) -> Any:
+  """Shared memory as TMA and wgmma like it; the last axis is a multiple of ``width`` 16-bit numbers, which a swizzle spans."""
   plgpu = mosaic()
-  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
 
 def in_turn(count: jax.Array, work) -> None:

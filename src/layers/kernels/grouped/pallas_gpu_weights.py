@@ -28,6 +28,9 @@ from maxtext_like.layers.kernels.grouped.hopper import (
 NAME = "gpu_weights_by_group"
 """What the kernel is called in a program."""
 
+_HALF = DEPTH // 2
+"""Rows of a group's last step, where these are enough. Mosaic sums no less at once than a swizzle spans: so that is as many."""
+
 
 def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
   """Of a gradient [S, C]: whether its tiles lie across S instead of C, and how wide they are: more than half of the most, if
@@ -59,29 +62,35 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       begin, end = spans[0, group], spans[1, group]
       first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
       c = jnp.minimum((within - d * across) * wide, max(C - wide, 0))
-      todo = jnp.where(end > begin, jax.lax.div(end - first + (DEPTH - 1), DEPTH), 0)
-      return group, d * (2 * own), c, first, begin, end, todo
+      halves = jnp.where(end > begin, jax.lax.div(end - first + (_HALF - 1), _HALF), 0)
+      whole, todo = jax.lax.div(halves, 2), jax.lax.div(halves + 1, 2)
+      return group, d * (2 * own), c, first, begin, end, whole, todo
+
+    def each_step(whole, todo, do):
+      """do(number of a step, its rows). The last one is a loop too: an accumulator inside of a condition is less tried."""
+      jax.lax.fori_loop(0, whole, lambda k, _: do(k, DEPTH), None)
+      jax.lax.fori_loop(whole, todo, lambda k, _: do(k, _HALF), None)
 
     @pl.when(group_of == 2)
     def copy():
       plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
 
       def piece(number, before):
-        _, d, c, first, _, _, todo = place(number)
+        _, d, c, first, _, _, whole, todo = place(number)
 
-        def step(k, _):
+        def step(k, count):
           slot = jax.lax.rem(before + k, stages)
 
           @pl.when(before + k >= stages)
           def _():
             plgpu.barrier_wait(free.at[slot])
 
-          deep = pl.ds(first + k * DEPTH, DEPTH)
-          plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot], full.at[slot])
+          deep, there = pl.ds(first + k * DEPTH, count), pl.ds(0, count)
+          plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot, there], full.at[slot])
           for half in range(2):
-            plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half], full.at[slot])
+            plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half, there], full.at[slot])
 
-        jax.lax.fori_loop(0, todo, step, None)
+        each_step(whole, todo, step)
         return todo
 
       in_turn(G * down * across, piece)
@@ -91,29 +100,29 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       plgpu.set_max_registers(REGISTERS, action="increase")
 
       def piece(number, before):
-        group, d, c, first, begin, end, todo = place(number)
+        group, d, c, first, begin, end, whole, todo = place(number)
         d = d + group_of * own
 
         @pl.when(d < S)
         def _():
           def summed(total):
-            def step(k, _):
-              slot = jax.lax.rem(before + k, stages)
+            def step(k, count):
+              slot, there = jax.lax.rem(before + k, stages), pl.ds(0, count)
               plgpu.barrier_wait(full.at[slot])
-              left, right = x_tiles.at[slot, group_of], g_tiles.at[slot]
-              at_first = first + k * DEPTH
+              left, right = x_tiles.at[slot, group_of, there], g_tiles.at[slot, there]
+              for at in range(0, count, _HALF):
+                row = first + k * DEPTH + at
 
-              @pl.when((at_first < begin) | (at_first + DEPTH > end))
-              def _():
-                # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
-                # tile: each of them reads what it has itself written, and the other one can only have written the same.
-                row = plgpu.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), 0, layout=plgpu.Layout.WGMMA)
-                for tile, size in ((left, own), (right, wide)):
-                  for at in range(0, size, DEPTH):
-                    part = tile.at[:, pl.ds(at, DEPTH)]
+                @pl.when((row < begin) | (row + _HALF > end))
+                def _(at=at, row=row):
+                  # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
+                  # tile: each of them reads what it has itself written, and the other one can only have written the same.
+                  for tile in (left, right):
+                    part = other_way(tile.at[pl.ds(at, _HALF)])  # a warpgroup's registers have 64 numbers of the first axis
+                    rows = row + plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=plgpu.Layout.WGMMA)
                     found = part[...]
-                    part[...] = jnp.where((row >= begin - at_first) & (row < end - at_first), found, jnp.zeros_like(found))
-                plgpu.commit_smem()
+                    part[...] = jnp.where((rows >= begin) & (rows < end), found, jnp.zeros_like(found))
+                  plgpu.commit_smem()
 
               plgpu.wgmma(total, other_way(left), right)
               plgpu.wgmma_wait(1)
@@ -122,7 +131,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
               def _():
                 plgpu.barrier_arrive(free.at[jax.lax.rem(before + k - 1, stages)])
 
-            jax.lax.fori_loop(0, todo, step, None)
+            each_step(whole, todo, step)
             return total[...]
 
           made = pl.run_scoped(summed, plgpu.ACC((own, wide), jnp.float32)).astype(dtype)
@@ -151,8 +160,8 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
     NAME,
     jax.ShapeDtypeStruct((G, C, S) if turned else (G, S, C), dtype),
     interpret,
-    x_tiles=swizzled(stages, 2, DEPTH, own, dtype=dtype),
-    g_tiles=swizzled(stages, DEPTH, wide, dtype=dtype),
+    x_tiles=swizzled(stages, 2, DEPTH, own, dtype=dtype, width=_HALF),
+    g_tiles=swizzled(stages, DEPTH, wide, dtype=dtype, width=_HALF),
     out_tiles=swizzled(2, 2, CHUNK, CHUNK, dtype=dtype),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),

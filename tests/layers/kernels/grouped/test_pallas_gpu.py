@@ -123,6 +123,26 @@ def test_nothing_of_one_group_reaches_another(monkeypatch):
 
 
 @interpreted
+@pytest.mark.slow
+def test_the_gradient_of_the_weights_ends_where_its_group_does(monkeypatch):
+  """Sizes on both sides of a last step's 32 and 64 rows. Between them lie groups of NaN, so that begins differ too."""
+  monkeypatch.setattr(hopper, "BLOCKS", 2)
+  own = np.asarray([0, 1, 31, 32, 33, 63, 64, 65, 97, 32, 64])
+  sizes = np.stack([own, np.asarray([3, 2, 1, 31, 5, 40, 7, 1, 95, 0, 7])], 1).reshape(-1)
+  begins, rows, S, C = np.cumsum(sizes) - sizes, sizes.sum(), 64, 128
+  others = np.repeat(np.arange(len(sizes)) % 2 == 1, sizes)[:, None]
+  x, g = (jax.random.normal(jax.random.key(i), (rows, n)).astype(jnp.bfloat16) for i, n in enumerate((S, C)))
+  run = functools.partial(pallas_gpu_weights.groups_of_rows, tiles=SMALL, interpret=INTERPRETER())
+  dw = run(jnp.where(others, jnp.nan, x), jnp.where(others, jnp.nan, g), jnp.asarray(sizes, jnp.int32))
+  x, g, dw = (np.asarray(a, np.float64) for a in (x, g, dw))
+  assert np.isnan(dw[1::2]).all((1, 2)).tolist() == (sizes[1::2] > 0).tolist()
+  for i, begin in enumerate(begins[::2]):
+    rows_of = slice(begin, begin + own[i])
+    wanted = x[rows_of].T @ g[rows_of]
+    np.testing.assert_allclose(dw[2 * i], wanted, atol=4e-3 * np.abs(wanted).max(initial=0.1), err_msg=f"{own[i]} rows")
+
+
+@interpreted
 def test_layers_share_what_is_compiled_for_a_gpu():
   """Compiling a kernel takes seconds: a program of many layers has it once."""
   tiles = Tiles(rows=32, stages=2, weight_stages=2)
