@@ -2,9 +2,10 @@
 
 . gpu/env.sh; python benchmarks/offload.py                        the rows of Qwen3; about 3 minutes on an H200
 python benchmarks/offload.py --only gemma4-31b                    all of gemma4-31b on one GPU; about 5 minutes
+python benchmarks/offload.py --only moments                       the optimizer's state there, of Qwen3 and of gemma4-31b
 python benchmarks/offload.py --model qwen3-tiny max_target_length=64 remat_policy=full     a CPU, for a look: no memory is saved
 
-Each line is a process of its own: the same model, batch and seed, ``remat_offload`` alone differs. Random tokens, packed with
+Each line is a process of its own: the same model, batch and seed, and one key alone differs. Random tokens, packed with
 three documents a row, steps back to back, a step being the median of several groups, the first two apart. "peak" is what the
 device's allocator held at most, "host" what the program has in the host's memory. What the compiler says does not fit the
 device is not run. "loss" is that of the last step: the same numbers, but for what XLA chooses by trial.
@@ -19,11 +20,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-  """A configuration: name for --only, words of ``train``, values of remat_offload, each of which is a line."""
+  """A configuration: name for --only, words of ``train``, and words of what differs, each of which is a line."""
 
   name: str
   words: tuple[str, ...]
-  offloads: tuple[str, ...] = ("none", "layer_inputs")
+  offloads: tuple[str, ...] = ("remat_offload=none", "remat_offload=layer_inputs")
+
+
+def _moments(name: str, *words: str) -> Row:
+  key = "optimizer_memory_host_offload"
+  eight_bits = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")
+  return Row(f"moments, {name}", (*words, *eight_bits), (f"{key}=false", f"{key}=true"))
 
 
 _QWEN = ("qwen3-8b", "num_decoder_layers=32", "max_target_length=4096", "remat_policy=full")
@@ -32,8 +39,10 @@ ROWS = (
   Row("qwen3-8b, 32 layers, 8 rows", (*_QWEN, "per_device_batch_size=8")),
   Row("qwen3-8b, 32 layers, 14 rows", (*_QWEN, "per_device_batch_size=14")),
   Row("gemma4-31b, 4 rows", (*_GEMMA, "per_device_batch_size=4")),
+  _moments("qwen3-8b, 2 rows", "qwen3-8b", "gpu/one_h200.yml", "max_target_length=4096", "per_device_batch_size=2"),
+  _moments("gemma4-31b, 1 row", *_GEMMA, "per_device_batch_size=1"),
 )
-HEADER = "| run | remat_offload | step | tokens/s | peak GiB | host GiB | loss |\n|---|---|---|---|---|---|---|"
+HEADER = "| run | offload | step | tokens/s | peak GiB | host GiB | loss |\n|---|---|---|---|---|---|---|"
 
 
 def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[str, Any]:
@@ -47,14 +56,18 @@ def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[st
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.program import make_program
 
-  config = load_config(words[0], [*words[1:], f"remat_offload={offload}"]).config
+  config = load_config(words[0], [*words[1:], offload]).config
   device = jax.local_devices()[0]
   program = make_program(config, mesh=make_mesh(config.mesh, [device]))
   compiled = program.lower_step().compile()
   said = compiled.memory_analysis()
   needed = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
   limit = (device.memory_stats() or {}).get("bytes_limit")
-  found = {"host_gib": said.host_temp_size_in_bytes / GIB, "device": device.device_kind, "jax": jax.__version__}
+  found = {
+    "host_gib": (said.host_temp_size_in_bytes + said.host_argument_size_in_bytes) / GIB,
+    "device": device.device_kind,
+    "jax": jax.__version__,
+  }
   if limit is not None and needed > limit:
     return found | {"needed_gib": needed / GIB, "limit_gib": limit / GIB}
   state: Any = program.lower_init().compile()(np.uint32(0))

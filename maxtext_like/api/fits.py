@@ -145,7 +145,7 @@ def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
 
 def host_rows(size: int, device: str) -> list[tuple[str, str]]:
   """What lies in the host's memory for a device, which is called ``device``; nothing where nothing does."""
-  return [("host", f"{size_words(size)} a {device} lie in the host's memory until the backward pass")] if size else []
+  return [("host", f"{size_words(size)} a {device} lie in the host's memory")] if size else []
 
 
 def work_rows(work: "Work") -> list[tuple[str, str]]:
@@ -330,8 +330,7 @@ def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
   counted = memory.for_gpus(c, host)
   if not compiled:
     return OnGpus(host, *counted, why_not="machine_code=false")
-  if gpus_ahead_of_time.installed() is None:
-    why = f"JAX's CUDA libraries are not here ({gpus_ahead_of_time.INSTALL}; needs no GPU)"
+  if why := gpus_ahead_of_time.why_not(c):
     return OnGpus(host, *counted, why_not=why)
   return OnGpus(host, *counted, gpus_ahead_of_time.compile_step(c, host))
 

@@ -118,8 +118,12 @@ def for_orbax(path: Path | Place) -> Any:
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:
   """Casts one array explicitly; what would become infinite (or NaN, in float8_e4m3) is refused."""
+  import jax
   import jax.numpy as jnp
 
+  place = array.sharding
+  away = place.memory_kind == "pinned_host"  # where nothing is computed
+  array = jax.device_put(array, jax.memory.Space.Device) if away else array
   if array.size:
     largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)
     if largest > limit:
@@ -127,7 +131,8 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
         f"checkpoint leaf {name} holds {largest:.6g}, which {dtype} cannot hold (largest {limit:.6g}); "
         f"keep its dtype {array.dtype}"
       )
-  return array.astype(dtype)
+  array = array.astype(dtype)
+  return jax.device_put(array, place) if away else array
 
 
 def load(step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False) -> Restored:

@@ -105,7 +105,8 @@ def read(state: Path | Place, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     places = like.sharding.addressable_devices_indices_map(like.shape)
     keys = {device: str(index) for device, index in places.items()}  # slices have no hash
     parts = {keys[device]: array[index].read() for device, index in places.items()}
-    arrays = [jax.device_put(np.asarray(parts[keys[device]].result()), device) for device in places]
+    where = [jax.sharding.SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in places]
+    arrays = [jax.device_put(np.asarray(parts[keys[device]].result()), to) for device, to in zip(places, where, strict=True)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
 
   try:

@@ -165,6 +165,11 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
         f"clip = {t.clip} without optimizer_in_backward", ("clip", "optimizer_in_backward"),
         "set clip=exact: the ordinary step has the norm of all gradients before it updates anything",
       )  # fmt: skip
+    if t.optimizer_memory_host_offload:
+      yield Problem(
+        "optimizer_memory_host_offload = true without optimizer_in_backward, of whose layers one's moments come at a time",
+        ("optimizer_memory_host_offload", "optimizer_in_backward"), "set optimizer_in_backward=true",
+      )  # fmt: skip
     return
   adapter = _adapter_key(config)
   why = {

@@ -50,6 +50,7 @@ class TrainingConfig(Checked):
   gradient_clipping_threshold: float
   clip: Literal["exact", "running", "layer"]
   optimizer_in_backward: bool
+  optimizer_memory_host_offload: bool
   z_loss_multiplier: float
   num_vocab_tiling: int
   trainable_parameters_mask: tuple[str, ...]

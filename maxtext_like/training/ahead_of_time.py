@@ -26,6 +26,7 @@ from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.training import memory_layout
+from maxtext_like.training.array_bytes import by_place
 from maxtext_like.training.chips import find_chip
 from maxtext_like.training.compiled_program import CompiledProgram, Transfer
 from maxtext_like.training.memory_layout import MemoryLayout
@@ -126,7 +127,7 @@ def compile_step(
   start = time.monotonic()
   program = make_program(config, mesh=tpu_mesh(topology, config.mesh))
   state = program.abstract_state
-  arguments = _bytes_of_a_chip((state, program.abstract_batch))
+  arguments = _bytes_of_a_chip((by_place(state)[0], program.abstract_batch))
   leaves = jax.tree_util.tree_leaves_with_path(program.spec)
   known = {
     "topology": topology,

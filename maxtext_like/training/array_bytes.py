@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from maxtext_like.training.optimizers import on_host
+
 Numbers = Callable[[tuple[int, ...]], int]
 """How many numbers an array of a shape takes the place of."""
 
@@ -18,6 +20,14 @@ def bytes_of(tree: Any, numbers: Numbers = math.prod) -> int:
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
     total += numbers(shape) * x.dtype.itemsize
   return total
+
+
+def by_place(tree: Any) -> tuple[list[Any], list[Any]]:
+  """The arrays of a tree of shapes: those on the device, and those in its host's memory."""
+  found: tuple[list[Any], list[Any]] = ([], [])
+  for x in jax.tree.leaves(tree):
+    found[x.sharding is not None and x.sharding.memory_kind == on_host.KIND].append(x)
+  return found
 
 
 def bytes_as(dtype: Any, tree: Any, numbers: Numbers = math.prod) -> int:

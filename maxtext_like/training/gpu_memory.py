@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.training.array_bytes import bytes_as, bytes_of
-from maxtext_like.training.optimizers.by_layer import parts_of, take
+from maxtext_like.training.array_bytes import by_place, bytes_as, bytes_of
+from maxtext_like.training.optimizers.by_layer import parts_of, take, take_state
 from maxtext_like.training.program import TrainProgram
 
 
@@ -45,12 +45,13 @@ def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUs
 
 
 def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logits: int) -> InUse:
-  """Bytes beside the state at the fullest of three instants, where each layer is updated as its gradient appears.
+  """Bytes beside the state at the fullest of four instants, where each layer is updated as its gradient appears.
 
   In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's activations,
   and the weights of a row of layers once more, as XLA writes the updated numbers into the stacks when the row is through, and
-  of the layer that is at work has taken out the weights or made the gradients. Behind the layers: the head's gradient, that of
-  the rows of a table that were read, in float32, and the sum of both.
+  of the layer that is at work has taken out the weights or made the gradients; of moments on the host those of a layer, as they
+  came and as they go. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and the
+  sum of both; or, where the optimizer goes through arrays in pieces, the update of these.
 
   Args:
     program, trained, kept, logits: as of ``in_loss``.
@@ -59,16 +60,35 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   head, outside = program.objective.made_in_forward(trained), take(trained, ())
   made = bytes_of(outside if head is None else head)
   row = max(_by_layer(trained).values(), key=sum, default=[0])
-  layer = InUse(made + max(row), sum(row) - max(row), kept + again, 0)
+  layer = InUse(made + max(row), sum(row) - max(row) + 2 * _fetched_moments(program), kept + again, 0)
   read = {name: x for name, x in outside.items() if name != "head"}
   tower = kept if program.model.decoder.cfg.vision is not None else 0
   end = InUse(made + bytes_as(jnp.float32, read), _unless_in(jnp.dtype(jnp.float32), bytes_of(read), read), tower, 0)
-  return max(in_loss(program, trained, kept, logits), layer, end, key=sum)
+  return max(in_loss(program, trained, kept, logits), layer, end, _in_last_update(program, outside), key=sum)
 
 
 def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
   """The size, or 0 where all of the tree is stored in the dtype, and nothing is made of it."""
   return 0 if all(x.dtype == dtype for x in jax.tree.leaves(tree)) else size
+
+
+def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
+  """Of what lies in no stack, where an optimizer goes through it in pieces: the steps of all of it in float32, and the next
+  moments, since none is written before all are known to be finite; and a gradient in float32, of one after the other."""
+  if not program.step.optimizer.in_pieces:
+    return InUse(0, 0, 0, 0)
+  gradient = max((bytes_as(jnp.float32, x) for x in jax.tree.leaves(outside)), default=0)
+  moments = take_state(program.abstract_state["opt_state"], ())
+  return InUse(gradient, bytes_as(jnp.float32, outside) + bytes_of(moments), 0, 0)
+
+
+def _fetched_moments(program: TrainProgram) -> int:
+  """Bytes of a layer's moments that lie on the host, of the layer that has most."""
+  found = [0]
+  for part in parts_of(program.selection.split(program.abstract_state["params"])[0]):
+    _, away = by_place(take_state(program.abstract_state["opt_state"], part))
+    found += [bytes_of(away) // away[0].shape[0]] if part and away else []
+  return max(found)
 
 
 def _by_layer(trained: Any) -> dict[str, list[int]]:

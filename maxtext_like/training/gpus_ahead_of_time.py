@@ -14,6 +14,7 @@ from typing import Any
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.training.chips import find_chip
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.topologies import GpuHost, assumed_gpu
 
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -50,6 +51,15 @@ def installed() -> str | None:
   return None if name is None else f"{name.replace('_', '-')} {importlib.metadata.version(name.replace('_', '-'))}"
 
 
+def why_not(config: Config) -> str | None:
+  """Why nothing can be compiled for a configuration here; None: it can."""
+  if installed() is None:
+    return f"JAX's CUDA libraries are not here ({INSTALL}; needs no GPU)"
+  if config.training.optimizer_memory_host_offload:
+    return f"{on_host.KEY}: JAX's GPUs that are not there have no host's memory beside them"
+  return None
+
+
 def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
   """Compiles the train step of a configuration for the GPUs of a host.
 
@@ -58,11 +68,13 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
     host: the GPUs.
 
   Raises:
-    UserError: the plugin is not installed; a mesh that does not fit the host.
+    UserError: as ``why_not``; a mesh that does not fit the host.
   """
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.program import make_program
 
+  if why := why_not(config):
+    raise UserError(f"topology={host.name}: {why}")
   start = time.monotonic()
   try:
     mesh = make_mesh(config.mesh, _devices(host))
@@ -83,8 +95,6 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
 def _devices(host: GpuHost) -> list[Any]:
   from jax.experimental import topologies
 
-  if installed() is None:
-    raise UserError(f"compile: JAX's CUDA libraries are not installed (no GPU is needed)\n  fix: {INSTALL}")
   name = f"1x1x{host.gpus}"  # slices x hosts x GPUs
   return list(topologies.get_topology_desc(name, "cuda", target_config=_target(host), topology=name).devices)
 

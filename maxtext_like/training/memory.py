@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxtext_like.config.schema import Config
+from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
 from maxtext_like.layers.quantised import Outline
@@ -22,10 +23,11 @@ from maxtext_like.layers.remat import offload_under
 from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import gpu_memory
-from maxtext_like.training.array_bytes import Numbers, as_dtype, bytes_as, bytes_of
+from maxtext_like.training.array_bytes import Numbers, as_dtype, by_place, bytes_as, bytes_of
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import parts_of, take
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
@@ -54,7 +56,8 @@ class MemoryEstimate:
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
     fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
       gradient in float32 before each has its share again.
-    host: what lies in the host's memory for the device (``remat_offload``), and so is in no total.
+    host: what lies in the host's memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), and so is in no
+      total.
   """
 
   parameters: int
@@ -220,6 +223,8 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     gradients += bytes_of(as_dtype(trained, jnp.float32), numbers)
   objective, model = program.objective, program.model
   activations, everything, host = saved or activation_bytes(program)
+  besides = {k: v for k, v in state.items() if k != "params"}
+  here, away = (besides, []) if platform == "cpu" else by_place(besides)
   again = 0
   if t.remat_policy != "none":
     tower = model.decoder.cfg.vision
@@ -247,14 +252,14 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
       copies = max(copies, bytes_as(jnp.float32, gradient) - activations - logits)
   return MemoryEstimate(
     parameters=bytes_of(state["params"], numbers),
-    optimizer=bytes_of({k: v for k, v in state.items() if k != "params"}, numbers),
+    optimizer=bytes_of(here, numbers),
     gradients=gradients,
     copies=copies,
     activations=activations,
     logits=logits,
     dequantised=dequantised,
     fetched=_fetched_bytes(program) if platform == "gpu" else 0,
-    host=host,
+    host=host + bytes_of(away),
   )
 
 
@@ -379,7 +384,7 @@ def table(need: MemoryEstimate, limit: Limit | None) -> str:
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
   if need.host:
-    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in the host's memory, remat_offload)")
+    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in the host's memory)")
   return "\n".join(lines)
 
 
@@ -420,10 +425,15 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
     )
   room, together = host_room(_platform(program)), need.host * len(here)
   if together and room is not None and together > room.bytes:
+    t = program.config.training
+    keys = {"remat_offload": t.remat_offload, on_host.KEY: t.optimizer_memory_host_offload}
+    said = ", ".join(f"{key} = {to_text(value)}" for key, value in keys.items() if value not in ("none", False))
+    raised = f", or {PINNED} above {room.bytes >> 30} where the host has more" if room.source.startswith(PINNED) else ""
+    smaller = "" if t.remat_offload == "none" else "a smaller per_device_batch_size, or remat_offload=none, or "
     raise DoesNotFitError(
-      f"remat_offload = {program.config.training.remat_offload}: {together / GB:.1f} GB of the host's memory are needed for "
+      f"{said}: {together / GB:.1f} GB of the host's memory are needed for "
       f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
-      "what to try: a smaller per_device_batch_size, or remat_offload=none"
+      f"what to try: {smaller}more devices{raised}"
     )
   return need, limit
 
@@ -453,6 +463,8 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
   if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
     lines.append(f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/performance.md)")
+  if t.optimizer_in_backward and not t.optimizer_memory_host_offload and 5 * need.optimizer > need.total:
+    lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")
   if not t.trainable_parameters_mask:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

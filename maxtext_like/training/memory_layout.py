@@ -99,8 +99,10 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
       size, kind = int(found[2]), found[4]
       temporary = found[3] is None and "preallocated-temp" in kind
       heap += size if temporary else 0
-      host += size if found[3] == str(HOST) and "preallocated-temp" in kind else 0
-      if given := re.match(r"parameter (\d+), shape \|(.*?)\|", kind):
+      there, given = found[3] == str(HOST), re.match(r"parameter (\d+), shape \|(.*?)\|", kind)
+      if there:
+        host += size if given or "preallocated-temp" in kind else 0
+      elif given:
         op = inputs[int(given[1])]
         name = op.path.replace("\\'", "'")
         what = "parameters" if "['params']" in name else "optimizer" if name.startswith("state") else "batch"

@@ -122,7 +122,7 @@ def plan(config: Config, target: Target) -> Plan:
   flops = model_flops + _taken_again(program) / devices
   moved = memory_bytes(program, fetched, everything)
   chip = _chip(target)
-  travels = transfers(program, fetched, saved.host)
+  travels = transfers(program, fetched, saved.host, need.host - saved.host)
   bounds = None
   if chip is not None and chip.memory is not None:
     near = target.chips_of_slice if isinstance(target, Topology) else devices
@@ -142,7 +142,7 @@ def plan(config: Config, target: Target) -> Plan:
     mesh=dict(program.model.mesh.shape),
     parameters=program.size,
     classes=classes,
-    host=saved.host,
+    host=need.host,
     limit=target.bytes,
     flops=flops,
     model_flops=model_flops,

@@ -28,6 +28,7 @@ from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import make_objective
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import ByLayer
 from maxtext_like.training.optimizers.optimizer import make_optimizer
 from maxtext_like.training.rounding import StochasticRounding
@@ -159,7 +160,9 @@ class TrainProgram:
     params = jax.tree.map(lambda x: x.sharding, placed(self.spec, self.model.mesh, self.model.decoder.cfg.rules))
     places = jax.tree.map(lambda _: everywhere, shapes) | {"params": params}
     trained, trained_places = (self.selection.split(tree)[0] for tree in (shapes["params"], params))
-    places["opt_state"] = self.step.optimizer.state_shardings(shapes["opt_state"], trained, trained_places, everywhere)
+    own = self.step.optimizer.state_shardings(shapes["opt_state"], trained, trained_places, everywhere)
+    away = self.config.training.optimizer_memory_host_offload
+    places["opt_state"] = on_host.places(shapes["opt_state"], own) if away else own
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
   def batch_of(self, rows: int) -> Shapes:
@@ -209,6 +212,7 @@ class TrainProgram:
     row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
 
     def look(params, opt_state):
+      opt_state = on_host.fetched(opt_state)
       parameters, optimizer = row_peaks(params), state_peaks(opt_state, self.selection.split(params)[0])
       known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
       return {"known": known, "state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}

@@ -31,6 +31,7 @@ from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.gradient_shares import GradientShares
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import (
   ByLayer,
   Part,
@@ -162,7 +163,8 @@ class StepInBackward(TrainStep):
     In a single pass a step that is not applied may have updated the layers behind the one that was not finite.
     """
     if self.watch:  # an x-ray looks at all gradients together
-      return super().__call__(state, batch, known)
+      new, metrics = super().__call__({**state, "opt_state": on_host.fetched(state["opt_state"])}, batch, known)
+      return {**new, "opt_state": on_host.returned(new["opt_state"], state["opt_state"])}, metrics
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
     pass_ = _Pass(self, state["step"], scaling["scale"] if scaling else None, state.get(GRADIENT_SHARES))

@@ -25,16 +25,17 @@ from maxtext_like.training.program import TrainProgram
 Axes = tuple[str, ...]
 
 
-def transfers(program: TrainProgram, weights: list[Fetched], host: int = 0) -> tuple[Transfer, ...]:
+def transfers(program: TrainProgram, weights: list[Fetched], host: int = 0, moments: int = 0) -> tuple[Transfer, ...]:
   """Of one step, those of no bytes left out.
 
   Args:
     program: of the run.
     weights: what is split and multiplied whole.
     host: bytes that the forward pass of a part of the batch keeps in the host's memory.
+    moments: bytes of the optimizer's state there.
   """
   others = (_of_gradients, _of_tokens, _of_keys, _of_sums)
-  found = (*_of_weights(program, weights), *(t for kind in others for t in kind(program)), *_of_host(program, host))
+  found = (*_of_weights(program, weights), *(t for kind in others for t in kind(program)), *_of_host(program, host, moments))
   return tuple(t for t in found if t.bytes)
 
 
@@ -85,12 +86,13 @@ def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Trans
     yield Transfer("reduce-scatter", int(parts * (backward * back + chunks * back_head) * grow), times, False, between)
 
 
-def _of_host(program: TrainProgram, host: int) -> Iterator[Transfer]:
-  """What waits in the host's memory for each backward pass, a layer's at a time."""
+def _of_host(program: TrainProgram, host: int, moments: int) -> Iterator[Transfer]:
+  """What waits in the host's memory for each backward pass, and what is updated on the device, a layer's at a time."""
   parts = _microbatches(program)
   layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
   for kind, times in zip(HOST_COPIES, (parts, parts * program.step.backward_passes), strict=True):
     yield Transfer(kind, times * host, times * layers, asynchronous=True)
+    yield Transfer(kind, moments, len(program.model.decoder.layers), asynchronous=True)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:

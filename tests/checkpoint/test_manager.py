@@ -339,6 +339,21 @@ def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
       manager.restore(byte, allow_dtype_change=True)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_arrays_come_back_into_the_hosts_memory(tmp_path, dtype):
+  """And from it, as they are and cast."""
+  place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+  state = {"w": jax.device_put(jnp.array([1.0, 3.0, 0.1]), place)}
+  with CheckpointManager(tmp_path, config=CONFIG) as manager:
+    assert manager.save_and_wait(1, state)
+    restored = manager.restore({"w": jax.ShapeDtypeStruct((3,), dtype, sharding=place)}, allow_dtype_change=True)
+  assert restored is not None
+  found = restored.state["w"]
+  assert found.sharding == place
+  assert found.dtype == dtype
+  np.testing.assert_array_equal(np.asarray(found), np.array([1.0, 3.0, 0.1], np.float32).astype(dtype))
+
+
 def test_a_part_of_a_state_from_another_run(pristine):
   source, state = pristine
   part = {"params": abstract(state)["params"]}

@@ -44,11 +44,9 @@ def written(place):
   return flat
 
 
-def read(place):
-  like = {
-    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh(1, 1), PartitionSpec()))
-    for name, x in values().items()
-  }
+def read(place, kind=None):
+  sharding = NamedSharding(mesh(1, 1), PartitionSpec(), memory_kind=kind)
+  like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in values().items()}
   return zarr_arrays.read(place, like)
 
 
@@ -57,9 +55,11 @@ def test_arrays_come_back(monkeypatch):
   monkeypatch.setattr(zarr_arrays, "_CHUNK_BYTES", 16)
   place = Place(f"s3://{BUCKET}/arrays/1/state")
   written(place)
-  for name, x in read(place).items():
-    assert x.dtype == values()[name].dtype
-    np.testing.assert_array_equal(np.asarray(x), values()[name])
+  for kind in (None, "pinned_host"):
+    for name, x in read(place, kind).items():
+      assert x.dtype == values()[name].dtype
+      assert kind in (None, x.sharding.memory_kind)
+      np.testing.assert_array_equal(np.asarray(x), values()[name])
   metadata = json.loads(store.read("arrays/1/state/b/zarr.json"))
   assert np.prod(metadata["chunk_grid"]["configuration"]["chunk_shape"]) * 4 <= 16
   chunk = next(name for name in store.names("arrays/1/state/b/c/"))

@@ -57,6 +57,11 @@ def test_turning_checkpoints_off_turns_resume_off():
     ("gemma3-tiny", ["rope_linear_scaling_factor=1"], "rope_type: linear with rope_linear_scaling_factor = 1"),
     ("deepseek3-tiny", ["num_kv_heads=2"], "num_kv_heads = 2 differs from num_query_heads = 4"),
     ("deepseek3-tiny", ["beta_slow=32"], "beta_fast = 32 is not above beta_slow = 32"),
+    (
+      "gemma4-tiny",
+      ["optimizer_memory_host_offload=true"],
+      "optimizer_memory_host_offload = true without optimizer_in_backward",
+    ),
     ("gemma4-tiny", ["eos_token_id=[1,-5]"], "eos_token_id = -5 is below 0"),
     ("gemma4-tiny", ["pad_token_id=512"], "pad_token_id = 512 is outside the vocabulary of 512"),
     ("gemma4-tiny", ["sample_every=5", "dataset=synthetic"], "sample_every = 5 with dataset: synthetic"),

@@ -77,3 +77,37 @@ def test_the_estimate_is_the_fullest_instant_on_a_gpu_alone():
   assert need.total - need.parameters - need.optimizer == sum(in_use(p, saved.kept, again))
   cpu = make_program(p.config, mesh=p.model.mesh, platform="cpu")
   assert memory.estimate(cpu).copies == 0
+
+
+EIGHT_BITS = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")
+
+
+def test_tables_are_updated_in_pieces_and_written_together():
+  """Steps of all that lies in no stack and its next moments; of gradients in float32 one at a time."""
+  p = program("qwen3-tiny", "vocab_size=4096", *EIGHT_BITS)
+  own = [x for name, tree in trained(p).items() if not name.startswith("stack_") for x in jax.tree.leaves(tree)]
+  numbers = [math.prod(x.shape) for x in own]
+  moments = sum(
+    math.prod(x.shape) * x.dtype.itemsize
+    for path, x in jax.tree_util.tree_leaves_with_path(p.abstract_state["opt_state"])
+    if "stack_" not in jax.tree_util.keystr(path)
+  )
+  assert gpu_memory._in_last_update(p, own_tree(p)) == (4 * max(numbers), 4 * sum(numbers) + moments, 0, 0)
+  assert in_use(p) == gpu_memory._in_last_update(p, own_tree(p))
+  assert sum(gpu_memory._in_last_update(program("qwen3-tiny", "vocab_size=4096"), own_tree(p))) == 0  # Adafactor's is fused
+
+
+def own_tree(p: TrainProgram) -> dict:
+  return {name: tree for name, tree in trained(p).items() if not name.startswith("stack_")}
+
+
+def test_a_layers_moments_come_and_go_beside_it():
+  words = ("vocab_size=64", *EIGHT_BITS)
+  here, there = (program("gemma4-tiny", *words, *more) for more in ((), ("optimizer_memory_host_offload=true",)))
+  layer = lambda j: [
+    x
+    for path, x in jax.tree_util.tree_leaves_with_path(there.abstract_state["opt_state"])
+    if f"layer_{j}" in str(path) and x.ndim
+  ]
+  most = max(sum(math.prod(x.shape) * x.dtype.itemsize for x in layer(j)) // 2 for j in range(3))
+  assert sum(in_use(there)) - sum(in_use(here)) == 2 * most

@@ -90,6 +90,14 @@ def test_classes_at_the_fullest_instant(assignment):
   assert [held.kind for held in layout.largest[1:]] == ["parameters", "optimizer"]
 
 
+def test_a_moment_on_the_host_takes_none_of_a_chip():
+  there = ASSIGNMENT.replace("size 128, parameter 1", "size 128, color 5, parameter 1")
+  layout = lay_out(PROGRAM, there, RANGES, count=3)
+  assert layout.host == 777 + 128
+  assert layout.classes["optimizer"] == 0
+  assert layout.bytes == lay_out(PROGRAM, ASSIGNMENT, RANGES).bytes - 128
+
+
 def test_what_shares_a_place_is_there_once():
   # 200 + 240 where "early" is made; 432 at the end, or 560 with the alias counted as another array.
   assert lay_out(PROGRAM, ASSIGNMENT.replace("size=230", "size=240"), RANGES).at == "jit(step)/jvp()/mlp/mul"

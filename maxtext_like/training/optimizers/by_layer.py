@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.partition import as_declared
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.optimizer import Optimizer
 
 Tree = Any
@@ -34,13 +35,14 @@ def take(tree: Tree, part: Part) -> Tree:
 
 
 def take_row(tree: Tree, row: jax.Array) -> Tree:
-  """A row of arrays of stacked layers; counters belong to all."""
-  return jax.tree.map(lambda x: as_declared(jax.lax.dynamic_index_in_dim(x, row, keepdims=False)) if x.ndim else x, tree)
+  """A row of arrays of stacked layers, on the device; counters belong to all."""
+  pick = lambda x: as_declared(on_host.fetched(jax.lax.dynamic_index_in_dim(x, row, keepdims=False))) if x.ndim else x
+  return jax.tree.map(pick, tree)
 
 
 def put_row(tree: Tree, new: Tree, row: jax.Array) -> Tree:
   """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
-  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, as_declared(n), row, 0) if x.ndim else x
+  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, on_host.returned(as_declared(n), x), row, 0) if x.ndim else x
   return jax.tree.map(put, tree, new)
 
 

@@ -52,11 +52,16 @@ class Optimizer:
   weight_dtype: str
   spec: Tree
 
+  @property
+  def in_pieces(self) -> bool:
+    """Whether moments are stored in fewer bits than optax stores them in, and large arrays updated piece by piece."""
+    return self.nu_dtype != "float32" or self.mu_dtype == "dynamic8"
+
   @functools.cached_property
   def _transformation(self) -> optax.GradientTransformation:
-    rule, in_words = self.rule, self.nu_dtype == "float32" and self.mu_dtype != "dynamic8"
-    direction = rule.direction(jnp.dtype(self.mu_dtype if in_words else "float32"))
-    if not in_words:
+    rule = self.rule
+    direction = rule.direction(jnp.dtype("float32" if self.in_pieces else self.mu_dtype))
+    if self.in_pieces:
       first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
       second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
       direction = kept(direction, first + second, self.spec)

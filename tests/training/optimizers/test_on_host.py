@@ -1,0 +1,110 @@
+"""Moments in the host's memory: the same numbers, and where they are counted. On a CPU both memories are one."""
+
+import jax
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training import gpus_ahead_of_time, memory
+from maxtext_like.training.array_bytes import by_place, bytes_of
+from maxtext_like.training.compiled_program import HOST_COPIES
+from maxtext_like.training.optimizers.on_host import KIND
+from maxtext_like.training.plan import plan
+from maxtext_like.training.program import TrainProgram, make_program
+from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
+from tests.training.test_step_in_backward import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
+
+AWAY = "optimizer_memory_host_offload=true"
+WORDS = ("num_decoder_layers=5", LAYERED, *EIGHT_BITS)
+
+
+def abstract(*words: str) -> TrainProgram:
+  config = load_config("qwen3-tiny", [*WORDS, *words]).config
+  return make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
+
+
+def test_steps_are_those_of_moments_on_the_device():
+  words = (*THREE, LAYERED, *EIGHT_BITS, "clip=running")
+  (here, ordinary), (there, metrics) = descend(*words), descend(*words, AWAY)
+  assert_bits(there, here)
+  assert_bits(metrics, ordinary)
+  program = compiled(*words, AWAY)[0]
+  for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state):
+    name = jax.tree_util.keystr(path)
+    assert (x.sharding.memory_kind == KIND) == ("opt_state" in name and "stack_" in name and x.ndim > 0), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "words",
+  [
+    ("gemma4-tiny", "clip=exact", "mu_dtype=bfloat16", "nu_dtype=dynamic8"),  # two passes; rows of several layers
+    ("deepseek3-tiny", "opt_type=lion", "mu_dtype=float32"),  # two stacks
+    ("qwen3-tiny", "num_decoder_layers=3", "opt_type=adafactor", "emb_dim=128", "mlp_dim=136"),
+    (*THREE, "dtype=float16"),
+    (*THREE, "ici_fsdp_parallelism=4", "ici_data_parallelism=2", *EIGHT_BITS),
+  ],
+)
+def test_so_are_those_of_other_rules_and_meshes(words):
+  if "ici_fsdp_parallelism=4" in words and len(jax.devices()) < 8:
+    pytest.skip("needs 8 devices")
+  (here, ordinary), (there, metrics) = descend(*words, LAYERED), descend(*words, LAYERED, AWAY)
+  assert_bits(there, here)
+  assert_bits(metrics, ordinary)
+
+
+def test_what_they_cannot_be_had_with_is_refused():
+  with pytest.raises(UserError, match=r"without optimizer_in_backward[^\n]*\n(.*\n)*  fix: set optimizer_in_backward=true"):
+    load_config("qwen3-tiny", [AWAY])
+  with pytest.raises(UserError, match="keeps nothing of layers\n  fix: optimizer_memory_host_offload=false"):
+    _ = abstract(AWAY, "opt_type=sgd", "sgd_momentum=0", "mu_dtype=null", "nu_dtype=float32").abstract_state
+
+
+def test_they_count_on_the_host():
+  """And of a layer's, as they come and as they go, on the device."""
+  here, there = (memory.estimate(abstract(*words)) for words in ((), (AWAY,)))
+  state = abstract(AWAY).abstract_state["opt_state"]
+  stay, away = by_place(state)
+  assert there.host == bytes_of(away)
+  assert there.optimizer == here.optimizer - there.host
+  assert bytes_of(stay) + bytes_of(away) == bytes_of(state)
+  config = load_config("qwen3-tiny", [*WORDS, AWAY]).config
+  assert memory.estimate(make_program(config)).host == 0  # a CPU's is its own
+
+
+@pytest.mark.parametrize("topology", ["v6e-8", "h200"])
+def test_plan_counts_both_ways(topology):
+  target = TOPOLOGIES.get(topology) or find_gpus(topology)
+  assert target is not None
+  found = plan(load_config("qwen3-tiny", [*WORDS, AWAY]).config, target)
+  assert found.host > 0
+  copies = [(t.kind, t.bytes, t.times) for t in found.transfers if t.kind in HOST_COPIES]
+  assert copies == [(kind, found.host, 5) for kind in HOST_COPIES]
+
+
+def test_a_host_without_the_room_is_told_which_key(monkeypatch):
+  program = abstract(AWAY)
+  need = memory.estimate(program)
+  monkeypatch.setattr(memory, "device_limit", lambda *_: None)
+  monkeypatch.setattr(type(program.model), "devices", [type("Device", (), {"process_index": 0})])
+  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(1 << 40, "a test"))
+  monkeypatch.setenv(memory.PINNED, "0")
+  monkeypatch.setattr(memory, "estimate", lambda _, **how: need)
+  with pytest.raises(DoesNotFitError) as error:
+    memory.require_fit(program)
+  assert str(error.value).startswith("optimizer_memory_host_offload = true: ")
+  assert f"{memory.PINNED} above 0 where the host has more" in str(error.value)
+  assert "remat_offload" not in str(error.value)
+
+
+def test_gpus_that_are_not_there_have_no_host(monkeypatch):
+  monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: "jax-cuda13-plugin 0.11.2")
+  config = load_config("qwen3-tiny", [*WORDS, AWAY]).config
+  why = gpus_ahead_of_time.why_not(config)
+  assert why is not None
+  assert "no host's memory" in why
+  host = find_gpus("h200")
+  assert host is not None
+  with pytest.raises(UserError, match="topology=h200-1: optimizer_memory_host_offload"):
+    gpus_ahead_of_time.compile_step(config, host)
