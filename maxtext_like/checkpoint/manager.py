@@ -43,7 +43,7 @@ from maxtext_like.checkpoint.valid_step import newest_valid
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.left_behind import leave_behind
-from maxtext_like.sharding import processes
+from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
@@ -312,10 +312,14 @@ class CheckpointManager:
       options = ocp.options.MultiprocessingOptions(
         active_processes=others, barrier_sync_key_prefix=None if self._alone else f"from-save-{self._saves}"
       )
-      handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=options)
+      # What lies in pinned memory leaves no room there for what orbax would bring to it.
+      pinned = False if any(map(host_memory.lies_there, flat.values())) else None
+      handler = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, use_compression=False, multiprocessing_options=options, enable_pinned_host_transfer=pinned
+      )
       self._checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(told_by_us)
-    self._checkpointer.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(flat))
+    self._checkpointer.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.copied(flat)))
 
   def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
     """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""

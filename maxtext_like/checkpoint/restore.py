@@ -121,9 +121,10 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
   import jax
   import jax.numpy as jnp
 
-  place = array.sharding
-  away = place.memory_kind == "pinned_host"  # where nothing is computed
-  array = jax.device_put(array, jax.memory.Space.Device) if away else array
+  from maxtext_like.sharding import host_memory
+
+  place, away = array.sharding, host_memory.lies_there(array)
+  array = host_memory.on_device(array)
   if array.size:
     largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)
     if largest > limit:

@@ -18,7 +18,7 @@ import numpy as np
 
 from maxtext_like.checkpoint import manifest
 from maxtext_like.errors import RetryableError
-from maxtext_like.sharding import processes
+from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place, endpoint
 
 _CHUNK_BYTES = 64 << 20  # an object of one request (a store takes 5 GB), and what a mesh of smaller parts reads in vain
@@ -51,10 +51,10 @@ class Writer:
     """Copies to the host what this process writes of it; the arrays may be changed then."""
     self._place, self._parts = place, []
     own = {name: [shard for shard in x.addressable_shards if shard.replica_id == 0] for name, x in flat.items()}
-    for shard in (shard for shards in own.values() for shard in shards):
+    for shard in (shard for shards in own.values() for shard in shards if not host_memory.lies_there(shard.data)):
       shard.data.copy_to_host_async()
     for name, x in flat.items():
-      parts = [(shard.index, np.array(shard.data)) for shard in own[name]]
+      parts = [(shard.index, np.array(host_memory.on_device(shard.data))) for shard in own[name]]
       self._parts.append((name, jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding.shard_shape(x.shape), parts))
 
   def wait_until_finished(self) -> None:

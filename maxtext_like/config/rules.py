@@ -167,10 +167,15 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
       )  # fmt: skip
     if t.optimizer_memory_host_offload:
       yield Problem(
-        "optimizer_memory_host_offload = true without optimizer_in_backward, of whose layers one's moments come at a time",
+        "optimizer_memory_host_offload = true without optimizer_in_backward, which fetches moments a layer at a time",
         ("optimizer_memory_host_offload", "optimizer_in_backward"), "set optimizer_in_backward=true",
       )  # fmt: skip
     return
+  if t.optimizer_memory_host_offload and not t.scan_layers:
+    yield Problem(
+      "optimizer_memory_host_offload = true with scan_layers: false: out of a loop compilers may fetch those of all layers",
+      ("optimizer_memory_host_offload", "scan_layers"), "set scan_layers=true",
+    )  # fmt: skip
   adapter = _adapter_key(config)
   why = {
     "gradient_accumulation_steps": (

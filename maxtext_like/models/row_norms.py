@@ -13,6 +13,7 @@ import numpy as np
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.naming import ADAPTER, parameter_name, path_keys, row_names
+from maxtext_like.sharding import host_memory
 
 Tree = Any
 Axes = tuple[int, ...] | None
@@ -230,6 +231,9 @@ def state_rows(opt_state: Tree, params: Tree) -> int:
 
 
 def _peak(x: jax.Array, over: Axes) -> jax.Array:
+  if host_memory.is_there(x):  # a row at a time: all together need not have room on the device
+    rows = jax.lax.map(lambda i: _peak(host_memory.row(x, i), None), jnp.arange(x.shape[0]))
+    return jnp.max(rows) if over is None else rows
   return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf), axis=over, initial=0.0)
 
 

@@ -146,7 +146,7 @@ def compile_step(
     if machine_code is True:
       try:
         compiled = program.lower_step("tpu").compile(compiler_options=flags | {_DUMP: folder})
-        peak = compiled.memory_analysis().peak_memory_in_bytes
+        peak = _peak(compiled)
       except jax.errors.JaxRuntimeError as error:
         words = str(error)
     else:
@@ -216,7 +216,13 @@ def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> tuple[int,
     return explained(str(error))
   finally:
     jax.config.update("jax_optimization_level", before)
-  return compiled.memory_analysis().peak_memory_in_bytes, ""
+  return _peak(compiled), ""
+
+
+def _peak(compiled: Any) -> int:
+  """Bytes of a chip; libtpu counts arguments in the host's memory too."""
+  said = compiled.memory_analysis()
+  return said.peak_memory_in_bytes - said.host_argument_size_in_bytes
 
 
 def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], folder: Path) -> str:

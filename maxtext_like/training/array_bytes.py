@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext_like.training.optimizers import on_host
+from maxtext_like.sharding.host_memory import lies_there
 
 Numbers = Callable[[tuple[int, ...]], int]
 """How many numbers an array of a shape takes the place of."""
@@ -26,7 +26,7 @@ def by_place(tree: Any) -> tuple[list[Any], list[Any]]:
   """The arrays of a tree of shapes: those on the device, and those in its host's memory."""
   found: tuple[list[Any], list[Any]] = ([], [])
   for x in jax.tree.leaves(tree):
-    found[x.sharding is not None and x.sharding.memory_kind == on_host.KIND].append(x)
+    found[lies_there(x)].append(x)
   return found
 
 

@@ -53,10 +53,10 @@ def installed() -> str | None:
 
 def why_not(config: Config) -> str | None:
   """Why nothing can be compiled for a configuration here; None: it can."""
+  if config.training.optimizer_memory_host_offload:
+    return f"{on_host.KEY} = true: in JAX the GPUs of a topology have no host's memory"
   if installed() is None:
     return f"JAX's CUDA libraries are not here ({INSTALL}; needs no GPU)"
-  if config.training.optimizer_memory_host_offload:
-    return f"{on_host.KEY}: JAX's GPUs that are not there have no host's memory beside them"
   return None
 
 
@@ -74,7 +74,7 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
   from maxtext_like.training.program import make_program
 
   if why := why_not(config):
-    raise UserError(f"topology={host.name}: {why}")
+    raise UserError(f"topology={host.name}: {why}\n  fix: machine_code=false, or plan, which estimate")
   start = time.monotonic()
   try:
     mesh = make_mesh(config.mesh, _devices(host))

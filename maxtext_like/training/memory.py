@@ -126,7 +126,7 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 
   params = abstract(objective.params())
   with _as_on_one_gpu() if _platform(program) == "gpu" else contextlib.nullcontext():
-    kept, on_host = jax.eval_shape(residuals, params, batch)
+    kept, away = jax.eval_shape(residuals, params, batch)
   # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
@@ -152,7 +152,7 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
     split = (bytes_of(arrays) - bytes_of(stream)) // model.ways("heads")
     return (bytes_of(stream) + split) // model.ways("sequence")
 
-  return own(kept), own(on_host)
+  return own(kept), own(away)
 
 
 def _as_on_one_gpu() -> AbstractContextManager[Any]:
@@ -428,12 +428,13 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
     t = program.config.training
     keys = {"remat_offload": t.remat_offload, on_host.KEY: t.optimizer_memory_host_offload}
     said = ", ".join(f"{key} = {to_text(value)}" for key, value in keys.items() if value not in ("none", False))
-    raised = f", or {PINNED} above {room.bytes >> 30} where the host has more" if room.source.startswith(PINNED) else ""
-    smaller = "" if t.remat_offload == "none" else "a smaller per_device_batch_size, or remat_offload=none, or "
+    words = [] if t.remat_offload == "none" else ["a smaller per_device_batch_size", "remat_offload=none"]
+    words += ["mu_dtype=dynamic8 nu_dtype=dynamic8", f"{on_host.KEY}=false"] if t.optimizer_memory_host_offload else []
+    words += [f"{PINNED} above {room.bytes >> 30} where the host has more"] if room.source.startswith(PINNED) else []
     raise DoesNotFitError(
       f"{said}: {together / GB:.1f} GB of the host's memory are needed for "
       f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
-      f"what to try: {smaller}more devices{raised}"
+      f"what to try: {', or '.join(words)}"
     )
   return need, limit
 
@@ -463,7 +464,8 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
   if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
     lines.append(f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/performance.md)")
-  if t.optimizer_in_backward and not t.optimizer_memory_host_offload and 5 * need.optimizer > need.total:
+  moments = t.optimizer_in_backward and t.scan_layers and not t.optimizer_memory_host_offload and _platform(program) != "cpu"
+  if moments and 5 * need.optimizer > need.total:
     lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")
   if not t.trainable_parameters_mask:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")

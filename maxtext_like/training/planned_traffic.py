@@ -17,6 +17,7 @@ from maxtext_like.layers.param import count
 from maxtext_like.layers.quantised import CODES
 from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import ADAPTER, path_keys
+from maxtext_like.training.array_bytes import by_place
 from maxtext_like.training.fetched import TABLE, Fetched
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.transfers import passes, pieces, summed_bytes
@@ -134,7 +135,8 @@ def _of_update(program: TrainProgram) -> float:
   trained = program.selection.split(state["params"])[0]
   gradients = _bytes(trained) * (2 if t.optimizer_in_backward else 3)
   sums = 2 * 4 * _numbers(trained) * t.gradient_accumulation_steps if t.gradient_accumulation_steps > 1 else 0
-  return 2 * (_bytes(trained) + _bytes(state["opt_state"])) + gradients + sums
+  # What comes from the host is written before it is read, and read once more as it goes back.
+  return 2 * (_bytes(trained) + _bytes(state["opt_state"]) + _bytes(by_place(state["opt_state"])[1])) + gradients + sums
 
 
 def _numbers(tree: Any) -> int:

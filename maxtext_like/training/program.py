@@ -212,7 +212,6 @@ class TrainProgram:
     row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
 
     def look(params, opt_state):
-      opt_state = on_host.fetched(opt_state)
       parameters, optimizer = row_peaks(params), state_peaks(opt_state, self.selection.split(params)[0])
       known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
       return {"known": known, "state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}

@@ -3,16 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint import accompanying_files, manifest, restore
+from maxtext_like.checkpoint import accompanying_files, manifest, restore, zarr_arrays
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.mirror import Mirror
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.tree import flatten
 from maxtext_like.config.schema import CheckpointConfig, Config
 from maxtext_like.data.loader import DataSource
+from maxtext_like.errors import UserError
+from maxtext_like.sharding import processes
 from maxtext_like.storage import failed
 from maxtext_like.training import standing
 from maxtext_like.training.best import stopped_early
+from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
 from maxtext_like.training.run_directory import RunDirectory
@@ -39,8 +42,19 @@ def open_mirror(config: Config, directory: RunDirectory, progress: Progress) -> 
 def open_manager(
   config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog, mirror: Mirror | None
 ) -> CheckpointManager:
-  """Who restores and saves the steps of a run, to be entered."""
+  """Who restores and saves the steps of a run, to be entered.
+
+  Raises:
+    UserError: moments on the host, which orbax is given copies of, of several processes, whose copies it would take for one
+      and the same.
+  """
   c = config.checkpoint
+  away = config.training.optimizer_memory_host_offload
+  if away and processes.count() > 1 and not zarr_arrays.are_for(directory.checkpoints):
+    raise UserError(
+      f"{on_host.KEY} = true in {processes.count()} processes: their checkpoints are written to s3:// only\n"
+      "  fix: output_dir=s3://..., or enable_checkpointing=false, or a process for all devices of one host"
+    )
 
   def saved(step: int) -> None:
     directory.require_held()

@@ -29,9 +29,9 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
 from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
+from maxtext_like.sharding import host_memory
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.gradient_shares import GradientShares
-from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import (
   ByLayer,
   Part,
@@ -163,8 +163,8 @@ class StepInBackward(TrainStep):
     In a single pass a step that is not applied may have updated the layers behind the one that was not finite.
     """
     if self.watch:  # an x-ray looks at all gradients together
-      new, metrics = super().__call__({**state, "opt_state": on_host.fetched(state["opt_state"])}, batch, known)
-      return {**new, "opt_state": on_host.returned(new["opt_state"], state["opt_state"])}, metrics
+      new, metrics = super().__call__({**state, "opt_state": host_memory.fetched(state["opt_state"])}, batch, known)
+      return {**new, "opt_state": host_memory.returned(new["opt_state"], state["opt_state"])}, metrics
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
     pass_ = _Pass(self, state["step"], scaling["scale"] if scaling else None, state.get(GRADIENT_SHARES))
@@ -364,10 +364,11 @@ class _Pass:
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
           carried, arrays = read[j], kept[j] if kept else []
-          if self.offload != "none":  # before the barrier, which is of the device
+          if self.offload != "none":  # before the barrier: it holds up the layer's work, not its arrays' way to the device
             carried, arrays = jax.device_put((carried, arrays), jax.memory.Space.Device)
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
+          # Moments on the host neither: copies of several layers would be under way, and on the device, at a time.
           carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
             (carried, arrays, cotangent, alive, row, held, states)
           )

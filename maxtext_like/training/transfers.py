@@ -92,7 +92,9 @@ def _of_host(program: TrainProgram, host: int, moments: int) -> Iterator[Transfe
   layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
   for kind, times in zip(HOST_COPIES, (parts, parts * program.step.backward_passes), strict=True):
     yield Transfer(kind, times * host, times * layers, asynchronous=True)
-    yield Transfer(kind, moments, len(program.model.decoder.layers), asynchronous=True)
+    # XLA for CUDA copies rows of them by kernels of its own, behind and before those that compute.
+    hidden = program.model.decoder.layers[0].cfg.mixer.platform != "gpu"
+    yield Transfer(kind, moments, len(program.model.decoder.layers), asynchronous=hidden)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:

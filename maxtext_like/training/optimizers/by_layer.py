@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.partition import as_declared
-from maxtext_like.training.optimizers import on_host
+from maxtext_like.sharding import host_memory
 from maxtext_like.training.optimizers.optimizer import Optimizer
 
 Tree = Any
@@ -36,13 +36,12 @@ def take(tree: Tree, part: Part) -> Tree:
 
 def take_row(tree: Tree, row: jax.Array) -> Tree:
   """A row of arrays of stacked layers, on the device; counters belong to all."""
-  pick = lambda x: as_declared(on_host.fetched(jax.lax.dynamic_index_in_dim(x, row, keepdims=False))) if x.ndim else x
-  return jax.tree.map(pick, tree)
+  return jax.tree.map(lambda x: as_declared(host_memory.row(x, row)) if x.ndim else x, tree)
 
 
 def put_row(tree: Tree, new: Tree, row: jax.Array) -> Tree:
   """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
-  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, on_host.returned(as_declared(n), x), row, 0) if x.ndim else x
+  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, host_memory.returned(as_declared(n), x), row, 0) if x.ndim else x
   return jax.tree.map(put, tree, new)
 
 

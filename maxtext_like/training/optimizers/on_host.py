@@ -1,7 +1,5 @@
-"""Moments that lie in the host's memory and come to the device while they are updated (``optimizer_memory_host_offload``).
-
-Where an array lies is in its type (``jax.memory.Space``): what moves here goes by that, so arrays that are on the device anyway
-stay where they are. A row of stacked layers is read out of an array on the host, and written into it where it lies.
+"""Which of an optimizer's state lies in the host's memory (``optimizer_memory_host_offload``): the moments of layers, which are
+on the device while these are updated. A row of stacked layers is read out of an array there, and written into it where it lies.
 """
 
 from typing import Any
@@ -9,12 +7,11 @@ from typing import Any
 import jax
 
 from maxtext_like.errors import UserError
+from maxtext_like.sharding.host_memory import KIND
 
 Tree = Any
 
 KEY = "optimizer_memory_host_offload"
-KIND = "pinned_host"
-"""What a sharding calls the host's memory that devices read and write."""
 
 
 def places(opt_state: Tree, shardings: Tree) -> Tree:
@@ -35,20 +32,5 @@ def places(opt_state: Tree, shardings: Tree) -> Tree:
 
   moved = jax.tree_util.tree_map_with_path(moves, opt_state)
   if not any(jax.tree.leaves(moved)):
-    raise UserError(f"{KEY} = true with an optimizer that keeps nothing of layers\n  fix: {KEY}=false")
+    raise UserError(f"{KEY} = true: no layer has moments (opt_type, trainable_parameters_mask)\n  fix: {KEY}=false")
   return jax.tree.map(lambda away, sharding: sharding.with_memory_kind(KIND) if away else sharding, moved, shardings)
-
-
-def is_there(x: Any) -> bool:
-  """Whether an array, traced or not, lies on the host."""
-  return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def fetched(tree: Tree) -> Tree:
-  """The arrays on the device."""
-  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_there(x) else x, tree)
-
-
-def returned(tree: Tree, like: Tree) -> Tree:
-  """The arrays where those of ``like`` lie."""
-  return jax.tree.map(lambda x, old: jax.device_put(x, jax.memory.Space.Host) if is_there(old) else x, tree, like)

@@ -1,15 +1,20 @@
 """Moments in the host's memory: the same numbers, and where they are counted. On a CPU both memories are one."""
 
+import json
+
 import jax
+import numpy as np
 import pytest
 
+from maxtext_like.analysis.step_xray import xray_step
+from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.sharding.host_memory import KIND
+from maxtext_like.sharding.mesh import abstract_mesh, use_mesh
 from maxtext_like.training import gpus_ahead_of_time, memory
 from maxtext_like.training.array_bytes import by_place, bytes_of
 from maxtext_like.training.compiled_program import HOST_COPIES
-from maxtext_like.training.optimizers.on_host import KIND
 from maxtext_like.training.plan import plan
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
@@ -57,12 +62,13 @@ def test_so_are_those_of_other_rules_and_meshes(words):
 def test_what_they_cannot_be_had_with_is_refused():
   with pytest.raises(UserError, match=r"without optimizer_in_backward[^\n]*\n(.*\n)*  fix: set optimizer_in_backward=true"):
     load_config("qwen3-tiny", [AWAY])
-  with pytest.raises(UserError, match="keeps nothing of layers\n  fix: optimizer_memory_host_offload=false"):
+  with pytest.raises(UserError, match="with scan_layers: false"):
+    load_config("qwen3-tiny", [AWAY, LAYERED, "scan_layers=false"])
+  with pytest.raises(UserError, match=r"no layer has moments \(opt_type[^\n]*\n  fix: optimizer_memory_host_offload=false"):
     _ = abstract(AWAY, "opt_type=sgd", "sgd_momentum=0", "mu_dtype=null", "nu_dtype=float32").abstract_state
 
 
 def test_they_count_on_the_host():
-  """And of a layer's, as they come and as they go, on the device."""
   here, there = (memory.estimate(abstract(*words)) for words in ((), (AWAY,)))
   state = abstract(AWAY).abstract_state["opt_state"]
   stay, away = by_place(state)
@@ -79,8 +85,8 @@ def test_plan_counts_both_ways(topology):
   assert target is not None
   found = plan(load_config("qwen3-tiny", [*WORDS, AWAY]).config, target)
   assert found.host > 0
-  copies = [(t.kind, t.bytes, t.times) for t in found.transfers if t.kind in HOST_COPIES]
-  assert copies == [(kind, found.host, 5) for kind in HOST_COPIES]
+  copies = [(t.kind, t.bytes, t.times, t.asynchronous) for t in found.transfers if t.kind in HOST_COPIES]
+  assert copies == [(kind, found.host, 5, topology == "v6e-8") for kind in HOST_COPIES]
 
 
 def test_a_host_without_the_room_is_told_which_key(monkeypatch):
@@ -95,6 +101,7 @@ def test_a_host_without_the_room_is_told_which_key(monkeypatch):
     memory.require_fit(program)
   assert str(error.value).startswith("optimizer_memory_host_offload = true: ")
   assert f"{memory.PINNED} above 0 where the host has more" in str(error.value)
+  assert "mu_dtype=dynamic8 nu_dtype=dynamic8, or optimizer_memory_host_offload=false" in str(error.value)
   assert "remat_offload" not in str(error.value)
 
 
@@ -106,5 +113,49 @@ def test_gpus_that_are_not_there_have_no_host(monkeypatch):
   assert "no host's memory" in why
   host = find_gpus("h200")
   assert host is not None
-  with pytest.raises(UserError, match="topology=h200-1: optimizer_memory_host_offload"):
+  with pytest.raises(
+    UserError, match=r"topology=h200-1: optimizer_memory_host_offload = true: [^\n]*\n  fix: machine_code=false"
+  ):
     gpus_ahead_of_time.compile_step(config, host)
+
+
+def test_a_look_takes_their_largest_row_by_row():
+  """The one that a device has no room for together."""
+  words = (*THREE, LAYERED, "mu_dtype=bfloat16", "nu_dtype=dynamic8")
+  program, _, state, _ = compiled(*words, AWAY)
+  state = {**state, "opt_state": jax.tree.map(np.copy, state["opt_state"])}
+  state["opt_state"][0].mu["stack_0"]["layer_0"]["mlp"]["down"][1, 0, 0] = np.inf
+  found = {}
+  for more in ((), (AWAY,)):
+    program = compiled(*words, *more)[0]
+    with use_mesh(program.model.mesh):
+      placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
+      look = program.lower_look()
+      found[more] = jax.device_get(look.compile()(placed["params"], placed["opt_state"]))
+  assert_bits(found[AWAY,], found[()])
+  names = [name for name, fine in zip(program.state_labels["optimizer"], found[()]["state_optimizer"], strict=True) if not fine]
+  assert names == ["mu.layers.1.mlp.down"]
+
+
+@pytest.mark.slow
+def test_an_xray_has_them_too():
+  """It looks at all gradients together, and so at all moments on the device."""
+  program, _, state, batch = compiled(*THREE, LAYERED, *EIGHT_BITS, AWAY)
+  with use_mesh(program.model.mesh):
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
+    report = xray_step(program, state, program.place(batch))
+  assert report.first_cause is None
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_key_and_without(tmp_path):
+  """As one that never had it."""
+  words = [f"output_dir={tmp_path}", "max_target_length=32", "per_device_batch_size=1", LAYERED, "checkpoint_interval=2"]
+  words += ["lr_schedule_type=constant", "warmup_steps_fraction=0", *EIGHT_BITS]
+  losses = {}
+  for name, turns in {"changing": ((4, AWAY), (6, ""), (8, AWAY)), "plain": ((8, ""),)}.items():
+    for steps, more in turns:
+      assert main(["train", "qwen3-tiny", f"run_name={name}", f"steps={steps}", *words, *([more] if more else [])]) == 0
+    rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    losses[name] = {row["step"]: row["loss"] for row in rows if "loss" in row}
+  assert losses["changing"] == losses["plain"]

@@ -1,4 +1,8 @@
-"""The gradient of the matrices of a grouped product, as a Pallas kernel for Hopper GPUs: ``pallas_gpu.py`` says how it works.
+"""The gradient of the matrices of a grouped product, as a Pallas kernel for Hopper GPUs.
+
+Persistent, with a warpgroup that copies and two that multiply, as the kernel of ``pallas_gpu.py`` is. It sums over the rows of
+a group: in steps that begin at a multiple of 8, the last of which has half as many rows where these are enough. Rows of the
+first and the last that are another group's are set to zero in shared memory.
 
 S rows and C columns of a matrix, G groups.
 """
