@@ -18,6 +18,7 @@ from maxtext_like.training.compiled_program import HOST_COPIES
 from maxtext_like.training.plan import plan
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
+from tests.training.test_parallelism import run
 from tests.training.test_step_in_backward import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
 
 AWAY = "optimizer_memory_host_offload=true"
@@ -48,15 +49,19 @@ def test_steps_are_those_of_moments_on_the_device():
     ("deepseek3-tiny", "opt_type=lion", "mu_dtype=float32"),  # two stacks
     ("qwen3-tiny", "num_decoder_layers=3", "opt_type=adafactor", "emb_dim=128", "mlp_dim=136"),
     (*THREE, "dtype=float16"),
-    (*THREE, "ici_fsdp_parallelism=4", "ici_data_parallelism=2", *EIGHT_BITS),
   ],
 )
-def test_so_are_those_of_other_rules_and_meshes(words):
-  if "ici_fsdp_parallelism=4" in words and len(jax.devices()) < 8:
-    pytest.skip("needs 8 devices")
+def test_so_are_those_of_other_rules(words):
   (here, ordinary), (there, metrics) = descend(*words, LAYERED), descend(*words, LAYERED, AWAY)
   assert_bits(there, here)
   assert_bits(metrics, ordinary)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_mesh_that_splits_them():
+  words = ("qwen3-tiny", "num_decoder_layers=3", "clip=running", *EIGHT_BITS)
+  here, there = (run("tests.training.meshes_in_backward", *words, *more, "data-fsdp-tensor") for more in ((), (AWAY,)))
+  assert there == here
 
 
 def test_what_they_cannot_be_had_with_is_refused():
