@@ -32,7 +32,7 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   import jax
   import numpy as np
   from peer import GIB
-  from step_cost import require_updates
+  from step_cost import DRAWN, require_updates
 
   from maxtext_like.config.load import load_config
   from maxtext_like.models.naming import ADAPTER
@@ -56,7 +56,7 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   ones = np.ones((rows, length), np.int32)
   arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones, "positions": ones * np.arange(length)}
   batch = program.place({name: np.ascontiguousarray(x, np.int32) for name, x in arrays.items()})
-  known = np.full(2, 1e4, np.float32)  # a bound of the drawn state: a step with none known moves nothing
+  known = DRAWN  # a step with none known moves nothing
   times, losses, taken = [], [], []
   for _ in range(steps + 2):
     begin = time.perf_counter()

@@ -39,6 +39,7 @@ def cpu_seconds(f: Callable[..., Any], *args: Any) -> float:
 def of_a_model(model: str, *words: str, with_all: bool) -> None:
   """Prints the ratios for the train step of a configuration on its first batch."""
   import numpy as np
+  from step_cost import DRAWN
 
   from maxtext_like.analysis.step_xray import step_xray
   from maxtext_like.config.load import load_config
@@ -50,12 +51,11 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
   batch = first_batch(program, config.checkpoint, Path("none"))
-  known = np.full(2, 1e4, np.float32)
   with use_mesh(program.model.mesh):
     start = time.process_time()
-    plain = jax.jit(program.step).lower(state, batch, known).compile()
+    plain = jax.jit(program.step).lower(state, batch, DRAWN).compile()
     plain_compile = time.process_time() - start
-    plain_run = cpu_seconds(plain, state, batch, known)
+    plain_run = cpu_seconds(plain, state, batch, DRAWN)
     print(f"{model}: plain step {plain_run * 1e3:.0f} ms, compiled in {plain_compile:.1f} s of processor time", flush=True)
     for name, everything in (("x-ray", False), ("x-ray --all", True))[: 2 if with_all else 1]:
       start = time.process_time()

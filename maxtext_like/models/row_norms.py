@@ -201,6 +201,11 @@ def clip(tree: Tree, norm: Norm, largest: float | jax.Array) -> Tree:
   return jax.tree.map(lambda x: x.astype(jnp.float32) * factor * down, tree)
 
 
+def largest_clipped(largest: float) -> float:
+  """What no number of a tree exceeds that ``clip`` was given: a norm is rounded."""
+  return largest * 1.001
+
+
 def row_labels(decoder: Decoder, tree: Tree) -> list[str]:
   """The parameter names behind the entries of ``row_squares``, as ``layers.7.mlp.down``."""
   return [name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in row_names(decoder, path_keys(path))]

@@ -16,9 +16,9 @@ class Seen(NamedTuple):
   Attributes:
     gradients: sums of squares in the two parts of ``Squares``.
     clipped: bool scalar, the part's own gradients were clipped.
-    updated: bool, the updated numbers are finite.
+    updated: bool, the updated numbers are finite, where that was looked at.
     parameters: sums of squares of what is stored now, as ``gradients``.
-    peaks: largest magnitudes in the updated state of the optimizer, infinite where a number is not finite.
+    peaks: largest magnitudes in the updated state of the optimizer, infinite where a number is not finite, likewise.
     survival: sums of ``update_survival.products``, where they are asked for.
   """
 
@@ -41,13 +41,14 @@ def together(seen: dict[Part, list[Seen]]) -> Seen:
   parts = {part: jax.tree.map(lambda *x: jnp.concatenate([*map(jnp.atleast_1d, x)]), *found) for part, found in seen.items()}
   pairs = lambda of: tuple(join([of(s)[i] for s in parts.values()]) for i in (0, 1))
   gradients = pairs(lambda s: s.gradients)
-  if parts[()].peaks is None:
+  found = parts[()]
+  if found.parameters is None:
     return Seen(gradients)
   return Seen(
     gradients,
     {part: s.clipped for part, s in parts.items()},
-    join([s.updated for s in parts.values()]),
+    None if found.updated is None else join([s.updated for s in parts.values()]),
     pairs(lambda s: s.parameters),
-    join_states([s.peaks for s in parts.values()]),
-    None if parts[()].survival is None else pairs(lambda s: s.survival),
+    None if found.peaks is None else join_states([s.peaks for s in parts.values()]),
+    None if found.survival is None else pairs(lambda s: s.survival),
   )

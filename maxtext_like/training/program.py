@@ -301,7 +301,7 @@ def make_program(
     summed_once=_summed_once(decoder, spec, model.mesh) if t.gradient_accumulation_steps > 1 else (),
     survival=config.logging.update_survival_every > 0,
     dropout_seed=t.seed if adapter and adapter.dropout else None,
-    careful=not optimizer.usually_proved,
+    careful=not optimizer.usually_proved(t.gradient_clipping_threshold),
   )
   return TrainProgram(model, objective, selection, step, adapter)
 

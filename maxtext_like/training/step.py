@@ -27,7 +27,16 @@ from maxtext_like.layers.context import PROBED
 from maxtext_like.layers.param import in_stored_order
 from maxtext_like.layers.partition import on_tpu
 from maxtext_like.layers.probe import sinks
-from maxtext_like.models.row_norms import clip, plain_squares, row_squares, split_squares, state_peaks, state_rows, sums_of_rows
+from maxtext_like.models.row_norms import (
+  clip,
+  largest_clipped,
+  plain_squares,
+  row_squares,
+  split_squares,
+  state_peaks,
+  state_rows,
+  sums_of_rows,
+)
 from maxtext_like.numerics import probe_statistics
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.objectives.objective import Objective
@@ -157,7 +166,7 @@ class TrainStep:
     if self.watch:
       params, opt_state, survival = update()
     else:
-      largest = jnp.minimum(squares.largest(), self.clip * 1.001 if self.clip else jnp.inf)
+      largest = jnp.minimum(squares.largest(), largest_clipped(self.clip) if self.clip else jnp.inf)
       certain, kept = self.optimizer.certainly_finite(largest, known[1], known[0], rate)
 
       def look():

@@ -28,7 +28,17 @@ from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import as_declared
 from maxtext_like.layers.stack import Stack
-from maxtext_like.models.row_norms import Norm, SoFar, Squares, clip, peaks_of_arrays, peaks_of_rows, squares_of_arrays
+from maxtext_like.models.row_norms import (
+  Norm,
+  SoFar,
+  Squares,
+  clip,
+  largest_clipped,
+  peaks_of_arrays,
+  peaks_of_rows,
+  squares_of_arrays,
+  state_rows,
+)
 from maxtext_like.sharding import host_memory
 from maxtext_like.training import loss_scale, update_survival
 from maxtext_like.training.gradient_shares import GradientShares
@@ -158,9 +168,11 @@ class StepInBackward(TrainStep):
     return self.exact or self._measures_first
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
-    """As ``TrainStep`` does, but that it looks at every update before it writes it: every step is "usual".
+    """As ``TrainStep`` does, but that a single pass that is not applied may have updated the layers behind the one that was not
+    finite.
 
-    In a single pass a step that is not applied may have updated the layers behind the one that was not finite.
+    How large gradients are is not known before the first layer is updated, but what they are clipped to is: from that every
+    update is proved finite, or nothing is done. The careful form looks at each before it writes it.
     """
     if self.watch:  # an x-ray looks at all gradients together
       new, metrics = super().__call__({**state, "opt_state": host_memory.fetched(state["opt_state"])}, batch, known)
@@ -172,6 +184,11 @@ class StepInBackward(TrainStep):
     losses = forward.out
     loss = sum(losses["loss"].values())
     alive, norm, squares = jnp.isfinite(loss), None, None
+    usual, kept = jnp.ones((), bool), None
+    if not self.careful:
+      certain, kept = self.optimizer.certainly_finite(jnp.float32(largest_clipped(self.clip)), known[1], known[0], pass_.rate)
+      usual = jnp.all(jnp.isfinite(known)) & certain
+      alive = alive & usual
     if self.all_or_nothing:
       _, _, _, seen = pass_.backward(forward, params, frozen, None, alive, None)
       squares = Squares(*map(by_row, seen.gradients))
@@ -186,20 +203,21 @@ class StepInBackward(TrainStep):
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
     stored = map(merge, seen.parameters or (), squares_of_arrays(frozen, rows=True))
     total, sizes = squares.norm(), Squares(*map(by_row, stored))
-    new_state = {"step": state["step"] + 1, "params": merge(new_params, frozen), "opt_state": new_opt_state}
+    new_state = {"step": state["step"] + usual, "params": merge(new_params, frozen), "opt_state": new_opt_state}
     if scaling:
-      new_state["loss_scale"] = loss_scale.updated(scaling, applied)
+      scale = loss_scale.updated(scaling, applied)
+      new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(usual, new, old), scale, scaling)
     if self.shares:
       new_state[GRADIENT_SHARES] = self.shares.updated(state[GRADIENT_SHARES], seen.gradients, applied)
-    peaks = peaks_of_rows(seen.peaks, state["opt_state"], params)
-    finite = {
-      "loss": jnp.isfinite(loss),
-      "gradients": squares.finite,
-      "parameters": by_row(seen.updated),
-      "optimizer": jnp.isfinite(peaks),
-      "state_parameters": sizes.finite,
-      "state_optimizer": jnp.ones(peaks.shape, bool),  # of what is not finite nothing is written
-    }
+    finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite, "state_parameters": sizes.finite}
+    sound = jnp.ones(state_rows(state["opt_state"], params), bool)  # of what is not finite nothing is written
+    if kept is None:
+      peaks = peaks_of_rows(seen.peaks, state["opt_state"], params)
+      finite |= {"parameters": by_row(seen.updated), "optimizer": jnp.isfinite(peaks), "state_optimizer": sound}
+      known = jnp.where(applied, jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)]), jnp.inf)
+    else:
+      finite |= {"parameters": jnp.ones(squares.finite.shape, bool), "optimizer": sound, "state_optimizer": sound}
+      known = jnp.where(usual, jnp.stack([sizes.largest(), jnp.maximum(kept, known[1])]), jnp.inf)
     clipped = total.above(self.clip) if self.exact else jnp.any(by_row(seen.clipped))
     metrics = {
       "loss": loss,
@@ -209,8 +227,8 @@ class StepInBackward(TrainStep):
       "tokens": self.objective.tokens(batch),
       "clipped": clipped & applied,
       "skipped": ~applied,
-      "known": jnp.where(applied, jnp.stack([sizes.largest(), jnp.max(peaks, initial=0.0)]), jnp.inf),
-      "usual": jnp.ones((), bool),
+      "known": known,
+      "usual": usual,
       "finite": finite,
     }
     if seen.survival is not None:
@@ -461,11 +479,13 @@ class _Pass:
     new = step.stored(moved, params, self.number, row)
     if step.survival:
       survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
-    # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
-    finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
-    updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
-    peaks = peaks_of_arrays(new_state)
-    alive = alive & jnp.all(by_row(updated)) & jnp.all(jnp.isfinite(by_row(peaks)))
+    updated = peaks = None
+    if step.careful:
+      # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
+      finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
+      updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
+      peaks = peaks_of_arrays(new_state)
+      alive = alive & jnp.all(by_row(updated)) & jnp.all(jnp.isfinite(by_row(peaks)))
     new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
     found = Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
     return new, new_state, alive, so_far, found

@@ -240,6 +240,55 @@ def test_shares_stay_as_they_are_where_a_step_is_left_out():
   np.testing.assert_array_equal(after["gradient_shares"], np.full(4, 0.25, np.float32))
 
 
+USUAL = {
+  "sgd": (*PLAIN, *RUNNING),
+  "adafactor": (*THREE, LAYERED, *RUNNING, "opt_type=adafactor", "weight_dtype=bfloat16", "stochastic_rounding=true"),
+  "8 bits": (*THREE, LAYERED, *EIGHT_BITS, "clip=layer"),
+  "float16": (*THREE, LAYERED, "dtype=float16", LION, "learning_rate=1e-3"),
+  "balanced experts": ("deepseek3-tiny", *MODELS["deepseek3-tiny"], LAYERED, *RUNNING),
+}
+"""Where updates of clipped gradients are proved finite, by a rule for small gradients only too; and what else stays as it was
+where a step does nothing: a loss scale, the biases of a router, shares of the norm."""
+QUICK_ONES = ("sgd",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK_ONES else pytest.mark.slow) for n in USUAL])
+def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
+  words = USUAL[name]
+  program, _, first, batch = compiled(*words)
+  assert not program.step.careful
+  careful, exact = descend(*words)
+  with use_mesh(program.model.mesh):
+    usual, look = program.lower_step().compile(), program.lower_look().compile()
+    places = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    state, placed, found = jax.device_put(first, places), program.place(batch), []
+    known = look(state["params"], state["opt_state"])["known"]
+    for _ in range(2):
+      state, metrics = usual(state, placed, known)
+      known = metrics["known"]
+      found.append(jax.device_get(metrics))
+    behind, nothing = usual(jax.device_put(careful, places), placed, UNKNOWN)
+  for a, b in zip(found, exact, strict=True):
+    assert a["usual"]
+    assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
+    assert jax.tree.all(jax.tree.map(np.array_equal, a["finite"], b["finite"]))
+    assert (a["known"] >= b["known"] * 0.999).all()
+    assert np.isfinite(a["known"]).all()
+    for key in ("loss", "grad_norm", "param_norm", "clipped", "skipped"):
+      np.testing.assert_allclose(a[key], b[key], rtol=1e-5, err_msg=key)
+  pairs = zip(jax.tree.leaves(jax.device_get(state)["params"]), jax.tree.leaves(careful["params"]), strict=True)
+  far = [np.ravel(~np.isclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-5, atol=1e-6)) for a, b in pairs]
+  assert np.concatenate(far).mean() < 1e-3
+  assert not nothing["usual"]
+  assert np.isinf(nothing["known"]).all()
+  assert_bits(jax.device_get(behind), careful)
+
+
+def test_without_a_threshold_the_careful_form_is_the_usual_one():
+  """Nobody knows how large gradients will be."""
+  assert make_program(load_config(THREE[0], [*SMALL, *THREE[1:], LAYERED, UNCLIPPED]).config).step.careful
+
+
 @pytest.mark.slow
 def test_float16_knows_the_norm_of_all_whatever_it_clips_by():
   words = (*THREE, "dtype=float16", LAYERED, "gradient_clipping_threshold=0.5")

@@ -21,7 +21,7 @@ class Adafactor:
   """The update is clipped to an rms of 1 and not scaled by the parameter's size, so that a learning rate means what it means
   for the others. An array of stacked layers is factored over its two largest dimensions and clipped as one."""
 
-  usually_bounded: ClassVar[bool] = False  # the bound holds for small gradients only
+  bounded_to: ClassVar[float] = 2.0
   whole: ClassVar[bool] = True  # its rms
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = None
@@ -34,6 +34,6 @@ class Adafactor:
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
     # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is
     # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size.
-    direction = jnp.where((gradient <= 1) & (state <= 4), 1e6, jnp.inf)
+    direction = jnp.where((gradient <= self.bounded_to) & (state <= 4), 1e6, jnp.inf)
     kept = jnp.maximum(state, jnp.square(gradient) + 1e-30)
     return Bound(direction=direction, moment=gradient, state=jnp.maximum(gradient, kept), computed=gradient)

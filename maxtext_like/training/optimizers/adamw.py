@@ -1,5 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019); its decay of the weights is the optimizer's, as every rule's is."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ class AdamW:
   b2: float
   eps: float
 
-  usually_bounded: ClassVar[bool] = True
+  bounded_to: ClassVar[float] = math.inf
   whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = (
     "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor, whose second one takes next to nothing and "

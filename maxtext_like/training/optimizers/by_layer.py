@@ -84,6 +84,10 @@ class ByLayer(Optimizer):
     given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Optimizer)}
     return {part: Optimizer(**given | {"spec": take(self.spec, part)}) for part in parts_of(self.spec)}
 
+  def usually_proved(self, clip: float) -> bool:
+    """Only of clipped gradients is it known how large they are before the first layer is updated."""
+    return clip > 0 and super().usually_proved(clip)
+
   def init(self, params: Tree) -> Tree:
     return join_states([_by_row(part, optimizer.init, take(params, part)) for part, optimizer in self.parts.items()])
 

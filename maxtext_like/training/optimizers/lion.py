@@ -1,5 +1,6 @@
 """Lion (Chen et al. 2023): the sign of a mean of gradients."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ class Lion:
   b1: float
   b2: float
 
-  usually_bounded: ClassVar[bool] = True
+  bounded_to: ClassVar[float] = math.inf
   whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = "mu"

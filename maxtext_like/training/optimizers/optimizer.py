@@ -13,6 +13,7 @@ import optax
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
+from maxtext_like.models.row_norms import largest_clipped
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
 from maxtext_like.training.optimizers.moments import Moment, kept
 from maxtext_like.training.optimizers.registry import make_rule
@@ -78,11 +79,11 @@ class Optimizer:
     """(the direction, float32, the next state)."""
     return self._transformation.update(grads, state, params)
 
-  @property
-  def usually_proved(self) -> bool:
-    """Whether ``certainly_finite`` has a proof for every ordinary update: float16's range is not far from that of ordinary
-    parameters, and some rules have a bound for small gradients only."""
-    return self.rule.usually_bounded and "float16" not in (self.weight_dtype, self.mu_dtype)
+  def usually_proved(self, clip: float) -> bool:
+    """Whether ``certainly_finite`` has a proof for every ordinary update of gradients whose norm is clipped to ``clip`` (0: is
+    not): float16's range is not far from that of ordinary parameters, and some rules have a bound for small gradients only."""
+    largest = largest_clipped(clip) if clip else math.inf
+    return largest <= self.rule.bounded_to and "float16" not in (self.weight_dtype, self.mu_dtype)
 
   def certainly_finite(
     self, gradient: jax.Array, state: jax.Array, parameter: jax.Array, rate: jax.Array

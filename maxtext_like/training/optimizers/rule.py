@@ -29,14 +29,15 @@ class Rule(Protocol):
   """A direction of descent, in float32 and without the learning rate. A frozen dataclass.
 
   Attributes:
-    usually_bounded: ``bound`` is finite for every ordinary update, so that the step need not look at it.
+    bounded_to: ``bound`` of an ordinary state is finite for gradients up to this magnitude, so that the step need not look at
+      their update; infinite: for all that are ordinary.
     first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
       there is none.
     whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
     smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
   """
 
-  usually_bounded: ClassVar[bool]
+  bounded_to: ClassVar[float]
   whole: ClassVar[bool]
   smaller: ClassVar[str | None]
   second: ClassVar[str | None]

@@ -1,5 +1,6 @@
 """Plain descent, with heavy-ball momentum or without."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ class SGD:
 
   momentum: float
 
-  usually_bounded: ClassVar[bool] = True
+  bounded_to: ClassVar[float] = math.inf
   whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = None
   second: ClassVar[str | None] = None

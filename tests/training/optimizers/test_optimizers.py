@@ -9,6 +9,8 @@ import pytest
 
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.layers.param import Param
+from maxtext_like.models.row_norms import largest_clipped
+from maxtext_like.training.optimizers.by_layer import ByLayer
 from maxtext_like.training.optimizers.optimizer import decays, make_optimizer
 from maxtext_like.training.optimizers.registry import NAMES
 from tests.training.toy import toy_config
@@ -195,6 +197,20 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
   for bad in (np.nan, np.inf):
     for at in range(3):
       assert not certainly(*(jnp.float32(bad if i == at else 1e-3) for i in range(3)), jnp.float32(1e-3))[0]
+
+
+@pytest.mark.parametrize("rule", OPT_TYPES)
+@pytest.mark.parametrize("clip", [0.0, 1.0, 2.0, 1e4])
+def test_what_is_usually_proved_has_a_proof(rule, clip):
+  """Adafactor's bound is one for small gradients: usual where they are clipped to the default. Layer by layer nobody knows how
+  large those will be that are not clipped."""
+  spec = {"a": Param((7, 5), ("embed", "mlp"))}
+  optimizer = make_optimizer(toy_config(f"opt_type={rule}").training, spec, "bfloat16")
+  assert optimizer.usually_proved(clip) == (rule != "adafactor" or clip == 1)
+  assert ByLayer.of(optimizer).usually_proved(clip) == (clip > 0 and optimizer.usually_proved(clip))
+  if clip and optimizer.usually_proved(clip):
+    certain, _ = optimizer.certainly_finite(*map(jnp.float32, (largest_clipped(clip), 1, 1e3, 0.1)))
+    assert certain
 
 
 @pytest.mark.parametrize(
