@@ -73,8 +73,8 @@ def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
 
 
 def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
-  """Of what lies in no stack, where an optimizer goes through it in pieces: the steps of all of it in float32, and the next
-  moments, since none is written before all are known to be finite; and a gradient in float32, of one after the other."""
+  """Of what lies in no stack, where an optimizer goes through it in pieces: the steps of all of it in float32, the next
+  moments, and a gradient in float32, of one after the other."""
   if not program.step.optimizer.in_pieces:
     return InUse(0, 0, 0, 0)
   gradient = max((bytes_as(jnp.float32, x) for x in jax.tree.leaves(outside)), default=0)

@@ -49,7 +49,8 @@ class MemoryEstimate:
     gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
     copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/compile.md): the
       gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
-      optimizer's rule looks at them whole; with ``optimizer_in_backward`` updated layers before they lie in their stacks.
+      optimizer's rule needs them whole and its update is looked at; with ``optimizer_in_backward`` updated layers before they
+      lie in their stacks.
     activations: what the forward pass keeps for the backward pass, and what it works in.
     logits: of a piece, and their gradient.
       Of these three a GPU's estimate has what is in use together (docs/compile.md).
@@ -248,7 +249,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   elif platform == "gpu":
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
-    if program.step.optimizer.rule.whole:
+    if program.step.optimizer.rule.whole and program.step.careful:
       copies = max(copies, bytes_as(jnp.float32, gradient) - activations - logits)
   return MemoryEstimate(
     parameters=bytes_of(state["params"], numbers),
