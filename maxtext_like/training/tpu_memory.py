@@ -23,8 +23,8 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
   gradient, whole in float32, and what it is added to. In the backward pass of a layer: the gradients of
   all layers, the layer's activations, and of its fullest part the weights and the largest gradient, before it is scattered.
   Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored, and what another
-  table's takes (``_rows_added``); in the update they and the steps of all arrays, where the optimizer's rule needs them whole and
-  they are looked at.
+  table's takes (``_rows_added``); in the update they and the steps of all arrays, where the optimizer's rule needs them whole
+  and they are looked at.
   A loop over microbatches holds a table turned that lies in another order than its rows are read in.
 
   Args:

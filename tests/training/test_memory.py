@@ -142,7 +142,8 @@ def test_weights_that_are_rounded_while_unstacked_are_there_in_the_loss():
 
 
 def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
-  words = ("gemma4-tiny", "weight_dtype=bfloat16", "grad_dtype=bfloat16", "opt_type=adafactor", "max_target_length=8")
+  wide = ("emb_dim=512", "mlp_dim=2048", "max_target_length=8")
+  words = ("gemma4-tiny", *wide, "weight_dtype=bfloat16", "grad_dtype=bfloat16", "opt_type=adafactor")
   need = on_gpus(*words, "gradient_clipping_threshold=0")
   assert need.activations + need.logits + need.copies >= 2 * need.gradients
   assert on_gpus(*words).total < need.total  # not where the update is proved finite
