@@ -1,7 +1,8 @@
 """Checkpoints of a run: asynchronous saves that count only when proved whole, and the way back to the newest one.
 
-Orbax writes the arrays (in s3:// ``zarr_arrays`` does); everything that decides whether a step exists is ours, because orbax
-hides the errors of asynchronous saves, lists steps that are not there and has no checksums. Layout of a checkpoint directory::
+Orbax writes the arrays (``array_writer``; in s3:// ``zarr_arrays`` does); everything that decides whether a step exists is
+ours, because orbax hides the errors of asynchronous saves, lists steps that are not there and has no checksums. Layout of a
+checkpoint directory::
 
   120/state/             what orbax writes
   120/COMPLETE.json      our manifest; a step without it is not a checkpoint
@@ -33,17 +34,17 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_like.atomic import Fence
-from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree, zarr_arrays
+from maxtext_like.checkpoint import accompanying_files, compatibility, manifest, restore, tree
+from maxtext_like.checkpoint.array_writer import ArrayWriter
 from maxtext_like.checkpoint.best import name_best, named_best
 from maxtext_like.checkpoint.mirror import Mirror
-from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason, told_by_us
+from maxtext_like.checkpoint.pending_save import PendingSave, Statistics, reason
 from maxtext_like.checkpoint.room import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.steps import StepDirectories
 from maxtext_like.checkpoint.valid_step import newest_valid
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.left_behind import leave_behind
-from maxtext_like.sharding import host_memory, processes
+from maxtext_like.sharding import processes
 from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
@@ -115,8 +116,7 @@ class CheckpointManager:
     self._consecutive_failures = 0
     self._retry_at: float | None = None
     self._pending: PendingSave | None = None
-    self._checkpointer: Any = None
-    self._threads_before: set[threading.Thread] = set()  # the save under way
+    self._arrays = ArrayWriter(peers_seconds)
     self._saves = 0
     self._mirror, self._mirror_seconds = mirror, mirror_seconds
     self._newest_known: int | None = None
@@ -259,13 +259,13 @@ class CheckpointManager:
     pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
     self._pending = pending
     self._saves += 1
-    self._threads_before = {*threading.enumerate()}
+    self._arrays.begin()
     try:
       with self._watch("save", f"the save of step {step}"):
         if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
           raise OSError(*problem)
         path = self._steps.saving(step, self._saves) / manifest.STATE_NAME
-        self._with_others(pending, lambda: self._start_writing(path, flat))
+        self._with_others(pending, lambda: self._arrays.save(path, flat, self._saves))
     except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
       pending.error = error
     else:
@@ -297,36 +297,12 @@ class CheckpointManager:
       return error.errno or errno.EIO, error.strerror or str(error)
     return None
 
-  def _start_writing(self, path: Path | Place, flat: dict[str, Any]) -> None:
-    if isinstance(path, Place) and zarr_arrays.are_for(path):
-      self._checkpointer = self._checkpointer or zarr_arrays.Writer(self._peers_seconds)
-      self._checkpointer.save(path, flat)
-      return
-    import orbax.checkpoint as ocp
-
-    if self._checkpointer is None:
-      # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
-      # Names of barriers are this checkpointer's own, as those of one that failed may have been passed by some processes only;
-      # and with processes that are named they are the coordinator's, which can be left, and no collectives of devices.
-      others = None if self._alone else set(range(processes.count()))
-      options = ocp.options.MultiprocessingOptions(
-        active_processes=others, barrier_sync_key_prefix=None if self._alone else f"from-save-{self._saves}"
-      )
-      # What lies in pinned memory leaves no room there for what orbax would bring to it.
-      pinned = False if any(map(host_memory.lies_there, flat.values())) else None
-      handler = ocp.PyTreeCheckpointHandler(
-        use_zarr3=True, use_compression=False, multiprocessing_options=options, enable_pinned_host_transfer=pinned
-      )
-      self._checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
-      logging.getLogger("absl").addFilter(told_by_us)
-    self._checkpointer.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.copied(flat)))
-
   def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
     """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
     turn = f"save-{self._saves}"
     try:
       with self._watch("save", f"the save of step {pending.step}"):
-        self._with_others(pending, lambda: self._checkpointer.wait_until_finished())  # a new one is made where this one fails
+        self._with_others(pending, self._arrays.wait_until_finished)
         written = time.monotonic()
         if processes.primary():
           self._with_others(pending, lambda: self._complete(pending.step, record), alone=True)
@@ -413,10 +389,7 @@ class CheckpointManager:
     free = free_bytes(self.directory)  # before the half-written step goes
     if processes.primary():  # which makes it anew when it is tried again: nobody may come late to this
       self._steps.discard(pending.step, self._saves)
-    self._checkpointer = None
-    # Orbax's threads wait minutes for the part that failed, and the interpreter would wait for them.
-    others = (thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
-    leave_behind(others, calls_back=True)
+    self._arrays.give_up()
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
     last = self._consecutive_failures >= self._attempts
     kept = self._kept()
@@ -492,9 +465,7 @@ class CheckpointManager:
 
   def _shut(self) -> None:
     atexit.unregister(self._at_exit)
-    if self._checkpointer is not None:
-      self._checkpointer.close()
-      self._checkpointer = None
+    self._arrays.close()
     if self._mirror is not None:
       self._mirror.close(self._mirror_seconds)
 
