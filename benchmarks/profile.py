@@ -244,8 +244,9 @@ def measure(model: str, words: list[str], steps: int, out: Path) -> dict[str, An
       state, metrics = compiled(state, data, known)
       known = metrics["known"]
     jax.block_until_ready((state, metrics))
+    milliseconds = (time.perf_counter() - begin) / count * 1e3
     require_updates([metrics])
-    return (time.perf_counter() - begin) / count * 1e3
+    return milliseconds
 
   run(2)
   plain = statistics.median(run(steps) for _ in range(3))

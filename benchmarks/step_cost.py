@@ -129,7 +129,7 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
   states = {"off": start(program)} | ({} if one else {"on": start(with_it)})
   compiled = [(on.compile(), "off" if one else "on"), (off.compile(), "off")]
   data, known = batch(program), dict.fromkeys(states, DRAWN)
-  found, plain = [], []
+  found, plain, taken = [], [], []
   for i in range(steps + 2):
     seconds = []
     # Who goes first alternates too.
@@ -139,10 +139,12 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
       known[whose] = metrics["known"]
       jax.block_until_ready((states[whose], metrics))
       seconds.append(clock() - begin)
+      taken.append({name: metrics[name] for name in ("usual", "skipped")})
     added, without = seconds if i % 2 else seconds[::-1]
     if i >= 2:
       found.append(added / without)
       plain.append(without)
+  require_updates(taken)
   return found, statistics.median(plain)
 
 

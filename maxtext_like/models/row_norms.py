@@ -194,11 +194,12 @@ def clip(tree: Tree, norm: Norm, largest: float | jax.Array) -> Tree:
   Args:
     tree: of arrays.
     norm: of the tree.
-    largest: not below 0.
+    largest: not below 0, nor above 2^79.
   """
   clipped = norm.above(largest)
-  down, factor = jnp.where(clipped, 1 / norm.unit, 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
-  return jax.tree.map(lambda x: x.astype(jnp.float32) * factor * down, tree)
+  # Half of the way down before the factor, which may be large by as much as the unit is, and half behind it.
+  down, factor = jnp.where(clipped, 1 / jnp.sqrt(norm.unit), 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
+  return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor * down, tree)
 
 
 def largest_clipped(largest: float) -> float:

@@ -133,6 +133,7 @@ class Loop:
   profile: Profile | None = None
   _known: Any = field(default=None, init=False)
   _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
+  _retaken: int | None = field(default=None, init=False)  # the newest step that was right, and not proved
   _pending: _Launched | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
@@ -290,7 +291,12 @@ class Loop:
       careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
       self.state, metrics = careful(self.state, launched.batch, UNKNOWN)
       self._known = metrics.pop("known")
-      return jax.block_until_ready(metrics)
+      metrics = jax.block_until_ready(metrics)
+    if not metrics["skipped"]:
+      if self._retaken == launched.step - 1:  # what no proof holds for does not pass from one step to the next
+        self.train_step = careful
+      self._retaken = launched.step
+    return metrics
 
   def _next_batch(self) -> dict[str, jax.Array]:
     """Raises StopAsked where a stop was asked for and none comes: the data then stand after the finished steps."""

@@ -8,9 +8,10 @@ as the new state takes the old one's memory. So the step says how large the numb
 the pass that sums their norm, of the optimizer from the last look at it and every gradient since. From that and the gradient's
 norm the next one proves that its update cannot leave its dtypes (``Optimizer.certainly_finite``). Where that is no proof
 (enormous numbers, a state that nobody has looked at) the step does nothing and says so, and the loop takes the careful form of
-it, which evaluates the update twice, once to look at it. The optimizers that have no general proof always take the careful
-form, which costs a tenth of a step on a GPU. A state that was given, and every one before it is saved, is read as it is
-(``TrainProgram.lower_look``): one that is not finite after all is told, and never saved.
+it, which evaluates the update twice, once to look at it. Where the optimizer has no proof for ordinary numbers
+(``Optimizer.usually_proved``) every step takes the careful form, which costs a tenth of a step on a GPU. A state that was
+given, and every one before it is saved, is read as it is (``TrainProgram.lower_look``): one that is not finite after all is
+told, and never saved.
 """
 
 from collections.abc import Callable
@@ -102,6 +103,13 @@ class TrainStep:
     return 1
 
   @property
+  def _tells_large(self) -> bool:
+    """Sums of squares tell numbers beyond 1e19 from infinite ones, in a second pass over the arrays where one is. So they do in
+    the usual form of a rule that needs arrays whole: gradients that are not finite shall not take its careful form, which has
+    the steps of all arrays in memory, and which a run may have no room for."""
+    return self.careful or self.watch is not None or self.optimizer.rule.whole
+
+  @property
   def all_or_nothing(self) -> bool:
     """An update that is not taken over leaves the state as it was."""
     return True
@@ -140,7 +148,7 @@ class TrainStep:
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
-    row_sums = split_squares if self.watch else row_squares if self.careful else plain_squares
+    row_sums = split_squares if self.watch else row_squares if self._tells_large else plain_squares
     squares = row_sums(grads)
     norm, clipped = squares.norm(), jnp.zeros((), bool)
     if self.clip:
@@ -181,7 +189,7 @@ class TrainStep:
         # A float16 overflow is what its scale is there for. Elsewhere an infinite sum may be one of finite numbers beyond
         # 1e19, which are clipped. Behind a step that did nothing no other does anything.
         certain = certain & ~jnp.any(jnp.isinf(squares.small))
-        usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling else False))
+        usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling or self._tells_large else False))
         applied = applied & usual
       before = (params, state["opt_state"])
       *after, survival = update()
@@ -206,7 +214,7 @@ class TrainStep:
       proved = lambda: (unread[1], jnp.where(applied, jnp.maximum(kept, known[1]), known[1]))
       sound, largest_state = jax.lax.cond(certain, proved, seen) if self.careful else proved()
     # Plain sums are infinite for finite numbers beyond 1e19 too. Then nothing is known, and the next step is a careful one.
-    whole = sizes.finite if self.careful or self.watch else ~jnp.isnan(sizes.small)
+    whole = sizes.finite if self._tells_large else ~jnp.isnan(sizes.small)
     finite |= {"state_parameters": whole, "state_optimizer": sound}
     metrics = {
       "loss": loss,

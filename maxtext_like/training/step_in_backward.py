@@ -164,7 +164,8 @@ class StepInBackward(TrainStep):
 
   @property
   def all_or_nothing(self) -> bool:
-    """Two passes: gradients that are not finite are seen before anything is updated, though not a moment that overflows."""
+    """Two passes: gradients that are not finite are seen before anything is updated; a moment that overflows is not, in the
+    careful form, which looks for it."""
     return self.exact or self._measures_first
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
@@ -198,7 +199,8 @@ class StepInBackward(TrainStep):
     else:
       opt_state = state["opt_state"]
     new_params, new_opt_state, applied, seen = pass_.backward(forward, params, frozen, opt_state, alive, norm)
-    squares = Squares(*map(by_row, seen.gradients)) if squares is None else squares
+    updating = Squares(*map(by_row, seen.gradients))
+    squares = updating if squares is None else squares
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
     stored = map(merge, seen.parameters or (), squares_of_arrays(frozen, rows=True))
@@ -209,7 +211,8 @@ class StepInBackward(TrainStep):
       new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(usual, new, old), scale, scaling)
     if self.shares:
       new_state[GRADIENT_SHARES] = self.shares.updated(state[GRADIENT_SHARES], seen.gradients, applied)
-    finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite, "state_parameters": sizes.finite}
+    # Of two passes that are compiled apart, one may overflow alone.
+    finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite & updating.finite, "state_parameters": sizes.finite}
     sound = jnp.ones(state_rows(state["opt_state"], params), bool)  # of what is not finite nothing is written
     if kept is None:
       peaks = peaks_of_rows(seen.peaks, state["opt_state"], params)
@@ -468,7 +471,8 @@ class _Pass:
     limit, clipped = step.clip, jnp.zeros((), bool)
     if step.shares and self.shares is not None:
       so_far = so_far.with_part(own, step.shares.of_row(self.shares, part, row))
-      norm, limit = so_far.norm(), step.clip * jnp.sqrt(so_far.share)
+      # A proof holds by it: no sum of shares is above 1, nor one that a damaged checkpoint made NaN.
+      norm, limit = so_far.norm(), step.clip * jnp.sqrt(jnp.where(so_far.share < 1, so_far.share, 1.0))
     elif step.clip and not step.exact:
       norm, limit = own.norm(), step.layer_limit
     if norm is not None:

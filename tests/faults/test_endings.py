@@ -90,14 +90,14 @@ def test_f05_full_disk(runs: Runs, tmp_path):
 # A file where orbax wants its directory: one of its threads fails, and the others wait for that one for minutes.
 IN_THE_WAY = """
 import sys
-from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.array_writer import ArrayWriter
 from maxtext_like.cli.main import main
-begin = CheckpointManager._start_writing
-def start_orbax(self, path, flat):
+begin = ArrayWriter.save
+def save(self, path, flat, number):
   path.parent.rmdir()
   path.parent.write_text("in the way")
-  begin(self, path, flat)
-CheckpointManager._start_writing = start_orbax
+  begin(self, path, flat, number)
+ArrayWriter.save = save
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -201,10 +201,10 @@ def test_one_does_not_come_or_the_port_is_taken(train):
 
 
 ONE_SAVE_FAILS = """
-from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.array_writer import ArrayWriter
 times = iter(range(1, 100))
-begin = CheckpointManager._start_writing
-def start_writing(self, path, flat):
+begin = ArrayWriter.save
+def save(self, path, flat, number):
   from orbax.checkpoint._src.serialization import jax_array_handlers
   owner, name = jax_array_handlers{owner}, "{name}"
   if next(times) == 2:
@@ -213,8 +213,8 @@ def start_writing(self, path, flat):
       setattr(owner, name, whole)
       raise OSError(28, "No space left on device")
     setattr(owner, name, fails)
-  begin(self, path, flat)
-CheckpointManager._start_writing = start_writing
+  begin(self, path, flat, number)
+ArrayWriter.save = save
 """
 
 

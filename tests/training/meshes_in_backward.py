@@ -16,7 +16,6 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
 
   from maxtext_like.sharding.mesh import make_mesh, use_mesh
   from maxtext_like.training.program import make_program
-  from maxtext_like.training.step import UNKNOWN
 
   small = [word for word in SMALL if not word.startswith(("remat_policy", "opt_type"))]
   keys = [f"per_device_batch_size={ROWS // devices}", "optimizer_in_backward=true", "remat_policy=full"]
@@ -24,9 +23,12 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   with use_mesh(program.model.mesh):
     state, batch, losses = program.lower_init().compile()(np.uint32(1)), program.place(batch_of(program)), []
-    step = program.lower_step().compile()
+    step, look = program.lower_step().compile(), program.lower_look().compile()
+    known = look(state["params"], state["opt_state"])["known"]
     for _ in range(3):
-      state, metrics = step(state, batch, UNKNOWN)
+      state, metrics = step(state, batch, known)
+      known = metrics["known"]
+      assert metrics["usual"], "not a step, but one that has to be taken again"
       losses.append(float(metrics["loss"]))
   return losses
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.models.row_norms import clip, row_labels, row_squares, state_labels
+from maxtext_like.models.row_norms import clip, row_labels, row_squares, split_squares, state_labels
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step import UNKNOWN
@@ -236,6 +236,16 @@ def test_a_norm_beyond_float32_is_infinite_and_clips_right_all_the_same():
   assert not row_squares({"a": jnp.asarray([1.0, -np.inf])}).finite[0]
 
 
+@pytest.mark.parametrize("largest", [1e-3, 1e9, 1e20])
+def test_what_is_clipped_is_finite_by_any_threshold(largest):
+  """Of a norm that is told in parts of 2^96 too."""
+  tree = {"a": jnp.asarray([1e38, -3.0, 1e22]), "b": jnp.asarray([2e37])}
+  clipped = jax.jit(lambda t: clip(t, split_squares(t).norm(), largest))(tree)
+  norm = (1e38**2 + 2e37**2 + 1e22**2) ** 0.5
+  np.testing.assert_allclose(clipped["a"], np.asarray([1e38, -3.0, 1e22]) * (largest / norm), rtol=1e-6, atol=1e-37)
+  np.testing.assert_allclose(clipped["b"], np.asarray([2e37]) * (largest / norm), rtol=1e-6)
+
+
 def test_ordinary_steps_are_proved_finite_and_evaluated_once():
   step, state = toy_step(toy_config("opt_type=adamw", "learning_rate=1e-2"), decoder=toy_decoder())
   seen = []
@@ -327,6 +337,29 @@ def test_a_gradient_whose_square_leaves_float32_is_not_called_infinite_but_clipp
   assert bool(metrics["clipped"])
   assert not bool(metrics["skipped"])
   assert float(metrics["grad_norm"]) > 1e20
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_takes_no_careful_form_of_adafactor(wrong):
+  """Which has the steps of all arrays in memory: a run need not have room for it."""
+  step, state = toy_step(toy_config("opt_type=adafactor", "gradient_clipping_threshold=1"), decoder=toy_decoder())
+  assert step.optimizer.usually_proved(1.0)
+
+  def broken(*words):
+    loss, weight, aux = step.apply(*words)
+    return loss * wrong, weight, aux
+
+  known = toy_look(state["params"], state["opt_state"])["known"]
+  new, metrics = jax.jit(dataclasses.replace(step, careful=False, apply=broken))(state, toy_batch(), known)
+  assert bool(metrics["usual"])
+  assert bool(metrics["skipped"])
+  assert int(new["step"]) == 1
+  assert same(new["params"], state["params"])
+  assert same(new["opt_state"], state["opt_state"])
+  assert np.isfinite(metrics["known"]).all()
+  _, metrics = jax.jit(dataclasses.replace(step, careful=False))(new, toy_batch(), metrics["known"])
+  assert bool(metrics["usual"])
+  assert not bool(metrics["skipped"])
 
 
 def test_an_overflow_of_float16_is_usual():

@@ -11,6 +11,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.training import step_in_backward
 from maxtext_like.training.optimizers.optimizer import decays
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.step import UNKNOWN
@@ -282,6 +283,43 @@ def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   assert not nothing["usual"]
   assert np.isinf(nothing["known"]).all()
   assert_bits(jax.device_get(behind), careful)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [np.nan, 100.0])
+def test_shares_that_a_damaged_checkpoint_has_loosen_no_threshold(share):
+  words = USUAL["sgd"]
+  program, _, first, batch = compiled(*words)
+  damaged = {**first, "gradient_shares": np.full(4, share, np.float32)}
+  with use_mesh(program.model.mesh):
+    state = jax.device_put(damaged, jax.tree.map(lambda x: x.sharding, program.abstract_state))
+    after, metrics = program.lower_step().compile()(state, program.place(batch), np.full(2, 10, np.float32))
+  assert metrics["usual"]
+  assert not metrics["skipped"]
+  assert metrics["clipped"]
+  moved = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), jax.device_get(after)["params"], first["params"])
+  for row in range(3):
+    assert norm_of(jax.tree.map(lambda x, r=row: x[r], moved["stack_0"])) <= 1.001
+
+
+@pytest.mark.slow
+def test_an_update_pass_that_overflows_alone_is_told(monkeypatch):
+  """The pass that measures is another loop, and compiled apart."""
+  part = step_in_backward._Pass._part
+
+  def overflows(self, name, grads, params, state, *rest):
+    grads = grads if state is None or name else jax.tree.map(lambda g: g + jnp.inf, grads)
+    return part(self, name, grads, params, state, *rest)
+
+  monkeypatch.setattr(step_in_backward._Pass, "_part", overflows)
+  program, _, first, batch = compiled(*PLAIN, "gradient_clipping_threshold=0.5")
+  with use_mesh(program.model.mesh):
+    state = jax.device_put(first, jax.tree.map(lambda x: x.sharding, program.abstract_state))
+    _, metrics = program.lower_step().compile()(state, program.place(batch), np.full(2, 10, np.float32))
+  assert metrics["skipped"]
+  names = [n for n, fine in zip(program.labels, metrics["finite"]["gradients"], strict=True) if not fine]
+  assert names
+  assert not any(n.startswith("layers.") for n in names)
 
 
 def test_without_a_threshold_the_careful_form_is_the_usual_one():

@@ -21,6 +21,9 @@ Tree = Any
 Part = tuple[str, ...]
 
 
+_LARGEST_CLIP = 2.0**30
+
+
 def parts_of(tree: Tree) -> list[Part]:
   """The parts of a tree of parameters, in order; () last."""
   return [(name, layer) for name in tree if name.startswith("stack_") for layer in tree[name]] + [()]
@@ -85,8 +88,9 @@ class ByLayer(Optimizer):
     return {part: Optimizer(**given | {"spec": take(self.spec, part)}) for part in parts_of(self.spec)}
 
   def usually_proved(self, clip: float) -> bool:
-    """Only of clipped gradients is it known how large they are before the first layer is updated."""
-    return clip > 0 and super().usually_proved(clip)
+    """Only of clipped gradients is it known how large they are before the first layer is updated; and what is known is the
+    threshold, of which even a square has to be far from the end of float32."""
+    return 0 < clip <= _LARGEST_CLIP and super().usually_proved(clip)
 
   def init(self, params: Tree) -> Tree:
     return join_states([_by_row(part, optimizer.init, take(params, part)) for part, optimizer in self.parts.items()])
