@@ -104,9 +104,9 @@ class TrainStep:
 
   @property
   def _tells_large(self) -> bool:
-    """Sums of squares tell numbers beyond 1e19 from infinite ones, in a second pass over the arrays where one is. So they do in
-    the usual form of a rule that needs arrays whole: gradients that are not finite shall not take its careful form, which has
-    the steps of all arrays in memory, and which a run may have no room for."""
+    """Sums of squares tell numbers beyond 1e19 from infinite ones. So they do in the usual form of a rule that needs arrays
+    whole: gradients that are not finite shall not take its careful form, which has the steps of all arrays in memory, and which
+    a run may have no room for. Both sums are made in one pass there: a branch would have copies of all gradients."""
     return self.careful or self.watch is not None or self.optimizer.rule.whole
 
   @property
@@ -148,7 +148,8 @@ class TrainStep:
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
-    row_sums = split_squares if self.watch else row_squares if self._tells_large else plain_squares
+    looks_again = self.careful and not self.watch
+    row_sums = row_squares if looks_again else split_squares if self._tells_large else plain_squares
     squares = row_sums(grads)
     norm, clipped = squares.norm(), jnp.zeros((), bool)
     if self.clip:
