@@ -374,8 +374,8 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
 
 
 def _any_size(c: "Config") -> bool:
-  """Whether an axis of the mesh takes whatever chips there are."""
-  return -1 in vars(c.mesh).values()
+  """Whether an axis of the mesh takes whatever chips a slice has."""
+  return any(size == -1 for axis, size in vars(c.mesh).items() if axis.startswith("ici_"))
 
 
 def _verdicts(c: "Config", step: "CompiledStep") -> "tuple[KeyVerdict, ...]":
