@@ -167,9 +167,11 @@ def _gradient_dtypes(body: Any, shapes: set[str]) -> set[str]:
 
   The step widens a gradient to float32 there. A conversion that nothing else reads is that widening, and tells the dtype
   of the gradient; where there is none, or where the finiteness check reads the same array, the gradient is what it is.
-  The factor is the one scalar that most of these arrays are multiplied by.
+  The factor is the one scalar that most of these arrays are multiplied by; of several factors in a row (a norm beyond
+  float32 is gone down to in halves) the first.
   """
   found: dict[Any, list[str]] = {}
+  scaled = set()
   for op in body.operations:
     o = op.operation
     path = _name(o.location)
@@ -179,10 +181,16 @@ def _gradient_dtypes(body: Any, shapes: set[str]) -> set[str]:
     shape = _shape(value.type)
     if not shape or shape not in shapes or factor is None or factor.name != "stablehlo.broadcast_in_dim":
       continue
-    source = _source(value)
+    scaled.add(o.results[0])
+    if value in scaled:
+      continue
+    source, scalar = _source(value), factor.operands[0]
     if source is not None and source.name == "stablehlo.convert" and len(list(value.uses)) == 1:
       value = source.operands[0]
-    found.setdefault(factor.operands[0], []).append(_element(value.type))
+    made = _source(scalar)
+    if made is not None and made.name == "stablehlo.convert":
+      scalar = made.operands[0]
+    found.setdefault(scalar, []).append(_element(value.type))
   return set(max(found.values(), key=len, default=[]))
 
 
