@@ -1,6 +1,6 @@
 """The kernels that multiply tokens with their experts, on this machine: time of each, at the shapes of models.
 
-python benchmarks/grouped.py [--shape gemma4-26b ...] [--kernels pallas_gpu rounds] [--dtype bfloat16]
+python benchmarks/grouped.py [--shape gemma4-26b ...] [--kernels pallas_gpu rounds] [--dtype bfloat16] [--sums]
 python benchmarks/grouped.py --sizes 96 64 32 8      any rows, summed, columns and groups
 
 Rows go to groups evenly (as a router without a preference sends them), unevenly (from less than a tenth of the mean to several
@@ -55,19 +55,20 @@ def seconds(function: Any, *args: Any, budget: float) -> float:
   return float(best)
 
 
-def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: float) -> list[str]:
-  """A row of the table for each load."""
+def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: float, sums: bool) -> list[str]:
+  """A row of the table for each load; sums: as the experts of a float16 model take them, results and cotangents float32."""
   M, S, C, G = shape
-  product = kernel(name).run
+  found = kernel(name)
+  product = (lambda x, w, sizes: found.sums(x, w, sizes, "default")) if sums else found.run
 
   def both(x, w, sizes, g):
     out, backward = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
     return out, *backward(g)
 
   of = jax.ShapeDtypeStruct
-  x_, w_, n_, g_ = of((M, S), dtype), of((G, S, C), dtype), of((G,), jnp.int32), of((M, C), dtype)
+  x_, w_, n_, g_ = of((M, S), dtype), of((G, S, C), dtype), of((G,), jnp.int32), of((M, C), "float32" if sums else dtype)
   forward, whole = jax.jit(product).lower(x_, w_, n_).compile(), jax.jit(both).lower(x_, w_, n_, g_).compile()
-  x, w, g = (jax.random.normal(jax.random.key(i), a.shape, dtype) for i, a in enumerate((x_, w_, g_)))
+  x, w, g = (jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate((x_, w_, g_)))
   useful, rows = 2 * M * S * C / 1e12, []
   for load, sizes in loads(M, G).items():
     n = jnp.asarray(sizes)
@@ -92,20 +93,22 @@ def main() -> None:
   parser.add_argument("--sizes", nargs=4, type=int, metavar=("M", "S", "C", "G"), help="another shape in place of all")
   parser.add_argument("--kernels", nargs="+", choices=NAMES, help="in place of auto's and rounds")
   parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+  parser.add_argument("--sums", action="store_true", help="hand on float32 sums, as float16 experts need them")
   parser.add_argument("--seconds", type=float, default=0.5, help="for a measurement")
   options = parser.parse_args()
   device = jax.devices()[0]
-  case = Case(platform=device.platform, dtype=options.dtype, capability=getattr(device, "compute_capability", None))
+  capability = getattr(device, "compute_capability", None)
+  case = Case(platform=device.platform, dtype=options.dtype, sums=options.sums, capability=capability)
   names: dict[Name, None] = dict.fromkeys(choose(name, case).name for name in options.kernels or ("auto", "rounds"))
   shapes = {"asked for": tuple(options.sizes)} if options.sizes else {name: SHAPES[name] for name in options.shape}
-  print(f"{device.device_kind}, jax {jax.__version__}, {options.dtype}")
+  print(f"{device.device_kind}, jax {jax.__version__}, {options.dtype}{', float32 sums' if options.sums else ''}")
   for name, shape in shapes.items():
     print(f"\n{name}: {shape[0]} rows of {shape[1]}, {shape[3]} groups of [{shape[1]}, {shape[2]}]")
     print(
       f"{'kernel':12} {'load':7} {'rows a group':>14} {'fwd ms':>9} {'TFLOP/s':>8} {'both ms':>9} {'TFLOP/s':>8}", flush=True
     )
     for one in names:
-      for row in measure(shape, one, options.dtype, options.seconds):
+      for row in measure(shape, one, options.dtype, options.seconds, options.sums):
         print(row, flush=True)
     print(plainly(shape, options.dtype, options.seconds), flush=True)
 

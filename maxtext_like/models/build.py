@@ -75,10 +75,11 @@ def build_decoder(
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
   )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, remat_offload=remat_offload, rules=rules)
-  wanted = [Experts(layer.cfg.ffn.experts, layer.precision).operands for layer in layers if layer.cfg.ffn.experts is not None]
-  if grouped_product != "auto" or wanted:  # asking imports every kernel
-    operands = "float32" if "float32" in wanted else precision.dtype  # all layers have one kernel
-    by = grouped.choose(grouped_product, grouped.Case(platform=platform, dtype=operands, capability=capability)).name
+  experts = [Experts(layer.cfg.ffn.experts, layer.precision) for layer in layers if layer.cfg.ffn.experts is not None]
+  if grouped_product != "auto" or experts:  # asking imports every kernel; all layers have one
+    wanted = dict.fromkeys((e.precision.dtype, e.sums) for e in experts) or {(precision.dtype, False): None}
+    cases = [grouped.Case(platform=platform, dtype=dtype, sums=sums, capability=capability) for dtype, sums in wanted]
+    by = grouped.choose(grouped_product, *cases).name
     cfg = dataclasses.replace(cfg, grouped=by)
   if vision is not None and model.pad_token_id is not None:
     cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower

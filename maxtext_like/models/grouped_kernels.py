@@ -62,8 +62,8 @@ def settle(
       )
     failed[name] = problem
     capability = getattr(device, "compute_capability", None)
-    case = registry.Case(platform=platform, dtype=shapes[0].dtype, capability=capability)
-    name = registry.choose("auto", case, without=tuple(failed)).name
+    wanted = [registry.Case(platform=platform, dtype=s.dtype, sums=s.sums, capability=capability) for s in shapes]
+    name = registry.choose("auto", *wanted, without=tuple(failed)).name
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=name))
   if failed:
     verb = "which failed its self-test" if len(failed) == 1 else "which failed their self-tests"
@@ -76,11 +76,12 @@ def _shapes(layers: Iterable[Block], name: registry.Name, *, tokens: int, ways: 
   shapes: dict[GroupedShape, None] = {}
   for layer in layers:
     cfg = layer.cfg.ffn.experts
-    precision = Experts(cfg, layer.precision).products(name)
+    precision = layer.precision
     for summed, columns in ((cfg.emb_dim, cfg.mlp_dim), (cfg.mlp_dim, cfg.emb_dim)):
       shape = grouped_shape(
         name,
         dtype=precision.dtype,
+        sums=Experts(cfg, precision).sums,
         precision=precision.matmul_precision,
         summed=summed,
         columns=columns,

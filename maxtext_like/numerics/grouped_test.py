@@ -28,6 +28,7 @@ class GroupedShape:
   Attributes:
     kernel: its name.
     dtype: of rows and matrices.
+    sums: float32 sums are handed on, and rows and cotangents have float32's range.
     precision: ``matmul_precision``.
     summed, columns: D and F, the same modulo 256.
     groups: G.
@@ -36,6 +37,7 @@ class GroupedShape:
 
   kernel: Name
   dtype: str
+  sums: bool
   precision: str
   summed: int
   columns: int
@@ -43,17 +45,21 @@ class GroupedShape:
   rows: int
 
   def __str__(self) -> str:
-    return f"{self.kernel}, {self.dtype}, [{self.rows}, {self.summed}] times {self.groups} of [{self.summed}, {self.columns}]"
+    dtype = f"{self.dtype}, float32 sums" if self.sums else self.dtype
+    return f"{self.kernel}, {dtype}, [{self.rows}, {self.summed}] times {self.groups} of [{self.summed}, {self.columns}]"
 
 
-def grouped_shape(name: Name, *, dtype: str, precision: str, summed: int, columns: int, groups: int, rows: int) -> GroupedShape:
+def grouped_shape(
+  name: Name, *, dtype: str, sums: bool, precision: str, summed: int, columns: int, groups: int, rows: int
+) -> GroupedShape:
   """What the test of a product stands for."""
   small = lambda n: n if n <= _SUMMED else _SUMMED + n % 256
   few = min(groups, _GROUPS)
   mean = max(1, min(rows // groups, _ROWS))
   return GroupedShape(
-    kernel=name, dtype=dtype, precision=precision, summed=small(summed), columns=small(columns), groups=few, rows=few * mean + 5
-  )
+    kernel=name, dtype=dtype, sums=sums, precision=precision, summed=small(summed), columns=small(columns), groups=few,
+    rows=few * mean + 5,
+  )  # fmt: skip
 
 
 def cases(shape: GroupedShape) -> dict[str, np.ndarray]:
@@ -75,13 +81,15 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
 
   Args:
     shape: of the product.
-    product: what to try, as ``GroupedKernel.run``; None: the kernel of the shape.
+    product: what to try, as ``GroupedKernel.run``, or with sums as ``GroupedKernel.sums``; None: the kernel of the shape.
 
   Returns:
     A result for each of ``cases``, in order. A kernel that raises has failed, with its words.
   """
-  product = kernel(shape.kernel).run if product is None else product
-  tried = _both_ways(lambda x, w, sizes: product(x.astype(shape.dtype), w.astype(shape.dtype), sizes, shape.precision))
+  if product is None:
+    product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
+  of_rows = "float32" if shape.sums else shape.dtype
+  tried = _both_ways(lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, shape.precision))
   exact = _both_ways(_written_out)
   rounded = shape.dtype == "float32" and shape.precision == "default"
   tolerance = _TOLERANCE["rounded" if rounded else shape.dtype]
@@ -124,6 +132,9 @@ def _arguments(shape: GroupedShape, sizes: np.ndarray) -> tuple[Any, ...]:
   x, w, g = (rng.normal(size=size).astype(np.float32) for size in ((M, D), (G, D, F), (M, F)))
   g[sizes.sum() :] = 0
   x, w, g = (jnp.asarray(a).astype(shape.dtype).astype(jnp.float32) for a in (x, w, g))
+  if shape.sums:  # rows and cotangents beyond float16 on both sides, the other way round: the gradient of w is within
+    powers = jnp.ldexp(jnp.float32(1), 20 * (jnp.arange(M) % 3 - 1))[:, None]
+    x, g = x * powers, g / powers
   return x, w, jnp.asarray(sizes), g
 
 

@@ -127,14 +127,14 @@ class LowRank(Weight):
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """The two products beside the base's. What stands between them is float32 where groups allow it: in float16 it is no
-    more bounded than the base's result. They are small, and no ``matmul_dtype`` is for them."""
+    """The two products beside the base's. What stands between them is float32, with groups where their sums are: in float16 it
+    is no more bounded than the base's result. They are small, and no ``matmul_dtype`` is for them."""
     e = Equation.of(equation)
     group = "".join(e.weight[i] for i in self.layout.group)
     summed = "".join(e.weight[i] for i in self.layout.summed)
     kept = "".join(e.weight[i] for i in self.layout.kept)
     inner = "".join(c for c in e.x if c not in summed) + "r"
-    wide = {} if groups is not None else {"float32": True, "unbounded": unbounded}
+    wide = {"float32": float32} if groups is not None else {"float32": True, "unbounded": unbounded}
     given = {"groups": groups, "float32": float32, "unbounded": unbounded}
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):

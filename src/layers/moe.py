@@ -4,7 +4,7 @@ B batch, T position, D model, E experts, k experts a token, F hidden size of an 
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.expert_parallel import Layout, travel
-from maxtext_like.layers.kernels.grouped.registry import Name, kernel
+from maxtext_like.layers.kernels.grouped.registry import Name
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
@@ -242,7 +242,7 @@ class Experts:
     real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
 
     def multiply(x, w):
-      y = product(self.products(by), "MD,EDF->MF", x, w, groups=groups)
+      y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, float32=self.sums)
       return jnp.where(real_M1, y, 0) if some else y  # what a kernel leaves behind the groups is nobody's
 
     out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
@@ -256,7 +256,8 @@ class Experts:
     x = self.precision.cast(x_BTD).reshape(1, B * T, D)
 
     def every(x, w):
-      return product(self.products("ragged_dot"), "EXD,EDF->EXF", jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:])), w)
+      copies = jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:]))
+      return product(self.precision, "EXD,EDF->EXF", copies, w, float32=self.sums)
 
     out_EXD, _ = self._gated(p, x, every)
     chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
@@ -271,20 +272,9 @@ class Experts:
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
   @property
-  def operands(self) -> str:
-    """The dtype of rows and matrices, by which a kernel is chosen."""
-    wide = self.precision.dtype == "float16" or keep_float32(self.precision)
-    return "float32" if wide else self.precision.dtype
-
-  def products(self, by: Name) -> Precision:
-    """Of the three products, by a kernel. No grouped float16 product runs on a TPU (Mosaic refuses it), and none hands on its
-    float32 sum; float32 operands hold 16-bit numbers exactly."""
-    if self.operands != "float32" or self.precision.dtype == "float32":
-      return self.precision
-    asked = self.precision.matmul_precision
-    if self.precision.dtype == "float16" and asked == "default":
-      asked = kernel(by).float16
-    return replace(self.precision, dtype="float32", matmul_precision=asked)
+  def sums(self) -> bool:
+    """The products hand on their float32 sums."""
+    return self.precision.dtype == "float16" or keep_float32(self.precision)
 
   @jax.named_scope("weight_sum")
   def _combine(self, out_BTkD, weights):

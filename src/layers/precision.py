@@ -175,7 +175,7 @@ class Precision:
       return out if how.batched else checkpoint_name(out, PRODUCT)
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
-  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name) -> jax.Array:
+  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name, *, float32: bool = False) -> jax.Array:
     """[M, F]: each of the groups of consecutive rows of x times its own matrix; operands and result in ``dtype``.
 
     Args:
@@ -183,8 +183,12 @@ class Precision:
       y_EDF: a matrix for each group.
       sizes_E: int32, rows of each group.
       by: the kernel.
+      float32: hand on the float32 sums; rows that are float32 then keep its range.
     """
-    return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
+    x = x_MD if float32 and x_MD.dtype == jnp.float32 else self.cast(x_MD)
+    if float32:
+      return kernel(by).sums(x, self.cast(y_EDF), sizes_E, self.matmul_precision)
+    return kernel(by).run(x, self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
 # float32, of a gradient whose parts devices add up

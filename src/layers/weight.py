@@ -112,13 +112,13 @@ def product(
     x: activations.
     weight: an array or a ``Weight``.
     groups: which rows of x belong to each entry of the weight's first axis.
-    float32, unbounded, large: as of ``Precision.einsum``; not with groups.
+    float32, unbounded, large: as of ``Precision.einsum``. With groups there is float32 only, of ``Precision.grouped``.
   """
   how = {"float32": float32, "unbounded": unbounded, "large": large}
   if isinstance(weight, Weight):
     return weight.product(precision, equation, x, groups=groups, **how)
   if groups is not None:
-    return precision.grouped(x, weight, groups.sizes, groups.kernel)
+    return precision.grouped(x, weight, groups.sizes, groups.kernel, float32=float32)
   return _by_matrix(precision, Equation.of(equation), x, weight, **how)
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_like.layers.kernels.grouped import pallas_tpu, tiles
+from maxtext_like.layers.kernels.grouped import pallas_tpu, pallas_triton, tiles
 from maxtext_like.numerics.grouped_test import cases, grouped_shape, self_test
 
 
-def shape(dtype="bfloat16", rows=160, groups=4):
+def shape(dtype="bfloat16", rows=160, groups=4, sums=False):
   return grouped_shape(
-    "pallas_tpu", dtype=dtype, precision="default", summed=24, columns=12, groups=groups, rows=rows
+    "pallas_tpu", dtype=dtype, sums=sums, precision="default", summed=24, columns=12, groups=groups, rows=rows
   )  # fmt: skip
 
 
@@ -38,6 +38,19 @@ def test_kernels_pass(dtype):
     assert max(r.gradient_error or 0.0 for r in results) < (1e-2 if dtype == "bfloat16" else 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_any_range_pass_and_rows_without_it_fail(dtype):
+  asked = shape(dtype, sums=True)
+  assert str(asked) == f"pallas_tpu, {dtype}, float32 sums, [165, 24] times 4 of [24, 12]"
+  by_triton = lambda x, w, sizes, precision: pallas_triton.sums(x, w, sizes, interpret=True)
+  for product in (tiles.KERNEL.sums, by_triton):
+    results = self_test(asked, product)
+    assert [r.problem for r in results] == [""] * len(cases(asked))
+  plain = lambda x, w, sizes, precision: tiles.product(x.astype(dtype), w, sizes, precision).astype(jnp.float32)
+  problems = {r.name: r.problem for r in self_test(asked, plain)}
+  assert ("not finite" in problems["borders in tiles"]) == (dtype == "float16")
+
+
 @pytest.mark.parametrize(
   ("fault", "failed", "words"),
   [
@@ -54,7 +67,9 @@ def test_faults_are_found_and_named(fault, failed, words):
 
 
 def test_a_shape_stands_for_larger_ones_and_keeps_what_matters():
-  large = grouped_shape("pallas_tpu", dtype="bfloat16", precision="default", summed=2816, columns=704, groups=128, rows=32768)
+  large = grouped_shape(
+    "pallas_tpu", dtype="bfloat16", sums=False, precision="default", summed=2816, columns=704, groups=128, rows=32768
+  )
   assert (large.summed, large.columns, large.groups) == (512, 704, 6)
   assert pallas_tpu.tile_and_part(large.rows, large.groups) == pallas_tpu.tile_and_part(32768, 128)
   assert "[1541, 512] times 6 of [512, 704]" in str(large)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
+from maxtext_like.layers.kernels.float16_range import power_of_two
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import by_head
 from maxtext_like.layers.rules import RULES, Rules
@@ -131,7 +132,7 @@ def _forward(static: _Static, q, k, v, low, high):
   q_wide, k_wide, v_wide = _filled_up(_WIDTHS, q, k, v)
   divisor = None
   if _in_float16(q, v):
-    divisor = _power_of_two(_FLOAT16 / _largest(v))[None]
+    divisor = power_of_two(_FLOAT16 / _largest(v))[None]
     v_wide = (v_wide.astype(jnp.float32) * divisor).astype(jnp.float16)
   out, lse = attention_forward(
     q_wide, k_wide, v_wide, low, high, scale=scale, soft_cap=soft_cap, divisor=divisor, interpret=interpret
@@ -152,7 +153,7 @@ def _backward(static: _Static, saved, g: jax.Array):
     g, delta, powers = (g.astype(jnp.float32) * power).astype(g.dtype), delta * power, jnp.full(3, power)
   elif _in_float16(q, v):
     # Keys and queries are brought to the same magnitude, values to 1.
-    of_k, of_v = (_power_of_two(x) for x in (jnp.sqrt(_largest(q) / _largest(k)), 1 / _largest(v)))
+    of_k, of_v = (power_of_two(x) for x in (jnp.sqrt(_largest(q) / _largest(k)), 1 / _largest(v)))
     of_g = _room(k, v, g, scale, of_k, of_v)
     factors, powers = jnp.stack([1 / of_k, of_k, of_v, of_g]), of_g * jnp.stack([of_v * of_k, of_v / of_k, 1.0])
     delta = delta * (of_g * of_v)
@@ -193,19 +194,13 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.
   of_scores = 2 * longest(g) * longest(v) * of_v
   largest = jnp.maximum(jnp.maximum(longest(g), of_scores), of_scores * longest(k) * of_k * abs(scale))
   known = (largest > 0) & jnp.isfinite(largest)
-  return _power_of_two(_FLOAT16 / jnp.where(known, largest, _FLOAT16))
+  return power_of_two(_FLOAT16 / jnp.where(known, largest, _FLOAT16))
 
 
 def _largest(x: jax.Array) -> jax.Array:
   """The largest finite magnitude in x, float32; 1 where that is 0."""
   most = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
   return jnp.where(most > 0, most, 1.0)
-
-
-def _power_of_two(x: jax.Array) -> jax.Array:
-  """The largest that is not above x, between 2**-126 and 2**126, float32, to the bit: an exp2 that is a little off would round
-  what is multiplied by it."""
-  return jnp.ldexp(jnp.float32(1), jnp.clip(jnp.floor(jnp.log2(x)), -126, 126).astype(jnp.int32))
 
 
 _attend.defvjp(_forward, _backward)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from maxtext_like.layers.kernels.float16_range import by_group, by_row
 from maxtext_like.layers.kernels.grouped.registry import Case, GroupedKernel
 from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 from maxtext_like.layers.partition import vary_alike
@@ -84,6 +85,26 @@ def product(
   return _product(*vary_alike(x_MS, w_GSC, sizes), interpret)
 
 
+def sums(x_MS: jax.Array, w_GSC: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+  """The same in float32 [M, C], as it is added up.
+
+  float32 rows and cotangents are multiplied as 16-bit numbers, float16 ones with a power of two each, or of each group where
+  rows are added up: so they keep float32's range.
+
+  Args:
+    x_MS: float32 or of w's dtype.
+    w_GSC, sizes, interpret: as of ``product``.
+
+  Raises:
+    ValueError: other dtypes.
+  """
+  if w_GSC.dtype not in (jnp.bfloat16, jnp.float16) or x_MS.dtype not in (jnp.float32, w_GSC.dtype):
+    raise ValueError(
+      f"pallas_triton: x is {x_MS.dtype} and w {w_GSC.dtype}; w has to be bfloat16 or float16, x that or float32"
+    )
+  return _sums(*vary_alike(x_MS, w_GSC, sizes), interpret)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(x, w, sizes, interpret) -> Any:
   return _rows_times_groups(x, w, sizes, interpret, transposed=False)
@@ -101,6 +122,28 @@ def _backward(interpret, saved, g):
 
 
 _product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums(x, w, sizes, interpret) -> Any:
+  rows, unit = by_row(x, w.dtype)
+  return _rows_times_groups(rows, w, sizes, interpret, transposed=False, dtype=jnp.float32) * unit
+
+
+def _sums_forward(x, w, sizes, interpret):
+  return _sums(x, w, sizes, interpret), (x, w, sizes)
+
+
+def _sums_backward(interpret, saved, g):
+  x, w, sizes = saved
+  rows, unit = by_row(g, w.dtype)
+  dx = _rows_times_groups(rows, w, sizes, interpret, transposed=True, dtype=jnp.float32) * unit
+  rows, unit = by_row(x, w.dtype)
+  g, of_group = by_group(g * unit, sizes, w.dtype)  # a row adds to the sum what x and g have together
+  return dx.astype(x.dtype), _groups_of_rows(rows, g, sizes, interpret, of_group), None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _tile(size: int) -> int:
@@ -125,9 +168,9 @@ def _split(piece: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   return number, piece - number * count
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "transposed"))  # layers share what Triton makes of it
-def _rows_times_groups(x, w, sizes, interpret, *, transposed):
-  """[M, C]; with ``transposed`` w is [G, C, S]."""
+@functools.partial(jax.jit, static_argnames=("interpret", "transposed", "dtype"))  # layers share what Triton makes of it
+def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
+  """[M, C] in a dtype, None: x's; with ``transposed`` w is [G, C, S]."""
   plgpu = _triton()
   (M, S), (G, C) = x.shape, (w.shape[0], w.shape[1 if transposed else 2])
   R, width = tile_rows(M, G), _tile(C)
@@ -162,7 +205,7 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed):
 
   return pl.pallas_call(
     kernel,
-    out_shape=_like(x, (M, C)),
+    out_shape=_like(x, (M, C), dtype),
     grid=(visits.shape[1] * across,),
     compiler_params=plgpu.CompilerParams(num_warps=8 if R == _MOST else 4, num_stages=stages),
     interpret=interpret,
@@ -171,8 +214,9 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed):
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def _groups_of_rows(x, g, sizes, interpret):
-  """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32."""
+def _groups_of_rows(x, g, sizes, interpret, unit=None):
+  """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32, times the group's of the
+  units, float32 [G], None: 1."""
   plgpu = _triton()
   (M, S), C, G = x.shape, g.shape[1], sizes.shape[0]
   count = min(tile_rows(M, G), _ROWS_ADDED)
@@ -180,8 +224,10 @@ def _groups_of_rows(x, g, sizes, interpret):
   down, across = pl.cdiv(S, high), pl.cdiv(C, wide)
   ends = jnp.cumsum(sizes)
   spans = jnp.stack([ends - sizes, ends]).astype(jnp.int32)
+  units = () if unit is None else (unit,)
 
-  def kernel(spans, x, g, out):
+  def kernel(spans, *rest):
+    *units, x, g, out = rest
     group, piece = _split(pl.program_id(0), down * across)
     d, c = _split(piece, across)
     d, c = d * high, c * wide
@@ -196,22 +242,24 @@ def _groups_of_rows(x, g, sizes, interpret):
 
     todo = jax.lax.div(end - begin + (count - 1), jnp.int32(count))
     total = jax.lax.fori_loop(0, todo, step, jnp.zeros((high, wide), jnp.float32))
+    for unit in units:
+      total = total * unit[group]
     there = out.at[group, pl.ds(d, high), pl.ds(c, wide)]
     plgpu.store(there, total.astype(out.dtype), mask=of_x[:, None] & of_g[None, :])
 
   return pl.pallas_call(
     kernel,
-    out_shape=_like(x, (G, S, C)),
+    out_shape=_like(x, (G, S, C), None),
     grid=(G * down * across,),
     compiler_params=plgpu.CompilerParams(num_warps=8 if high * wide == _MOST**2 else 4, num_stages=4),
     interpret=interpret,
     name=_WEIGHTS,
-  )(spans, x, g)
+  )(spans, *units, x, g)
 
 
-def _like(x, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-  """A result of x's dtype, which varies over the devices that x varies over."""
-  return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  """A result, None: of x's dtype, which varies over the devices that x varies over."""
+  return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def _refuses(case: Case) -> list[str]:
@@ -232,6 +280,7 @@ KERNEL = GroupedKernel(
   refuses=_refuses,
   avoided=lambda case: "",
   run=product,
+  run_for_sums=sums,
   called=lambda path, name: _ROWS in path or _WEIGHTS in path,
   rows=rows_worked_on,
   skips=True,

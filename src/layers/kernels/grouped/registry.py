@@ -9,7 +9,7 @@ M rows, D summed, F columns, G groups.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 Name = Literal["pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
@@ -27,11 +27,13 @@ class Case:
   Attributes:
     platform: "cpu", "gpu" or "tpu", where the program will run.
     dtype: of rows and matrices.
+    sums: the float32 sums are handed on, see ``GroupedKernel.sums``.
     capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
   """
 
   platform: str
   dtype: str
+  sums: bool = False
   capability: str | None = None
 
 
@@ -45,6 +47,8 @@ class GroupedKernel:
     avoided: why "auto" takes another kernel for a case that this one can do; empty where it is the choice.
     run: (x [M, D], w [G, D, F], sizes int32 [G], ``jax.lax.Precision``) -> [M, F] in x's dtype, accumulated in float32;
       differentiable in x and w. Rows of group 0 come first, then those of group 1; rows behind them all are no one's.
+    run_for_sums: (x [M, D] float32 or of w's dtype, w [G, D, F] of 16 bits, sizes) -> float32 [M, F], likewise; rows and
+      cotangents keep float32's range. None: ``run`` does it, with all of them in float32.
     float16: the ``matmul_precision`` under which float32 operands multiply as the float16 numbers that they hold.
     called: whether the operation of a compiled program that has this path and name is one of its kernels.
     rows: of M rows and G groups, the most that are multiplied with matrices, and on a TPU in the gradient of these too.
@@ -56,11 +60,36 @@ class GroupedKernel:
   refuses: Callable[[Case], list[str]]
   avoided: Callable[[Case], str]
   run: Callable[..., Any]
+  run_for_sums: Callable[..., Any] | None = None
   float16: Literal["default", "high"] = "default"
   called: Callable[[str, str], bool] = lambda path, name: False
   rows: Callable[[int, int], int] = lambda rows, groups: rows
   skips: bool = False
   fused: bool = False
+
+  def sums(self, x: Any, w: Any, sizes: Any, precision: str) -> Any:
+    """float32 [M, F]: the sums as they are, not rounded to the dtype of matrices that have 16 bits.
+
+    Args:
+      x: [M, D], float32 or of w's dtype.
+      w, sizes: as of ``run``.
+      precision: ``matmul_precision``.
+    """
+    if self.run_for_sums is not None and w.dtype != "float32":
+      return self.run_for_sums(x, w, sizes)
+    asked = self.float16 if w.dtype == "float16" and precision == "default" else precision
+    return self.run(x.astype("float32"), w.astype("float32"), sizes, asked)
+
+  def reasons(self, case: Case) -> list[str]:
+    """Why it cannot do a case, be it by float32 operands; empty where it can."""
+    return self.refuses(self._run_by(case))
+
+  def chosen(self, case: Case) -> bool:
+    """Whether "auto" takes it for a case that it can do."""
+    return not self.avoided(self._run_by(case))
+
+  def _run_by(self, case: Case) -> Case:
+    return replace(case, dtype="float32", sums=False) if case.sums and self.run_for_sums is None else case
 
 
 def kernel(name: Name) -> GroupedKernel:
@@ -68,16 +97,21 @@ def kernel(name: Name) -> GroupedKernel:
   return importlib.import_module(f"{__package__}.{name}").KERNEL
 
 
-def choose(choice: Choice, case: Case, *, without: tuple[Name, ...] = ()) -> GroupedKernel:
-  """The kernel that will run; without: those that "auto" passes by.
+def choose(choice: Choice, *cases: Case, without: tuple[Name, ...] = ()) -> GroupedKernel:
+  """The kernel that will run.
+
+  Args:
+    choice: what is asked for.
+    cases: all that it has to do.
+    without: those that "auto" passes by.
 
   Raises:
     ValueError: a kernel that is asked for by name cannot do it.
   """
   if choice == "auto":
-    able = [found for found in map(kernel, NAMES) if found.name not in without and not found.refuses(case)]
-    return next((found for found in able if not found.avoided(case)), able[0])
+    able = [found for found in map(kernel, NAMES) if found.name not in without and not any(map(found.reasons, cases))]
+    return next((found for found in able if all(map(found.chosen, cases))), able[0])
   asked = kernel(choice)
-  if reasons := asked.refuses(case):
+  if reasons := list(dict.fromkeys(reason for case in cases for reason in asked.reasons(case))):
     raise ValueError(f"grouped_product={choice} cannot be used here: {'; '.join(reasons)}; use grouped_product=auto")
   return asked

@@ -181,6 +181,39 @@ def test_the_choice():
   assert registry.Choice.__args__ == ("auto", *NAMES)
 
 
+def test_the_choice_for_sums():
+  """16-bit operands and float32 sums: of kernels that round them, those that have float32 operands."""
+  auto = {
+    (p, d): choose("auto", Case(platform=p, dtype=d, sums=True)).name
+    for p in ("cpu", "gpu", "tpu")
+    for d in ("bfloat16", "float16")
+  }
+  assert auto == {
+    ("cpu", "bfloat16"): "tiles", ("cpu", "float16"): "tiles",
+    ("gpu", "bfloat16"): "pallas_triton", ("gpu", "float16"): "pallas_triton",
+    ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "pallas_tpu",
+  }  # fmt: skip
+  # All layers have one kernel.
+  wanted = [Case(platform="gpu", dtype=dtype, sums=sums) for dtype, sums in (("bfloat16", False), ("float16", True))]
+  assert choose("auto", *wanted).name == "pallas_triton"
+  assert choose("auto", *wanted, Case(platform="gpu", dtype="float32")).name == "rounds"
+  with pytest.raises(ValueError, match="grouped_product=pallas_gpu cannot be used here: it has no float32 operands"):
+    choose("pallas_gpu", *wanted)
+
+
+@pytest.mark.parametrize("name", ["tiles", "ragged_dot"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_are_not_rounded(name, dtype):
+  x, w, sizes, g = arrays(SIZES["uneven"], dtype)
+  far = jnp.float32(2.0) ** 30
+  out, back = jax.vjp(lambda x, w: kernel(name).sums(x, w, sizes, "default"), x.astype(jnp.float32) * far, w)
+  dx, dw = back(g.astype(jnp.float32) / far)
+  assert [a.dtype.name for a in (out, dx, dw)] == ["float32", "float32", dtype]
+  wanted = written_out(x, w, SIZES["uneven"], g)
+  for found, want, rounded in zip((out / far, dx * far, dw), wanted, (2e-6, 2e-6, 4e-3), strict=True):
+    np.testing.assert_allclose(np.asarray(found, np.float64), want, atol=rounded * np.abs(want).max())
+
+
 _FOR_A_TPU = """
 import sys
 from maxtext_like.training.ahead_of_time import prepare_environment
