@@ -155,7 +155,7 @@ def test_documents_of_a_row_do_not_see_each_other(family, compiled, batch):
   assert (jnp.abs(after[0, :4] - logits[0, :4]).max(-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", *slow("gemma4-e2b", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma4-moe", "deepseek3.2")])
 def test_a_packed_document_is_the_same_as_alone(family, compiled, batch):
   _, p, step = compiled(family)
   (_, (logits, _)), _ = step(p, batch)
@@ -286,6 +286,7 @@ def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
 # --- keys and values shared across layers ---
 
 
+@pytest.mark.slow
 def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_params, batch):
   """Layers 1 and 2, one scanned stack, read layer 0's keys and values.
 

@@ -113,7 +113,7 @@ def test_gradients(computed: tuple[VisionCase, Outputs]):
 
 
 LOW = [pytest.param(name, "bf16", "true", marks=pytest.mark.slow) for name in CASES]
-LOW += [pytest.param(name, "fp16", "true") for name in CASES]
+LOW += [pytest.param(name, "fp16", "true", marks=[pytest.mark.slow] * name.startswith("gemma")) for name in CASES]
 LOW += [pytest.param(name, "fp16", "false", marks=pytest.mark.slow) for name in ("gemma4_vision_large", "gemma4_vision_small")]
 LOW += [pytest.param("stress_fp16_vision", "fp16", "false")]
 

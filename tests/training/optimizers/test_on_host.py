@@ -124,6 +124,7 @@ def test_gpus_that_are_not_there_have_no_host(monkeypatch):
     gpus_ahead_of_time.compile_step(config, host)
 
 
+@pytest.mark.slow
 def test_a_look_takes_their_largest_row_by_row():
   """The one that a device has no room for together."""
   words = (*THREE, LAYERED, "mu_dtype=bfloat16", "nu_dtype=dynamic8")
