@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.training.array_bytes import by_place, bytes_as, bytes_of
-from maxtext_like.training.optimizers.by_layer import parts_of, take, take_state
+from maxtext_like.training.optimizers.by_layer import ByLayer, parts_of, take, take_state
+from maxtext_like.training.optimizers.moments import pieces_of
+from maxtext_like.training.part_update import Leaves
 from maxtext_like.training.program import TrainProgram
 
 
@@ -51,7 +53,7 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   and the weights of a row of layers once more, as XLA writes the updated numbers into the stacks when the row is through, and
   of the layer that is at work has taken out the weights or made the gradients; of moments on the host those of a layer, as they
   came and as they go. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and the
-  sum of both; or, where the optimizer goes through arrays in pieces, the update of these.
+  sum of both; or the update of what lies in no stack.
 
   Args:
     program, trained, kept, logits: as of ``in_loss``.
@@ -60,7 +62,8 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   head, outside = program.objective.made_in_forward(trained), take(trained, ())
   made = bytes_of(outside if head is None else head)
   row = max(_by_layer(trained).values(), key=sum, default=[0])
-  layer = InUse(made + max(row), sum(row) - max(row) + 2 * _fetched_moments(program), kept + again, 0)
+  copies = sum(row) - max(row) + 2 * _fetched_moments(program) + _steps_of_a_layer(program, trained)
+  layer = InUse(made + max(row), copies, kept + again, 0)
   read = {name: x for name, x in outside.items() if name != "head"}
   tower = kept if program.model.decoder.cfg.vision is not None else 0
   end = InUse(made + bytes_as(jnp.float32, read), _unless_in(jnp.dtype(jnp.float32), bytes_of(read), read), tower, 0)
@@ -73,13 +76,28 @@ def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
 
 
 def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
-  """Of what lies in no stack, where an optimizer goes through it in pieces: the steps of all of it in float32, the next
-  moments, and a gradient in float32, of one after the other."""
-  if not program.step.optimizer.in_pieces:
+  """Of what lies in no stack, where an optimizer keeps between reading and writing what it computes: the steps of all that it
+  updates at once in float32, the next moments, and a gradient in float32, of one after the other. Of an array that is updated
+  piece by piece nothing is there but the gradient, which the other instants have."""
+  step = program.step
+  if not step.optimizer.in_pieces:
     return InUse(0, 0, 0, 0)
+  assert isinstance(step.optimizer, ByLayer)
+  leaves = Leaves(jax.tree.structure(outside))
+  both = zip(jax.tree.leaves(step.optimizer.parts[()].spec), jax.tree.leaves(outside), strict=True)
+  at_once = [i for i, (p, x) in enumerate(both) if pieces_of(p, x) == 1]
+  state = take_state(program.abstract_state["opt_state"], ())
+  moments, outside = leaves.of_state(at_once, state), leaves.some(at_once, outside)
   gradient = max((bytes_as(jnp.float32, x) for x in jax.tree.leaves(outside)), default=0)
-  moments = take_state(program.abstract_state["opt_state"], ())
   return InUse(gradient, bytes_as(jnp.float32, outside) + bytes_of(moments), 0, 0)
+
+
+def _steps_of_a_layer(program: TrainProgram, trained: Any) -> int:
+  """Bytes of a layer's steps in float32, of the one that has most, where the optimizer goes through arrays in pieces."""
+  if not program.step.optimizer.in_pieces:
+    return 0
+  steps = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained)
+  return max((max(row) for row in _by_layer(steps).values()), default=0)
 
 
 def _fetched_moments(program: TrainProgram) -> int:

@@ -39,7 +39,9 @@ class StochasticRounding:
 
   seed: int
 
-  def __call__(self, exact: Tree, like: Tree, step: jax.Array, row: jax.Array | None = None) -> Tree:
+  def __call__(
+    self, exact: Tree, like: Tree, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0
+  ) -> Tree:
     """Parameters in the dtypes of ``like``.
 
     Args:
@@ -47,6 +49,7 @@ class StochasticRounding:
       like: the parameters before the update.
       step: int32 scalar.
       row: int32 scalar, which row of its stack the tree is; None: all of every stack.
+      begin: numbers before these in each array, of which they are a part; of what lies in no stack.
     """
     key, turn = jax.random.key(self.seed), jnp.asarray(step, jnp.uint32) * _GOLDEN
 
@@ -55,7 +58,7 @@ class StochasticRounding:
         return x
       own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
       if row is None and not path_keys(path)[0].startswith("stack_"):
-        return stochastic_round(x, p.dtype, random_bits(own, x.shape) + turn)
+        return stochastic_round(x, p.dtype, random_bits(own, x.shape, begin) + turn)
       shape = x.shape if row is not None else x.shape[1:]
       bits = lambda row: random_bits(jax.random.fold_in(own, row), shape) + turn
       return stochastic_round(x, p.dtype, bits(row) if row is not None else jax.vmap(bits)(jnp.arange(len(x))))
@@ -63,7 +66,7 @@ class StochasticRounding:
     return jax.tree_util.tree_map_with_path(rounded, exact, like)
 
 
-def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(key: jax.Array, shape: tuple[int, ...], begin: jax.Array | int = 0) -> jax.Array:
   """uint32 of that shape, uniform: a hash of each number's place and the key.
 
   ``jax.random.bits`` takes a hundred operations a number, which is most of what Adafactor's update of a 31B model computes.
@@ -73,9 +76,10 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   Args:
     key: of threefry, ``jax.random.key``'s default.
     shape: of the result.
+    begin: the place of its first number.
   """
   first, second = jax.random.key_data(key)
-  place = jnp.zeros(shape, jnp.uint32)
+  place = jnp.full(shape, begin, jnp.uint32)
   for axis in range(len(shape)):
     stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
     place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride

@@ -244,7 +244,7 @@ class TrainStep:
       change = self.watch("update", change)
     return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
 
-  def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None) -> Any:
+  def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0) -> Any:
     """Updated parameters in the dtypes that they are stored in.
 
     Args:
@@ -252,9 +252,10 @@ class TrainStep:
       params: before the update.
       step: int32 scalar, of the state.
       row: int32 scalar, which row of its stack the tree is; None: all of every stack.
+      begin: as of ``StochasticRounding``.
     """
     if self.rounding:
-      return self.rounding(moved, params, step, row)
+      return self.rounding(moved, params, step, row, begin)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
 
   def total(self, apply, params, batch: Batch, weight, present, scale, sink=None) -> tuple[jax.Array, dict[str, Any]]:

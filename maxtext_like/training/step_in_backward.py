@@ -34,7 +34,6 @@ from maxtext_like.models.row_norms import (
   Squares,
   clip,
   largest_clipped,
-  peaks_of_arrays,
   peaks_of_rows,
   squares_of_arrays,
   state_rows,
@@ -52,9 +51,9 @@ from maxtext_like.training.optimizers.by_layer import (
   take_row,
   take_state,
 )
+from maxtext_like.training.part_update import PartUpdate
 from maxtext_like.training.parts_seen import Seen, by_row, together
 from maxtext_like.training.residuals import Residuals
-from maxtext_like.training.rounding import stays_finite
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
 from maxtext_like.training.trainable import merge
 
@@ -476,23 +475,15 @@ class _Pass:
     elif step.clip and not step.exact:
       norm, limit = own.norm(), step.layer_limit
     if norm is not None:
-      clipped, grads = norm.above(limit), clip(grads, norm, limit)
-    direction, new_state = self.optimizers[part].update(grads, state, params)
-    direction = _masked(direction, masks, row)
-    moved, survival = step.moved(params, direction, self.rate), None
-    new = step.stored(moved, params, self.number, row)
-    if step.survival:
-      survival = jax.tree.map(jnp.sum, update_survival.products(params, new, direction, self.rate))
-    updated = peaks = None
-    if step.careful:
-      # Whether it may be written is known before anything is: this pass over the numbers draws no random bits.
-      finite = stays_finite if step.rounding else lambda x, dtype: jnp.isfinite(x.astype(dtype))
-      updated = jax.tree.map(lambda x, p: jnp.all(finite(x, p.dtype)), moved, params)
-      peaks = peaks_of_arrays(new_state)
-      alive = alive & jnp.all(by_row(updated)) & jnp.all(jnp.isfinite(by_row(peaks)))
-    new, new_state = jax.tree.map(lambda x, old: jnp.where(alive, x, old), (new, new_state), (params, state))
-    found = Seen(gradients, clipped, updated, squares_of_arrays(new, rows=False), peaks, survival)
-    return new, new_state, alive, so_far, found
+      clipped = norm.above(limit)
+    update = PartUpdate(
+      step, self.optimizers[part], self.number, self.rate, row,
+      clipped=lambda grads: grads if norm is None else clip(grads, norm, limit),
+      masked=lambda direction: direction if row is None else _masked(direction, masks, row),
+    )  # fmt: skip
+    new = update(grads, state, params, alive)
+    stored = squares_of_arrays(new.params, rows=False)
+    return new.params, new.state, new.alive, so_far, Seen(gradients, clipped, new.finite, stored, new.peaks, new.survival)
 
 
 def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:

@@ -9,6 +9,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training import gpu_memory, memory
+from maxtext_like.training.optimizers import moments
 from maxtext_like.training.program import TrainProgram, make_program
 
 KEPT, AGAIN = 1009, 2003
@@ -82,19 +83,29 @@ def test_the_estimate_is_the_fullest_instant_on_a_gpu_alone():
 EIGHT_BITS = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")
 
 
-def test_tables_are_updated_in_pieces_and_written_together():
+def test_tables_that_are_updated_at_once_have_their_steps_in_float32():
   """Steps of all that lies in no stack and its next moments; of gradients in float32 one at a time."""
   p = program("qwen3-tiny", "vocab_size=4096", *EIGHT_BITS)
   own = [x for name, tree in trained(p).items() if not name.startswith("stack_") for x in jax.tree.leaves(tree)]
   numbers = [math.prod(x.shape) for x in own]
-  moments = sum(
+  state = sum(
     math.prod(x.shape) * x.dtype.itemsize
     for path, x in jax.tree_util.tree_leaves_with_path(p.abstract_state["opt_state"])
     if "stack_" not in jax.tree_util.keystr(path)
   )
-  assert gpu_memory._in_last_update(p, own_tree(p)) == (4 * max(numbers), 4 * sum(numbers) + moments, 0, 0)
+  assert gpu_memory._in_last_update(p, own_tree(p)) == (4 * max(numbers), 4 * sum(numbers) + state, 0, 0)
   assert in_use(p) == gpu_memory._in_last_update(p, own_tree(p))
   assert sum(gpu_memory._in_last_update(program("qwen3-tiny", "vocab_size=4096"), own_tree(p))) == 0  # Adafactor's is fused
+
+
+def test_of_a_table_that_is_updated_piece_by_piece_nothing_is_there_but_its_gradient(monkeypatch):
+  p = program("qwen3-tiny", "vocab_size=4096", *EIGHT_BITS)
+  monkeypatch.setattr(moments, "PIECE", 10_000)
+  (norm,) = jax.tree.leaves(p.spec["final_norm"])
+  found = gpu_memory._in_last_update(p, own_tree(p))
+  numbers = math.prod(norm.shape)
+  counters = 4 * sum(x.ndim == 0 for x in jax.tree.leaves(p.abstract_state["opt_state"]))
+  assert found == (4 * numbers, 4 * numbers + 2 * 4 * numbers + counters, 0, 0)
 
 
 def own_tree(p: TrainProgram) -> dict:

@@ -111,15 +111,25 @@ def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks)
   """``one(p, *arrays)``, for one piece after the other where they are large and the pieces lie on one device each."""
   grad = arrays[0]
   assert isinstance(grad, jax.Array)
-  if grad.size <= PIECE:
-    return one(p, *arrays)
-  if p.axes[0] == "layers" and grad.ndim == len(p.shape):
+  if grad.size > PIECE and p.axes[0] == "layers" and grad.ndim == len(p.shape):
     return jax.lax.map(lambda row: _in_pieces(one, p, *row), arrays)
-  mesh, where = free_mesh(), dynamic8.layout(p)
-  lead = grad.shape[0] // (where.size if where and where.axis == -grad.ndim else 1)
-  pieces = min((n for n in range(1, lead + 1) if lead % n == 0 and grad.size <= n * PIECE), default=lead)
-  if mesh is not None and free_axes(mesh):
+  pieces = pieces_of(p, grad)
+  if pieces == 1:
     return one(p, *arrays)
   cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), arrays)
   found = jax.lax.map(lambda piece: one(p, *piece), cut)
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+
+def pieces_of(p: Param, x: jax.Array) -> int:
+  """Equal parts of an array's first axis, with whole blocks of its moments, that are to be updated one after the other.
+
+  Args:
+    p: the parameter.
+    x: one layer's array of it, of which the shape counts.
+  """
+  mesh, where = free_mesh(), dynamic8.layout(p)
+  if x.size <= PIECE or (mesh is not None and free_axes(mesh)):
+    return 1
+  lead = x.shape[0] // (where.size if where and where.axis == -x.ndim else 1)
+  return min((n for n in range(1, lead + 1) if lead % n == 0 and x.size <= n * PIECE), default=lead)
