@@ -59,7 +59,7 @@ def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: fl
   """A row of the table for each load; sums: as the experts of a float16 model take them, results and cotangents float32."""
   M, S, C, G = shape
   found = kernel(name)
-  product = (lambda x, w, sizes: found.sums(x, w, sizes, "default")) if sums else found.run
+  product = (lambda x, w, sizes: found.sums(x, w, sizes, dtype, "default")) if sums else found.run
 
   def both(x, w, sizes, g):
     out, backward = jax.vjp(lambda x, w: product(x, w, sizes), x, w)

@@ -177,7 +177,7 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
   asked, found = SHORT[p.precision.dtype], []
   for i in p.forward(*_PLAIN):
     if "experts" in i.scopes and (_wide_gate(p.precision) or p.precision.dtype == "float16"):
-      continue  # the grouped product has float32 operands then
+      continue  # a grouped product whose float32 sums are handed on may have float32 operands
     if site_of(i) == "per_layer_input" and p.precision.dtype == "float16":
       continue
     if _in_float8(p, i):

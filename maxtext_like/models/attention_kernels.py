@@ -28,8 +28,6 @@ from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
-from maxtext_like.layers.kernels.grouped import registry as grouped
-from maxtext_like.layers.kernels.norm import registry as norm
 from maxtext_like.layers.vision_attention import case_of
 from maxtext_like.numerics import grouped_test, kernel_test, norm_test
 from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
@@ -38,6 +36,8 @@ _log = logging.getLogger(__name__)
 FOLDER = "kernel-self-test"
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_KERNELS = Path(inspect.getfile(registry)).parents[1]
+"""The folder of all kernels, and of what they share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +259,8 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  folders = [Path(inspect.getfile(names)).parent for names in (registry, grouped, norm)]
   beside = [Path(inspect.getfile(module)) for module in (masks, soft_cap, kernel_test, grouped_test, norm_test)]
-  sources = b"".join(path.read_bytes() for path in (*(p for f in folders for p in sorted(f.rglob("*.py"))), *beside))
+  sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,
     "platform": device.client.platform_version,

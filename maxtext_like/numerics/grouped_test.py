@@ -88,22 +88,26 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   """
   if product is None:
     product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
-  of_rows = "float32" if shape.sums else shape.dtype
-  tried = _both_ways(lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, shape.precision))
+  of_rows, how = (shape.dtype, ()) if not shape.sums else ("float32", (shape.dtype,))
+  tried = _both_ways(lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, *how, shape.precision))
   exact = _both_ways(_written_out)
   rounded = shape.dtype == "float32" and shape.precision == "default"
-  tolerance = _TOLERANCE["rounded" if rounded else shape.dtype]
+  tolerances = [_TOLERANCE["rounded" if rounded else shape.dtype]] * 3
+  if shape.sums:  # what is multiplied is exact, and only the gradient of the matrices is rounded
+    tolerances[:2] = [_TOLERANCE["float32"]] * 2
+  powers = np.asarray(_powers(shape), np.float64)
+  units = 1 / powers, powers, 1.0  # so that every row counts
   results = []
   for name, sizes in cases(shape).items():
     given = _arguments(shape, sizes)
     try:
-      got = [np.asarray(x, np.float64) for x in jax.device_get(tried(*given))]
+      got = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(tried(*given)), units, strict=True)]
     except Exception as error:
       # Whatever the kernel's libraries raise, it did not run: that is the finding.
       results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
       continue
-    want = [np.asarray(x, np.float64) for x in jax.device_get(exact(*given))]
-    results.append(_judge(name, int(sizes.sum()), got, want, tolerance))
+    want = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(exact(*given)), units, strict=True)]
+    results.append(_judge(name, int(sizes.sum()), got, want, tolerances))
   return results
 
 
@@ -132,15 +136,20 @@ def _arguments(shape: GroupedShape, sizes: np.ndarray) -> tuple[Any, ...]:
   x, w, g = (rng.normal(size=size).astype(np.float32) for size in ((M, D), (G, D, F), (M, F)))
   g[sizes.sum() :] = 0
   x, w, g = (jnp.asarray(a).astype(shape.dtype).astype(jnp.float32) for a in (x, w, g))
-  if shape.sums:  # rows and cotangents beyond float16 on both sides, the other way round: the gradient of w is within
-    powers = jnp.ldexp(jnp.float32(1), 20 * (jnp.arange(M) % 3 - 1))[:, None]
-    x, g = x * powers, g / powers
-  return x, w, jnp.asarray(sizes), g
+  return x * _powers(shape), w, jnp.asarray(sizes), g / _powers(shape)
 
 
-def _judge(name: str, used: int, got: list[np.ndarray], want: list[np.ndarray], tolerance: tuple[float, float]) -> CaseResult:
+def _powers(shape: GroupedShape) -> jax.Array:
+  """float32 [M, 1], what rows are multiplied with and their cotangents divided by, which leaves the matrices their gradient: of
+  sums powers of two that take both beyond float16, up and down; else 1."""
+  return jnp.ldexp(jnp.float32(1), 20 * (jnp.arange(shape.rows) % 3 - 1) * shape.sums)[:, None]
+
+
+def _judge(
+  name: str, used: int, got: list[np.ndarray], want: list[np.ndarray], tolerances: list[tuple[float, float]]
+) -> CaseResult:
   errors, problems = [], []
-  for what, x, y in zip(("values", "dx", "dw"), got, want, strict=True):
+  for what, x, y, tolerance in zip(("values", "dx", "dw"), got, want, tolerances, strict=True):
     if what == "values":  # no one's are no one's
       x, y = x[:used], y[:used]
     if bad := int(np.sum(~np.isfinite(x))):

@@ -183,12 +183,12 @@ class Precision:
       y_EDF: a matrix for each group.
       sizes_E: int32, rows of each group.
       by: the kernel.
-      float32: hand on the float32 sums; rows that are float32 then keep its range.
+      float32: hand on the float32 sums; operands that are float32, and their gradients, then keep its range.
     """
-    x = x_MD if float32 and x_MD.dtype == jnp.float32 else self.cast(x_MD)
     if float32:
-      return kernel(by).sums(x, self.cast(y_EDF), sizes_E, self.matmul_precision)
-    return kernel(by).run(x, self.cast(y_EDF), sizes_E, self.matmul_precision)
+      x, y = (a if a.dtype == jnp.float32 else self.cast(a) for a in (x_MD, y_EDF))
+      return kernel(by).sums(x, y, sizes_E, self.dtype, self.matmul_precision)
+    return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
 # float32, of a gradient whose parts devices add up

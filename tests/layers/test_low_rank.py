@@ -159,6 +159,24 @@ def test_dora_of_rows_sorted_by_expert():
   np.testing.assert_allclose(got, product(exact, "MD,EDF->MF", x, exact_weight(w), groups=groups), atol=2e-5)
 
 
+@pytest.mark.parametrize("scale", [2.0**24, 2.0**-30])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gradients(dtype, scale):
+  """float16's loss scale takes them beyond it, and seldom tokens below."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  w = LowRank(draw(*EXPERTS.shape).astype(dtype), draw(3, 5, 6), draw(3, 6, 7), Layout.of(EXPERTS), 0.5)
+  x, g, groups = draw(8, 5).astype(dtype), draw(8, 7), Groups(jnp.array([3, 0, 5], jnp.int32), "tiles")
+  loss = lambda precision, scale: (
+    lambda w: scale * jnp.vdot(product(precision, "MD,EDF->MF", x.astype(precision.dtype), w, groups=groups, float32=True), g)
+  )
+  got = jax.grad(loss(Precision(dtype=dtype), scale))(w)
+  want = jax.grad(loss(Precision(dtype="float32", matmul_precision="highest"), 1.0))(w)
+  for name in ("a", "b"):
+    exact = getattr(want, name)
+    np.testing.assert_allclose(getattr(got, name) / scale, exact, atol=1e-5 * float(jnp.max(jnp.abs(exact))))
+
+
 @pytest.mark.parametrize("summed", [0, 1])
 def test_dora_of_a_table(summed):
   w = magnitudes(Param((9, 4), ("vocab", "embed"), contracts=(summed,)))

@@ -42,13 +42,27 @@ def test_kernels_pass(dtype):
 def test_sums_of_any_range_pass_and_rows_without_it_fail(dtype):
   asked = shape(dtype, sums=True)
   assert str(asked) == f"pallas_tpu, {dtype}, float32 sums, [165, 24] times 4 of [24, 12]"
-  by_triton = lambda x, w, sizes, precision: pallas_triton.sums(x, w, sizes, interpret=True)
+  by_triton = lambda x, w, sizes, dtype, precision: pallas_triton.sums(x, w, sizes, dtype, interpret=True)
   for product in (tiles.KERNEL.sums, by_triton):
     results = self_test(asked, product)
     assert [r.problem for r in results] == [""] * len(cases(asked))
-  plain = lambda x, w, sizes, precision: tiles.product(x.astype(dtype), w, sizes, precision).astype(jnp.float32)
-  problems = {r.name: r.problem for r in self_test(asked, plain)}
-  assert ("not finite" in problems["borders in tiles"]) == (dtype == "float16")
+  plain = lambda x, w, sizes, dtype, precision: tiles.product(x.astype(dtype), w, sizes, precision).astype(jnp.float32)
+  for result in self_test(asked, plain):
+    assert ("not finite" if dtype == "float16" else "values: relative error") in result.problem
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_row_of_sums_counts_however_small_it_is(rank):
+  """Of rows of three sizes those of one are zeros, and their gradients: a kernel that flushes them."""
+
+  def faulty(x, w, sizes, dtype, precision):
+    kept = (jnp.arange(x.shape[0]) % 3 != rank)[:, None]
+    out = tiles.KERNEL.sums(x, w, sizes, dtype, precision)
+    return jnp.where(kept, out, jax.lax.stop_gradient(out * 0))
+
+  for result in self_test(shape("float16", sums=True), faulty):
+    assert "values: relative error" in result.problem
+    assert "dx: relative error" in result.problem
 
 
 @pytest.mark.parametrize(

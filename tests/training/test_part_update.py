@@ -111,9 +111,9 @@ def test_what_is_not_finite_is_seen_before_anything_is_written(program, monkeypa
 def test_each_table_is_a_loop_that_writes_where_it_lies(program, monkeypatch):
   grads, state, params = arguments(program)
   step = dataclasses.replace(program.step, careful=False)
-  given = step.optimizer.parts[()], jnp.int32(0), jnp.float32(1), None, lambda x: x, lambda x: x
+  whole = PartUpdate(step, step.optimizer.parts[()], jnp.int32(0), jnp.float32(1), None, lambda x: x, lambda x: x)
   monkeypatch.setattr(moments, "PIECE", PIECE)
-  text = str(jax.make_jaxpr(lambda *a: PartUpdate(step, *given)(*a, jnp.ones((), bool)))(grads, state, params))
+  text = str(jax.make_jaxpr(whole.__call__)(grads, state, params, jnp.ones((), bool)))
   assert text.count(" dynamic_update_slice ") == 10  # of either table and its two moments, which are codes and scales
   rows, columns = params["embedding"]["table"].shape
   assert f"f32[{rows},{columns}]" not in text

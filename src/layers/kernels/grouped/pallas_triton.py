@@ -85,24 +85,24 @@ def product(
   return _product(*vary_alike(x_MS, w_GSC, sizes), interpret)
 
 
-def sums(x_MS: jax.Array, w_GSC: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+def sums(x_MS: jax.Array, w_GSC: jax.Array, sizes: jax.Array, dtype: Any, *, interpret: bool = False) -> jax.Array:
   """The same in float32 [M, C], as it is added up.
 
-  float32 rows and cotangents are multiplied as 16-bit numbers, float16 ones with a power of two each, or of each group where
-  rows are added up: so they keep float32's range.
+  What is float32, cotangents too, is multiplied as 16-bit numbers, float16 ones with a power of two for each row and matrix, or
+  for each group where rows are added up: so it keeps float32's range.
 
   Args:
-    x_MS: float32 or of w's dtype.
-    w_GSC, sizes, interpret: as of ``product``.
+    x_MS, w_GSC: as of ``product``, each float32 or of ``dtype``.
+    sizes, interpret: as of ``product``.
+    dtype: bfloat16 or float16, that they are multiplied in.
 
   Raises:
     ValueError: other dtypes.
   """
-  if w_GSC.dtype not in (jnp.bfloat16, jnp.float16) or x_MS.dtype not in (jnp.float32, w_GSC.dtype):
-    raise ValueError(
-      f"pallas_triton: x is {x_MS.dtype} and w {w_GSC.dtype}; w has to be bfloat16 or float16, x that or float32"
-    )
-  return _sums(*vary_alike(x_MS, w_GSC, sizes), interpret)
+  dtype = jnp.dtype(dtype)
+  if dtype not in (jnp.bfloat16, jnp.float16) or not {x_MS.dtype, w_GSC.dtype} <= {dtype, jnp.dtype("float32")}:
+    raise ValueError(f"pallas_triton: x is {x_MS.dtype} and w {w_GSC.dtype}: there are no sums of {dtype} products of them")
+  return _sums(*vary_alike(x_MS, w_GSC, sizes), dtype, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -124,26 +124,34 @@ def _backward(interpret, saved, g):
 _product.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sums(x, w, sizes, interpret) -> Any:
-  rows, unit = by_row(x, w.dtype)
-  return _rows_times_groups(rows, w, sizes, interpret, transposed=False, dtype=jnp.float32) * unit
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _sums(x, w, sizes, dtype, interpret) -> Any:
+  return _wide_rows_times_groups(x, w, sizes, dtype, interpret, transposed=False)
 
 
-def _sums_forward(x, w, sizes, interpret):
-  return _sums(x, w, sizes, interpret), (x, w, sizes)
+def _sums_forward(x, w, sizes, dtype, interpret):
+  return _sums(x, w, sizes, dtype, interpret), (x, w, sizes)
 
 
-def _sums_backward(interpret, saved, g):
+def _sums_backward(dtype, interpret, saved, g):
   x, w, sizes = saved
-  rows, unit = by_row(g, w.dtype)
-  dx = _rows_times_groups(rows, w, sizes, interpret, transposed=True, dtype=jnp.float32) * unit
-  rows, unit = by_row(x, w.dtype)
-  g, of_group = by_group(g * unit, sizes, w.dtype)  # a row adds to the sum what x and g have together
-  return dx.astype(x.dtype), _groups_of_rows(rows, g, sizes, interpret, of_group), None
+  dx = _wide_rows_times_groups(g, w, sizes, dtype, interpret, transposed=True)
+  rows, unit = by_row(x, dtype)
+  g, of_group = by_group(g * unit, sizes, dtype)  # a row adds to the sum what x and g have together
+  return dx.astype(x.dtype), _groups_of_rows(rows, g, sizes, interpret, of_group, dtype=w.dtype), None
 
 
 _sums.defvjp(_sums_forward, _sums_backward)
+
+
+def _wide_rows_times_groups(x, w, sizes, dtype, interpret, *, transposed):
+  """As ``_rows_times_groups``, in float32, of operands that keep their range."""
+  rows, unit = by_row(x, dtype)
+  matrices, of_group = by_row(w.reshape(w.shape[0], -1), dtype)
+  made = _rows_times_groups(rows, matrices.reshape(w.shape), sizes, interpret, transposed=transposed, dtype=jnp.float32) * unit
+  if w.dtype == dtype:
+    return made
+  return made * jnp.repeat(of_group, sizes, axis=0, total_repeat_length=x.shape[0])  # those of no one are zeros
 
 
 def _tile(size: int) -> int:
@@ -213,10 +221,10 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
   )(visits, number, x, w)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def _groups_of_rows(x, g, sizes, interpret, unit=None):
-  """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32, times the group's of the
-  units, float32 [G], None: 1."""
+@functools.partial(jax.jit, static_argnames=("interpret", "dtype"))
+def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
+  """The gradient of the weights [G, S, C] in a dtype, None: x's. x.T @ g over the rows of each group, added up in float32,
+  times the group's of the units, float32 [G], None: 1."""
   plgpu = _triton()
   (M, S), C, G = x.shape, g.shape[1], sizes.shape[0]
   count = min(tile_rows(M, G), _ROWS_ADDED)
@@ -249,7 +257,7 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None):
 
   return pl.pallas_call(
     kernel,
-    out_shape=_like(x, (G, S, C), None),
+    out_shape=_like(x, (G, S, C), dtype),
     grid=(G * down * across,),
     compiler_params=plgpu.CompilerParams(num_warps=8 if high * wide == _MOST**2 else 4, num_stages=4),
     interpret=interpret,

@@ -47,8 +47,8 @@ class GroupedKernel:
     avoided: why "auto" takes another kernel for a case that this one can do; empty where it is the choice.
     run: (x [M, D], w [G, D, F], sizes int32 [G], ``jax.lax.Precision``) -> [M, F] in x's dtype, accumulated in float32;
       differentiable in x and w. Rows of group 0 come first, then those of group 1; rows behind them all are no one's.
-    run_for_sums: (x [M, D] float32 or of w's dtype, w [G, D, F] of 16 bits, sizes) -> float32 [M, F], likewise; rows and
-      cotangents keep float32's range. None: ``run`` does it, with all of them in float32.
+    run_for_sums: (x, w, sizes, a 16-bit dtype) -> float32 [M, F], likewise; x and w, of this dtype or float32, are multiplied
+      as it has them, but keep float32's range, and so do cotangents. None: ``run`` does it, with all of them in float32.
     float16: the ``matmul_precision`` under which float32 operands multiply as the float16 numbers that they hold.
     called: whether the operation of a compiled program that has this path and name is one of its kernels.
     rows: of M rows and G groups, the most that are multiplied with matrices, and on a TPU in the gradient of these too.
@@ -67,17 +67,17 @@ class GroupedKernel:
   skips: bool = False
   fused: bool = False
 
-  def sums(self, x: Any, w: Any, sizes: Any, precision: str) -> Any:
-    """float32 [M, F]: the sums as they are, not rounded to the dtype of matrices that have 16 bits.
+  def sums(self, x: Any, w: Any, sizes: Any, dtype: str, precision: str) -> Any:
+    """float32 [M, F]: the sums as they are, not rounded.
 
     Args:
-      x: [M, D], float32 or of w's dtype.
-      w, sizes: as of ``run``.
+      x, w, sizes: as of ``run``; x and w of ``dtype`` or float32.
+      dtype: that they are multiplied in.
       precision: ``matmul_precision``.
     """
-    if self.run_for_sums is not None and w.dtype != "float32":
-      return self.run_for_sums(x, w, sizes)
-    asked = self.float16 if w.dtype == "float16" and precision == "default" else precision
+    if self.run_for_sums is not None and dtype != "float32":
+      return self.run_for_sums(x, w, sizes, dtype)
+    asked = self.float16 if dtype == "float16" and precision == "default" else precision
     return self.run(x.astype("float32"), w.astype("float32"), sizes, asked)
 
   def reasons(self, case: Case) -> list[str]:

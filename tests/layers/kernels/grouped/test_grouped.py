@@ -197,7 +197,7 @@ def test_the_choice_for_sums():
   wanted = [Case(platform="gpu", dtype=dtype, sums=sums) for dtype, sums in (("bfloat16", False), ("float16", True))]
   assert choose("auto", *wanted).name == "pallas_triton"
   assert choose("auto", *wanted, Case(platform="gpu", dtype="float32")).name == "rounds"
-  with pytest.raises(ValueError, match="grouped_product=pallas_gpu cannot be used here: it has no float32 operands"):
+  with pytest.raises(ValueError, match=r"grouped_product=pallas_gpu cannot be used here: .*it has no float32 operands"):
     choose("pallas_gpu", *wanted)
 
 
@@ -206,7 +206,7 @@ def test_the_choice_for_sums():
 def test_sums_are_not_rounded(name, dtype):
   x, w, sizes, g = arrays(SIZES["uneven"], dtype)
   far = jnp.float32(2.0) ** 30
-  out, back = jax.vjp(lambda x, w: kernel(name).sums(x, w, sizes, "default"), x.astype(jnp.float32) * far, w)
+  out, back = jax.vjp(lambda x, w: kernel(name).sums(x, w, sizes, dtype, "default"), x.astype(jnp.float32) * far, w)
   dx, dw = back(g.astype(jnp.float32) / far)
   assert [a.dtype.name for a in (out, dx, dw)] == ["float32", "float32", dtype]
   wanted = written_out(x, w, SIZES["uneven"], g)
