@@ -36,7 +36,8 @@ from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.spikes import EXTRA as SPIKES
 from maxtext_like.training.spikes import FILE_NAME as SPIKES_FILE
 from maxtext_like.training.spikes import Spike, Spikes
-from maxtext_like.training.step import UNKNOWN, Batch, Metrics, State
+from maxtext_like.training.step import Batch, Metrics, State
+from maxtext_like.training.steps_taken import StepsTaken
 from maxtext_like.training.watchdog import Watchdog
 
 _GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
@@ -86,8 +87,7 @@ class Loop:
 
   Attributes:
     program: of the run.
-    train_step: compiled ``TrainProgram.lower_step``.
-    look: compiled ``TrainProgram.lower_look``.
+    steps: its compiled steps.
     state: where to start; each step takes its memory.
     data: batches of this process, ``get_state()`` and ``progress()``.
     evaluate: params -> held-out losses of the row, None when it was left for a stop; None: no evaluation.
@@ -108,8 +108,7 @@ class Loop:
   """
 
   program: TrainProgram
-  train_step: Callable[..., tuple[State, Metrics]]
-  look: Callable[..., dict[str, jax.Array]]
+  steps: StepsTaken
   state: State
   data: Any
   evaluate: Callable[[Any], dict[str, float] | None] | None
@@ -131,9 +130,6 @@ class Loop:
   finished: int = field(default=0, init=False)
   stopped_early: str | None = field(default=None, init=False)
   profile: Profile | None = None
-  _known: Any = field(default=None, init=False)
-  _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
-  _retaken: int | None = field(default=None, init=False)  # the newest step that was right, and not proved
   _pending: _Launched | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
@@ -276,26 +272,7 @@ class Loop:
     """Starts a step."""
     if self.failed is not None:
       self.failed.remember(self.state)
-    if self._known is None:
-      self._known = self._seen()["known"]
-    self.state, metrics = self.train_step(self.state, batch, self._known)
-    self._known = metrics.pop("known")
-    return metrics
-
-  def _seen(self) -> dict[str, jax.Array]:
-    return self.look(self.state["params"], self.state["opt_state"])
-
-  def _again(self, launched: _Launched) -> Metrics:
-    """Takes a step in the careful form, where the usual one could not prove its update finite and so did nothing."""
-    with self.watchdog.watch("first_step", f"step {launched.step}, looked at closely"):
-      careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
-      self.state, metrics = careful(self.state, launched.batch, UNKNOWN)
-      self._known = metrics.pop("known")
-      metrics = jax.block_until_ready(metrics)
-    if not metrics["skipped"]:
-      if self._retaken == launched.step - 1:  # what no proof holds for does not pass from one step to the next
-        self.train_step = careful
-      self._retaken = launched.step
+    self.state, metrics = self.steps.begin(self.state, batch)
     return metrics
 
   def _next_batch(self) -> dict[str, jax.Array]:
@@ -360,7 +337,8 @@ class Loop:
     self.progress.say(self.spikes.add(replace(spike, back_to=to, batches=batches, documents=(first, last))))
     self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
     self.goodput.move("steps", "lost", self._unsaved_seconds)
-    self.state, self._known, self._pending, self.finite = self.program.completed(restored.state, below), None, None, True
+    self.state, self._pending, self.finite = self.program.completed(restored.state, below), None, True
+    self.steps.forget()
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
     if self.best is not None:
@@ -427,7 +405,7 @@ class Loop:
     if not self.finite:
       return
     with self.watchdog.watch("step", f"the look at step {step} before its save"):
-      seen = jax.device_get(self._seen())
+      seen = jax.device_get(self.steps.seen(self.state))
     if (error := self.guard.before_save(step, seen)) is not None:
       raise error
 
@@ -468,7 +446,8 @@ class Loop:
     step, begin, end = launched.step, self._last_end, launched.end.result()
     host = jax.device_get(launched.metrics)
     if again := not host.pop("usual"):
-      host = jax.device_get(self._again(launched))
+      self.state, metrics = self.steps.again(step, self.state, launched.batch, self.watchdog)
+      host = jax.device_get(metrics)
       host.pop("usual")
       end = time.perf_counter()
     if step == self.finished and self.stop.requested is not None:  # no step after it

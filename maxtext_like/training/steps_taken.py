@@ -1,0 +1,62 @@
+"""The compiled steps as the loop takes them: in their usual form, and again in the careful one where nothing was proved.
+
+A step in the usual form that cannot prove its update finite leaves the state as it is, to the last bit. Whoever reads its
+metrics then takes it again (``TrainStep``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from maxtext_like.training.program import TrainProgram
+from maxtext_like.training.step import UNKNOWN, Batch, Metrics, State
+from maxtext_like.training.watchdog import Watchdog
+
+
+@dataclass
+class StepsTaken:
+  """Takes steps, and knows what each proved for the next.
+
+  Attributes:
+    program: of the run.
+    step: compiled ``TrainProgram.lower_step``.
+    look: compiled ``TrainProgram.lower_look``.
+  """
+
+  program: TrainProgram
+  step: Callable[..., tuple[State, Metrics]]
+  look: Callable[..., dict[str, jax.Array]]
+  _known: Any = field(default=None, init=False)
+  _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
+  _retaken: int | None = field(default=None, init=False)  # the newest step that was right, and not proved
+
+  def begin(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    """Starts a step, which takes the state's memory."""
+    if self._known is None:
+      self._known = self.seen(state)["known"]
+    state, metrics = self.step(state, batch, self._known)
+    self._known = metrics.pop("known")
+    return state, metrics
+
+  def again(self, number: int, state: State, batch: Batch, watchdog: Watchdog) -> tuple[State, Metrics]:
+    """Takes the step of this number in the careful form, and waits for it."""
+    with watchdog.watch("first_step", f"step {number}, looked at closely"):
+      careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
+      state, metrics = careful(state, batch, UNKNOWN)
+      self._known = metrics.pop("known")
+      metrics = jax.block_until_ready(metrics)
+    if not metrics["skipped"]:
+      if self._retaken == number - 1:  # what no proof holds for does not pass from one step to the next
+        self.step = careful
+      self._retaken = number
+    return state, metrics
+
+  def seen(self, state: State) -> dict[str, jax.Array]:
+    """What is to be seen of a state without a step."""
+    return self.look(state["params"], state["opt_state"])
+
+  def forget(self) -> None:
+    """Before a step from another state than the last one left."""
+    self._known = None
