@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.training.array_bytes import by_place, bytes_as, bytes_of
+from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.training.array_bytes import as_dtype, by_place, bytes_as, bytes_of
 from maxtext_like.training.optimizers.by_layer import ByLayer, parts_of, take, take_state
-from maxtext_like.training.optimizers.moments import pieces_of
+from maxtext_like.training.optimizers.moments import piece_rows
 from maxtext_like.training.part_update import Leaves
 from maxtext_like.training.program import TrainProgram
 
@@ -85,7 +86,8 @@ def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
   assert isinstance(step.optimizer, ByLayer)
   leaves = Leaves(jax.tree.structure(outside))
   both = zip(jax.tree.leaves(step.optimizer.parts[()].spec), jax.tree.leaves(outside), strict=True)
-  at_once = [i for i, (p, x) in enumerate(both) if pieces_of(p, x) == 1]
+  with use_mesh(program.model.mesh):  # of which several devices update everything at once
+    at_once = [i for i, (p, x) in enumerate(both) if not x.ndim or piece_rows(p, x) == x.shape[0]]
   state = take_state(program.abstract_state["opt_state"], ())
   moments, outside = leaves.of_state(at_once, state), leaves.some(at_once, outside)
   gradient = max((bytes_as(jnp.float32, x) for x in jax.tree.leaves(outside)), default=0)
@@ -96,8 +98,7 @@ def _steps_of_a_layer(program: TrainProgram, trained: Any) -> int:
   """Bytes of a layer's steps in float32, of the one that has most, where the optimizer goes through arrays in pieces."""
   if not program.step.optimizer.in_pieces:
     return 0
-  steps = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained)
-  return max((max(row) for row in _by_layer(steps).values()), default=0)
+  return max((max(row) for row in _by_layer(as_dtype(trained, jnp.float32)).values()), default=0)
 
 
 def _fetched_moments(program: TrainProgram) -> int:

@@ -6,7 +6,7 @@ piece by piece, each written where it lies before the next one is read.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from maxtext_like.models.row_norms import peaks_of_arrays
 from maxtext_like.training import update_survival
-from maxtext_like.training.optimizers.moments import pieces_of
+from maxtext_like.training.optimizers.moments import piece_rows
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.parts_seen import by_row
 from maxtext_like.training.rounding import stays_finite
@@ -76,14 +76,15 @@ class PartUpdate:
     if not pieces:
       return self._at_once(self.optimizer, grads, state, params, alive)
     leaves = Leaves(jax.tree.structure(params))
-    large = [_InPieces(self._of(leaves, [i]), count, *leaves.only([i], grads, state, params)) for i, count in pieces.items()]
+    large = [_InPieces(self._of(leaves, [i]), rows, *leaves.only([i], grads, state, params)) for i, rows in pieces.items()]
     rest = [i for i in range(leaves.structure.num_leaves) if i not in pieces]
     looked: list[tuple[Tree, Tree]] = []
-    if self.step.careful:  # nothing is written before all has been seen
+    if self.step.careful:  # nothing is written before all has been seen, and then all is
       looked = [one.looked(self) for one in large]
       alive = alive & _sound(looked)
     others = self._at_once(self._of(leaves, rest), *leaves.only(rest, grads, state, params), alive)
-    found = [*(one.written(self, others.alive) for one in large), others]  # counters are those of the last
+    write = replace(self, step=replace(self.step, careful=False))
+    found = [*(one.written(write, others.alive) for one in large), others]  # counters are those of the last
     return Updated(
       leaves.join([u.params for u in found]),
       leaves.join_states([u.state for u in found]),
@@ -94,11 +95,11 @@ class PartUpdate:
     )
 
   def _pieces(self, params: Tree) -> dict[int, int]:
-    """How many pieces each of the leaves has that are updated so, by its number."""
+    """Rows of a piece of each of the leaves that are updated so, by its number."""
     if self.row is not None or not self.optimizer.in_pieces:
       return {}
     both = zip(jax.tree.leaves(self.optimizer.spec), jax.tree.leaves(params), strict=True)
-    return {i: count for i, (p, x) in enumerate(both) if (count := pieces_of(p, x)) > 1}
+    return {i: rows for i, (p, x) in enumerate(both) if x.ndim and (rows := piece_rows(p, x)) < x.shape[0]}
 
   def _of(self, leaves: "Leaves", chosen: Collection[int]) -> Optimizer:
     """The optimizer of some leaves."""
@@ -128,51 +129,67 @@ class PartUpdate:
 
 
 class _InPieces(NamedTuple):
-  """A leaf whose update goes through it piece by piece: its optimizer, how many they are, and trees of this leaf alone."""
+  """A leaf whose update goes through it piece by piece: its optimizer, rows of a piece, and trees of this leaf alone."""
 
   optimizer: Optimizer
-  count: int
+  rows: int
   grads: Tree
   state: Tree
   params: Tree
 
-  def _piece(self, update: PartUpdate, number: jax.Array, params: Tree, state: Tree, alive: jax.Array) -> Updated:
-    cut = lambda tree: jax.tree.map(lambda x: self._cut(x, number), tree)
+  @property
+  def _every(self) -> int:
+    """Rows of the leaf."""
+    (leaf,) = jax.tree.leaves(self.params)
+    return leaf.shape[0]
+
+  def _piece(self, update: PartUpdate, first: Any, rows: int, params: Tree, state: Tree, alive: jax.Array) -> Updated:
+    """Of so many rows, from the first of them on."""
+
+    def cut(x):
+      share = self._every // x.shape[0] if x.ndim else 1  # 1, or the rows of a block that has one scale
+      return jax.lax.dynamic_slice_in_dim(x, first // share, rows // share) if x.ndim else x
+
+    grads, state, params = jax.tree.map(cut, (self.grads, state, params))
     (leaf,) = jax.tree.leaves(params)
-    begin = number.astype(jnp.uint32) * jnp.uint32(leaf.size // self.count % 2**32)
-    return update._at_once(self.optimizer, cut(self.grads), cut(state), cut(params), alive, begin)
+    begin = jnp.asarray(first, jnp.uint32) * jnp.uint32(leaf.size // rows)
+    return update._at_once(self.optimizer, grads, state, params, alive, begin)
 
   def looked(self, update: PartUpdate) -> tuple[Tree, Tree]:
     """``finite`` and ``peaks`` of the update."""
 
-    def look(number):
-      piece = self._piece(update, number, self.params, self.state, jnp.ones((), bool))
+    def look(first, rows):
+      piece = self._piece(update, first, rows, self.params, self.state, jnp.ones((), bool))
       return piece.finite, piece.peaks
 
-    finite, peaks = jax.lax.map(look, jnp.arange(self.count))
-    return jax.tree.map(jnp.all, finite), jax.tree.map(jnp.max, peaks)
+    count, last = divmod(self._every, self.rows)
+    finite, peaks = jax.lax.map(lambda number: look(number * self.rows, self.rows), jnp.arange(count))
+    found = jax.tree.map(jnp.all, finite), jax.tree.map(jnp.max, peaks)
+    if not last:
+      return found
+    finite, peaks = look(count * self.rows, last)
+    return jax.tree.map(jnp.logical_and, found[0], finite), jax.tree.map(jnp.maximum, found[1], peaks)
 
   def written(self, update: PartUpdate, alive: jax.Array) -> Updated:
     """The update, where ``alive``; counters are as they were."""
 
-    def write(number, carry):
+    def write(first, rows, carry):
       params, state, sums = carry
-      piece = self._piece(update, number, params, state, alive)
-      put = lambda x, new: self._put(x, new, number)
+      piece = self._piece(update, first, rows, params, state, alive)
+
+      def put(x, new):
+        share = self._every // x.shape[0] if x.ndim else 1
+        return jax.lax.dynamic_update_slice_in_dim(x, new, first // share, 0) if x.ndim else x
+
       added = None if sums is None else jax.tree.map(jnp.add, sums, piece.survival)
       return jax.tree.map(put, params, piece.params), jax.tree.map(put, state, piece.state), added
 
     zeros = jax.tree.map(lambda x: jnp.zeros((), jnp.float32), self.params)
-    begin = self.params, self.state, (zeros, zeros) if update.step.survival else None
-    params, state, sums = jax.lax.fori_loop(0, self.count, write, begin)
+    carry = self.params, self.state, (zeros, zeros) if update.step.survival else None
+    count, last = divmod(self._every, self.rows)
+    carry = jax.lax.fori_loop(0, count, lambda number, carry: write(number * self.rows, self.rows, carry), carry)
+    params, state, sums = write(count * self.rows, last, carry) if last else carry
     return Updated(params, state, alive, survival=sums)
-
-  def _cut(self, x: jax.Array, number: jax.Array) -> jax.Array:
-    size = x.shape[0] // self.count if x.ndim else 0
-    return jax.lax.dynamic_slice_in_dim(x, number * size, size) if x.ndim else x
-
-  def _put(self, x: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, new, number * new.shape[0], 0) if x.ndim else x
 
 
 class Leaves(NamedTuple):

@@ -108,6 +108,21 @@ def test_of_a_table_that_is_updated_piece_by_piece_nothing_is_there_but_its_grad
   assert found == (4 * numbers, 4 * numbers + 2 * 4 * numbers + counters, 0, 0)
 
 
+def test_cards_that_share_an_update_make_all_of_their_part_at_once(monkeypatch):
+  monkeypatch.setattr(moments, "PIECE", 10_000)
+  words = [*WORDS, *SIZES, *EIGHT_BITS, "weight_dtype=bfloat16", "vocab_size=4096", "per_device_batch_size=1"]
+  config = load_config("qwen3-tiny", words).config
+  p = make_program(config, mesh=abstract_mesh(config.mesh, 8), platform="gpu")
+  numbers = lambda tree: sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+  table = trained(p)["embedding"]
+  found = gpu_memory._in_last_update(p, own_tree(p))
+  assert numbers(table) == math.prod(p.spec["embedding"]["table"].shape) // 8
+  assert found.gradients == 4 * numbers(table)
+  assert found.copies > 4 * numbers(own_tree(p))
+  layers = [numbers(layer) // p.config.model.num_decoder_layers for layer in trained(p)["stack_0"].values()]
+  assert gpu_memory._steps_of_a_layer(p, trained(p)) == 4 * max(layers)
+
+
 def own_tree(p: TrainProgram) -> dict:
   return {name: tree for name, tree in trained(p).items() if not name.startswith("stack_")}
 

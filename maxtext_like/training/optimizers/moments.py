@@ -113,23 +113,31 @@ def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks)
   assert isinstance(grad, jax.Array)
   if grad.size > PIECE and p.axes[0] == "layers" and grad.ndim == len(p.shape):
     return jax.lax.map(lambda row: _in_pieces(one, p, *row), arrays)
-  pieces = pieces_of(p, grad)
-  if pieces == 1:
+  rows, every = piece_rows(p, grad), grad.shape[0]
+  if rows == every:
     return one(p, *arrays)
-  cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), arrays)
-  found = jax.lax.map(lambda piece: one(p, *piece), cut)
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+  count = every // rows
+  split = lambda x: x.shape[0] * rows // every * count
+  cut = jax.tree.map(lambda x: x[: split(x)].reshape(count, -1, *x.shape[1:]), arrays)
+  found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(lambda piece: one(p, *piece), cut))
+  if every == count * rows:
+    return found
+  return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), found, one(p, *jax.tree.map(lambda x: x[split(x) :], arrays)))
 
 
-def pieces_of(p: Param, x: jax.Array) -> int:
-  """Equal parts of an array's first axis, with whole blocks of its moments, that are to be updated one after the other.
+def piece_rows(p: Param, x: jax.Array) -> int:
+  """How much of an array's first axis is updated at a time: all of it, or a piece with whole blocks of its moments. The last
+  piece may be shorter.
 
   Args:
     p: the parameter.
     x: one layer's array of it, of which the shape counts.
   """
   mesh, where = free_mesh(), dynamic8.layout(p)
-  if x.size <= PIECE or (mesh is not None and free_axes(mesh)):
-    return 1
-  lead = x.shape[0] // (where.size if where and where.axis == -x.ndim else 1)
-  return min((n for n in range(1, lead + 1) if lead % n == 0 and x.size <= n * PIECE), default=lead)
+  least = -(-x.size // PIECE)
+  if least <= 1 or (mesh is not None and free_axes(mesh)):
+    return x.shape[0]
+  block = where.size if where and where.axis == -x.ndim else 1
+  lead = x.shape[0] // block
+  alike = next((n for n in range(least, min(4 * least, lead) + 1) if lead % n == 0), None)  # then there is no shorter one
+  return block * (lead // alike if alike else -(-lead // least))

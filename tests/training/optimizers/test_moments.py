@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -120,10 +122,11 @@ def test_a_second_moment_in_bfloat16():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2), found, plain)
 
 
-def test_pieces_are_updated_as_the_whole_is(monkeypatch):
+@pytest.mark.parametrize("piece", [1000, 700])
+def test_pieces_are_updated_as_the_whole_is(monkeypatch, piece):
   words = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8", "adam_weight_decay=0.1")
   whole = advanced(*words)
-  monkeypatch.setattr(moments, "PIECE", 1000)
+  monkeypatch.setattr(moments, "PIECE", piece)
   optimizer = make_optimizer(toy_config(*words).training, SPEC, "float32")
   params = draw(0)
   text = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
@@ -135,6 +138,23 @@ def test_pieces_are_updated_as_the_whole_is(monkeypatch):
       assert np.mean(a == b) > 0.999
     else:
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(1, 5000), st.integers(1, 700), st.booleans(), st.integers(1, 5000))
+def test_pieces_are_few_and_have_whole_blocks(lead, columns, vocabulary, piece):
+  """A vocabulary of any size, a prime one too: at most four times as many as there have to be."""
+  p = Param((lead, columns), ("vocab" if vocabulary else None, None))
+  x: Any = jax.ShapeDtypeStruct(p.shape, jnp.float32)
+  where = layout(p)
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(moments, "PIECE", piece)
+    rows = moments.piece_rows(p, x)
+  block = where.size if where and where.axis == -2 else 1
+  assert 1 <= rows <= lead
+  assert rows % block == 0
+  assert lead % block == 0
+  assert rows == lead if lead * columns <= piece else rows * columns <= piece + block * columns
+  assert -(-lead // rows) <= max(4 * -(-lead * columns // piece), 1)
 
 
 @pytest.mark.parametrize(
