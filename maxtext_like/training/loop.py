@@ -37,7 +37,7 @@ from maxtext_like.training.spikes import EXTRA as SPIKES
 from maxtext_like.training.spikes import FILE_NAME as SPIKES_FILE
 from maxtext_like.training.spikes import Spike, Spikes
 from maxtext_like.training.step import Batch, Metrics, State
-from maxtext_like.training.steps_taken import StepsTaken
+from maxtext_like.training.stepper import Stepper
 from maxtext_like.training.watchdog import Watchdog
 
 _GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
@@ -87,7 +87,7 @@ class Loop:
 
   Attributes:
     program: of the run.
-    steps: its compiled steps.
+    stepper: takes its steps.
     state: where to start; each step takes its memory.
     data: batches of this process, ``get_state()`` and ``progress()``.
     evaluate: params -> held-out losses of the row, None when it was left for a stop; None: no evaluation.
@@ -108,7 +108,7 @@ class Loop:
   """
 
   program: TrainProgram
-  steps: StepsTaken
+  stepper: Stepper
   state: State
   data: Any
   evaluate: Callable[[Any], dict[str, float] | None] | None
@@ -272,7 +272,7 @@ class Loop:
     """Starts a step."""
     if self.failed is not None:
       self.failed.remember(self.state)
-    self.state, metrics = self.steps.begin(self.state, batch)
+    self.state, metrics = self.stepper.begin(self.state, batch)
     return metrics
 
   def _next_batch(self) -> dict[str, jax.Array]:
@@ -338,7 +338,7 @@ class Loop:
     self.files.text(SPIKES_FILE, json.dumps(self.spikes.to_json(), indent=1) + "\n")
     self.goodput.move("steps", "lost", self._unsaved_seconds)
     self.state, self._pending, self.finite = self.program.completed(restored.state, below), None, True
-    self.steps.forget()
+    self.stepper.forget()
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
     if self.best is not None:
@@ -405,7 +405,7 @@ class Loop:
     if not self.finite:
       return
     with self.watchdog.watch("step", f"the look at step {step} before its save"):
-      seen = jax.device_get(self.steps.seen(self.state))
+      seen = jax.device_get(self.stepper.seen(self.state))
     if (error := self.guard.before_save(step, seen)) is not None:
       raise error
 
@@ -446,7 +446,7 @@ class Loop:
     step, begin, end = launched.step, self._last_end, launched.end.result()
     host = jax.device_get(launched.metrics)
     if again := not host.pop("usual"):
-      self.state, metrics = self.steps.again(step, self.state, launched.batch, self.watchdog)
+      self.state, metrics = self.stepper.again(step, self.state, launched.batch, self.watchdog)
       host = jax.device_get(metrics)
       host.pop("usual")
       end = time.perf_counter()

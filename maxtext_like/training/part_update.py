@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from maxtext_like.models.row_norms import peaks_of_arrays
 from maxtext_like.training import update_survival
+from maxtext_like.training.optimizers.by_layer import in_states
 from maxtext_like.training.optimizers.moments import piece_rows
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.parts_seen import by_row
@@ -204,7 +205,7 @@ class Leaves(NamedTuple):
 
   def of_state(self, chosen: Collection[int], state: Tree) -> Tree:
     """Of each such tree in a state of the optimizer; counters as they are."""
-    return jax.tree.map(lambda x: self.some(chosen, x) if _is_dict(x) else x, state, is_leaf=_is_dict)
+    return in_states(lambda tree: self.some(chosen, tree), state)
 
   def only(self, chosen: Collection[int], grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
     """Of all that an update reads."""
@@ -217,12 +218,7 @@ class Leaves(NamedTuple):
 
   def join_states(self, states: Sequence[Tree]) -> Tree:
     """Likewise; counters are those of the last."""
-    pick = lambda *nodes: self.join(nodes) if _is_dict(nodes[0]) else nodes[-1]
-    return jax.tree.map(pick, *states, is_leaf=_is_dict)
-
-
-def _is_dict(node: Any) -> bool:
-  return isinstance(node, dict)
+    return in_states(lambda *trees: self.join(trees), *states)
 
 
 def _sound(looked: Sequence[tuple[Tree, Tree]]) -> jax.Array:

@@ -53,7 +53,7 @@ from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.sinks.trackers import Tracked, trackers
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.start import Start, prepare
-from maxtext_like.training.steps_taken import StepsTaken
+from maxtext_like.training.stepper import Stepper
 from maxtext_like.training.watchdog import Watchdog
 
 # What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
@@ -269,7 +269,7 @@ class _Run:
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step)
     loop = Loop(
       program=program,
-      steps=StepsTaken(program, begun.train_step, begun.look),
+      stepper=Stepper(program, begun.train_step, begun.look),
       state=begun.state,
       base=begun.base,
       data=opened.data,

@@ -22,7 +22,7 @@ from maxtext_like.storage import Place
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.steps_taken import StepsTaken
+from maxtext_like.training.stepper import Stepper
 from maxtext_like.training.trainable import select
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
@@ -70,7 +70,7 @@ def toy_loop(config, place: Path) -> Any:
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)
   watch = FailedStep(program, place)
   return Loop(
-    program, StepsTaken(program, step, toy_look), state, Data(), None, None, None, files, quiet, quiet, guard, 1.0, None, watch
+    program, Stepper(program, step, toy_look), state, Data(), None, None, None, files, quiet, quiet, guard, 1.0, None, watch
   )
 
 
@@ -108,14 +108,14 @@ def test_skips_in_a_row_end_with_the_state_before_the_last_of_them(tmp_path, cau
 
 def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, caught):
   loop = toy_loop(toy_config("dtype=float16", "opt_type=sgd", "finite_check_steps=-1", "steps=9"), tmp_path)
-  step = loop.steps.step
+  step = loop.stepper.step
 
   def poisoned(state, batch, check):
     if loop.data.count == 4:  # the loss of this step alone
       state = state | {"params": jax.tree.map(lambda x: x * jnp.inf, state["params"])}
     return step(state, batch, check)
 
-  loop.steps.step = poisoned
+  loop.stepper.step = poisoned
   with pytest.raises(NonFiniteError, match="step 4: non-finite parameters in 11 of 11 arrays"):
     loop.run(0)
   assert int(caught["state"]["step"]) == 3
@@ -128,7 +128,7 @@ def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, wa
 
   def losses(usual):
     loop = toy_loop(toy_config(*words), tmp_path)
-    rows, careful = [], loop.steps.step
+    rows, careful = [], loop.stepper.step
     loop.files.row = rows.append
     loop.program.lower_step = lambda careful: SimpleNamespace(compile=lambda: step_again)
     taken, again = [], []
@@ -142,7 +142,7 @@ def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, wa
       taken.append(int(state["step"]))
       return (usual or careful)(state, batch, jnp.full(2, jnp.inf) if taken == [0, 1, 2] else known)
 
-    loop.steps.step = step
+    loop.stepper.step = step
     loop.run(0)
     return [row["loss"] for row in rows], [row["step"] for row in rows], taken, again
 
@@ -159,14 +159,14 @@ def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, wa
 
 def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
-  step = loop.steps.step
+  step = loop.stepper.step
 
   def spoilt(state, batch, known):  # as by a fault of the device's memory
     state, metrics = step(state, batch, known)
     rows = metrics["finite"]["state_optimizer"].at[0].set(False)
     return state, metrics | {"finite": metrics["finite"] | {"state_optimizer": rows}}
 
-  loop.steps.step = spoilt
+  loop.stepper.step = spoilt
   with pytest.raises(NonFiniteError, match=r"(?s)first trace.embedding.table after an update .*no replay") as error:
     loop.run(0)
   assert "not finite before it" in str(error.value)
@@ -176,7 +176,7 @@ def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
 def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
   """The steps only prove it finite; memory that changes behind them is found by reading it."""
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
-  step, saved = loop.steps.step, []
+  step, saved = loop.stepper.step, []
   loop.manager = SimpleNamespace(
     due=lambda n: n % 2 == 0, poll=lambda: None, save=lambda n, *_, **__: saved.append(n), complete_steps=lambda: saved
   )
@@ -189,7 +189,7 @@ def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
       trace["head"]["kernel"] = trace["head"]["kernel"].at[1, 1].set(np.inf)
     return state, metrics
 
-  loop.steps.step = forgets
+  loop.stepper.step = forgets
   with pytest.raises(NonFiniteError, match=r"step 4: non-finite optimizer state in 1 of \d+ arrays, first trace.head.kernel"):
     loop.run(0)
   assert saved == [2]

@@ -12,7 +12,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.training import loop
 from maxtext_like.training.loop import Loop
-from maxtext_like.training.steps_taken import StepsTaken
+from maxtext_like.training.stepper import Stepper
 
 STEP, LAUNCH = 0.3, 0.2  # seconds that the device works on a step, and that launching it keeps the host into it
 
@@ -100,10 +100,10 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   given = {"evaluate": None, "sample": None, "manager": None} | parts
   seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
   look: Any = lambda *_: seen
-  taken = StepsTaken(program, parts.get("device", Device()).step, look)
+  stepper = Stepper(program, parts.get("device", Device()).step, look)
   state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
   Loop(
-    program, taken, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard, 1.0, None,
+    program, stepper, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard, 1.0, None,
     profile=given.get("profile"), best=given.get("best"),
   ).run(0)  # fmt: skip
   return files

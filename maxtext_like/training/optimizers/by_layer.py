@@ -7,6 +7,7 @@ those of all, as Adafactor, which then factors and clips each layer by itself.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,18 @@ def join(parts: list[Tree]) -> Tree:
 
 def take_state(state: Tree, part: Part) -> Tree:
   """The state of a part: of every tree of parameters in it that part, counters as they are."""
-  return jax.tree.map(lambda node: take(node, part) if isinstance(node, dict) else node, state, is_leaf=_is_dict)
+  return in_states(lambda tree: take(tree, part), state)
 
 
 def join_states(parts: list[Tree]) -> Tree:
   """The state that all its parts were taken from; counters are those of the last."""
-  pick = lambda *nodes: join([*nodes]) if isinstance(nodes[0], dict) else nodes[-1]
-  return jax.tree.map(pick, *parts, is_leaf=_is_dict)
+  return in_states(lambda *trees: join([*trees]), *parts)
 
 
-def _is_dict(node: Any) -> bool:
-  return isinstance(node, dict)
+def in_states(function: Callable[..., Tree], *states: Tree) -> Tree:
+  """A function of every tree of parameters in states of a structure; counters are those of the last."""
+  is_tree = lambda node: isinstance(node, dict)
+  return jax.tree.map(lambda *nodes: function(*nodes) if is_tree(nodes[0]) else nodes[-1], *states, is_leaf=is_tree)
 
 
 @dataclass(frozen=True, eq=False)

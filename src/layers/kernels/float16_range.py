@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 _UP_TO = 2.0**14
-"""What the largest number becomes, or up to twice that where its logarithm is a little off: well within float16."""
+"""What the largest number becomes at least. It stays below twice that, or four times where a logarithm is a little off: within
+float16."""
 
 
 def power_of_two(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from maxtext_like.training.watchdog import Watchdog
 
 
 @dataclass
-class StepsTaken:
+class Stepper:
   """Takes steps, and knows what each proved for the next.
 
   Attributes:
