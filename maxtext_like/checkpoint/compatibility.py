@@ -17,7 +17,10 @@ _MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 _MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"})
 # What decides which arrays a state has, beside the model.
 _STATE_KEYS = frozenset(
-  {f"training.{key}" for key in ("opt_type", "mu_dtype", "nu_dtype", "trainable_parameters_mask", "vision_tower")}
+  {
+    f"training.{key}"
+    for key in ("opt_type", "mu_dtype", "nu_dtype", "adafactor_momentum_rank", "trainable_parameters_mask", "vision_tower")
+  }
   | {"precision.dtype", "vision.use_multimodal", *_MAPPINGS}
   | {
     f"adapter.{key}"

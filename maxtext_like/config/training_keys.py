@@ -47,6 +47,7 @@ class TrainingConfig(Checked):
   nu_dtype: Literal["float32", "bfloat16", "dynamic8"]
   stochastic_rounding: bool
   sgd_momentum: float
+  adafactor_momentum_rank: int
   gradient_clipping_threshold: float
   clip: Literal["exact", "running", "layer"]
   optimizer_in_backward: bool
@@ -73,6 +74,7 @@ class TrainingConfig(Checked):
     yield from at_least(self, 1, "lr_schedule_steps")
     yield from at_least(self, 2, "max_target_length")
     yield from at_least(self, 0, "seed", "num_vocab_tiling", "max_skipped_steps", "z_loss_multiplier")
+    yield from at_least(self, 0, "adafactor_momentum_rank")
     yield from at_least(self, 0, "adam_weight_decay", "gradient_clipping_threshold")
     yield from at_least(self, -1, "finite_check_steps")
     yield from above_zero(self, "per_device_batch_size", "learning_rate", "adam_eps")

@@ -1,7 +1,7 @@
-"""8-bit moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY MESH ...``.
+"""Stored moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY KIND MESH ...``.
 
-Prints {mesh: {"losses" of three steps; "alike": codes lie as their parameters do; "kept": what the mesh before it saved comes
-back to the bit}}; "one" is a single device.
+KIND is eight-bits or low-rank. Prints {mesh: {"losses" of three steps; "alike": codes or factors lie as their parameters do;
+"kept": what the mesh before it saved comes back to the bit}}; "one" is a single device.
 """
 
 import json
@@ -11,8 +11,13 @@ from typing import Any
 from maxtext_like.config.load import load_config
 from tests.training.meshes import MESHES, ROWS, SMALL, batch_of
 
+KINDS = {
+  "eight-bits": ["mu_dtype=dynamic8", "nu_dtype=dynamic8"],
+  "low-rank": ["opt_type=adafactor", "adafactor_momentum_rank=4", "optimizer_in_backward=true", "clip=running"],
+}
 
-def descend(words: list[str], devices: int, folder: str, name: str, before: str | None) -> dict[str, Any]:
+
+def descend(kind: str, words: list[str], devices: int, folder: str, name: str, before: str | None) -> dict[str, Any]:
   import jax
   import numpy as np
 
@@ -22,7 +27,7 @@ def descend(words: list[str], devices: int, folder: str, name: str, before: str 
   from maxtext_like.training.step import UNKNOWN
 
   small = [word for word in SMALL if not word.startswith("opt_type")]
-  keys = [f"per_device_batch_size={ROWS // devices}", "mu_dtype=dynamic8", "nu_dtype=dynamic8", "num_decoder_layers=3"]
+  keys = [f"per_device_batch_size={ROWS // devices}", "num_decoder_layers=3", *KINDS[kind]]
   config = load_config("qwen3-tiny", [*small, *keys, *words]).config
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   found: dict[str, Any] = {"losses": []}
@@ -39,22 +44,26 @@ def descend(words: list[str], devices: int, folder: str, name: str, before: str 
     for _ in range(3):
       state, metrics = step(state, batch, UNKNOWN)
       found["losses"].append(float(metrics["loss"]))
-    adam, params = state["opt_state"][0], state["params"]
-    down = [tree["stack_0"]["layer_0"]["mlp"]["down"] for tree in (adam.mu, adam.nu)]
-    place = params["stack_0"]["layer_0"]["mlp"]["down"].sharding
-    found["alike"] = all(x.codes.sharding.is_equivalent_to(place, 3) for x in down)
+    rule, down = state["opt_state"][0], lambda tree: tree["stack_0"]["layer_0"]["mlp"]["down"]
+    place = down(state["params"]).sharding
+    if kind == "eight-bits":
+      found["alike"] = all(down(tree).codes.sharding.is_equivalent_to(place, 3) for tree in (rule.mu, rule.nu))
+    else:
+      own = [place.shard_shape(down(state["params"]).shape)[i] for i in (1, 2)]
+      factors = down(rule[2].moment)
+      found["alike"] = own == [x.sharding.shard_shape(x.shape)[1] for x in (factors.rows, factors.columns)]
     with CheckpointManager(f"{folder}/{name}", asynchronous=False) as manager:
       assert manager.save_and_wait(3, state)
     np.savez(f"{folder}/{name}.npz", *map(np.asarray, jax.tree.leaves(state)))
   return found
 
 
-def main(folder: str, *names: str) -> dict[str, Any]:
+def main(folder: str, kind: str, *names: str) -> dict[str, Any]:
   """Of names of ``MESHES``."""
-  found = {"one": descend(["ici_fsdp_parallelism=1"], 1, folder, "one", None)}
+  found = {"one": descend(kind, ["ici_fsdp_parallelism=1"], 1, folder, "one", None)}
   for before, name in zip(["one", *names], names, strict=False):
     words = [word.replace("=", "_parallelism=") for word in MESHES[name].split()]
-    found[name] = descend(words, 8, folder, name, before)
+    found[name] = descend(kind, words, 8, folder, name, before)
   return found
 
 

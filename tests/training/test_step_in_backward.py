@@ -244,6 +244,7 @@ def test_shares_stay_as_they_are_where_a_step_is_left_out():
 USUAL = {
   "sgd": (*PLAIN, *RUNNING),
   "adafactor": (*THREE, LAYERED, *RUNNING, "opt_type=adafactor", "weight_dtype=bfloat16", "stochastic_rounding=true"),
+  "momentum of low rank": (*THREE, LAYERED, *RUNNING, "opt_type=adafactor", "adafactor_momentum_rank=4"),
   "8 bits": (*THREE, LAYERED, *EIGHT_BITS, "clip=layer"),
   "float16": (*THREE, LAYERED, "dtype=float16", LION, "learning_rate=1e-3"),
   "balanced experts": ("deepseek3-tiny", *MODELS["deepseek3-tiny"], LAYERED, *RUNNING),

@@ -28,13 +28,14 @@ class AdamW:
   bounded_to: ClassVar[float] = math.inf
   whole: ClassVar[bool] = False
   smaller: ClassVar[str | None] = (
-    "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor, whose second one takes next to nothing and "
-    "which has no first one"
+    "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor adafactor_momentum_rank=32, whose moments "
+    "take next to nothing"
   )
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = "nu"
 
-  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+  def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
+    del spec
     return optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=mu_dtype)
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:

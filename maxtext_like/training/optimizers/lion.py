@@ -29,7 +29,8 @@ class Lion:
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = None
 
-  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+  def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
+    del spec
     return optax.scale_by_lion(self.b1, self.b2, mu_dtype=mu_dtype)
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:

@@ -15,6 +15,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.models.row_norms import largest_clipped
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
+from maxtext_like.training.optimizers.low_rank_moment import Factors, factor_shardings
 from maxtext_like.training.optimizers.moments import Moment, kept
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
@@ -61,7 +62,7 @@ class Optimizer:
   @functools.cached_property
   def _transformation(self) -> optax.GradientTransformation:
     rule = self.rule
-    direction = rule.direction(jnp.dtype("float32" if self.in_pieces else self.mu_dtype))
+    direction = rule.direction(jnp.dtype("float32" if self.in_pieces else self.mu_dtype), self.spec)
     if self.in_pieces:
       first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
       second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
@@ -113,7 +114,7 @@ class Optimizer:
     return (everything < most) & (bound.moment < most_moment) & (moved < most_stored), bound.state
 
   def state_shardings(self, state: Tree, params: Tree, shardings: Tree, replicated: Any) -> Tree:
-    """Shardings of a state: a moment lies as its parameter does, a factored moment along what it kept.
+    """Shardings of a state: a moment lies as its parameter does, a factored moment and factors along what they kept.
 
     Args:
       state: ``jax.eval_shape`` of ``init``.
@@ -122,15 +123,15 @@ class Optimizer:
       replicated: sharding of everything else (counters).
     """
     inner = jax.tree.structure(params)
-    shapes, places = jax.tree.leaves(params), jax.tree.leaves(shardings)
-    in_blocks = lambda node: isinstance(node, Blocks)
-    is_moment = lambda node: jax.tree.structure(node, is_leaf=in_blocks) == inner
+    shapes, places, declared = jax.tree.leaves(params), jax.tree.leaves(shardings), jax.tree.leaves(self.spec)
+    is_stored = lambda node: isinstance(node, (Blocks, Factors))
+    is_moment = lambda node: jax.tree.structure(node, is_leaf=is_stored) == inner
 
     def place(node):
       if not is_moment(node):
         return jax.tree.map(lambda _: replicated, node)
-      moments = jax.tree.leaves(node, is_leaf=in_blocks)
-      found = [_match(x, p, s, replicated) for x, p, s in zip(moments, shapes, places, strict=True)]
+      moments = jax.tree.leaves(node, is_leaf=is_stored)
+      found = [_match(x, p, d, s, replicated) for x, p, d, s in zip(moments, shapes, declared, places, strict=True)]
       return jax.tree.unflatten(inner, found)
 
     # A moment is a tree of the parameters' structure somewhere inside the state's named tuples. A lone parameter would
@@ -178,7 +179,9 @@ def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransforma
   return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _match(leaf, parameter, sharding, replicated):
+def _match(leaf, parameter, declared, sharding, replicated):
+  if isinstance(leaf, Factors):
+    return factor_shardings(declared, sharding)
   if isinstance(leaf, Blocks):
     return jax.tree.unflatten(jax.tree.structure(leaf), (sharding, scale_sharding(sharding, leaf.scale.shape)))
   if leaf.shape == parameter.shape:

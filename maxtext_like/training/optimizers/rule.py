@@ -45,8 +45,9 @@ class Rule(Protocol):
   @property
   def first(self) -> str | None: ...
 
-  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
-    """Gradients to the direction; the first moment alone is stored in ``mu_dtype``."""
+  def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
+    """Gradients to the direction, of leaves of which ``spec`` has the Params; the first moment alone is stored in
+    ``mu_dtype``."""
     ...
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:

@@ -31,7 +31,8 @@ class SGD:
   def first(self) -> str | None:
     return "trace" if self.momentum else None
 
-  def direction(self, mu_dtype: Any) -> optax.GradientTransformation:
+  def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
+    del spec
     return optax.trace(self.momentum, accumulator_dtype=mu_dtype) if self.momentum else optax.identity()
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:

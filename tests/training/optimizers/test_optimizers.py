@@ -145,9 +145,9 @@ def test_the_configuration_and_the_registry_name_the_same():
   assert sorted(OPT_TYPES) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("rule", OPT_TYPES)
+@pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), ("adafactor", 3)])
 @pytest.mark.parametrize("weight_dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
-def test_what_is_certainly_finite_is(rule, weight_dtype):
+def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
   """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
   rng = np.random.default_rng(0)
   shape = (130, 129)  # large enough for Adafactor to factor it
@@ -168,6 +168,7 @@ def test_what_is_certainly_finite_is(rule, weight_dtype):
     powers = (rng.choice([-30, 20]), 38.3) if wide else (-9, 0)
     keys = {"learning_rate": size(-4, 8 if wide else -2), "adam_weight_decay": rng.choice([0, size(-3, 12 if wide else -1)])}
     keys |= {"adam_eps": size(-12, -6), "adam_b1": rng.choice([0, 0.9]), "opt_type": rule}
+    keys |= {"adafactor_momentum_rank": rank}
     t = toy_config(*(f"{k}={v}" for k, v in keys.items())).training
     p = draw(*powers if wide else (-4, 0)).astype(weight_dtype)
     grads, p = {"a": draw(*powers)}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
