@@ -113,7 +113,8 @@ class _Matrix(NamedTuple):
 def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransformation:
   """Directions, float32 and of an rms of at most 1, to what the momentum of low rank makes of them.
 
-  Products with a direction round it to bfloat16, as accelerators do with float32 operands, and sum in float32.
+  Products with a direction round it to bfloat16, as accelerators do with float32 operands, and sum in float32; what momentum
+  adds to a direction is rounded to bfloat16 too.
 
   Args:
     b1: decay of the mean.
@@ -188,7 +189,7 @@ class _Begun(NamedTuple):
     kept = _exact("...br,...rs->...bs", self.columns, _exact("...ar,...as->...rs", self.rows, basis))
     columns = b1 * kept + (1 - b1) * new
     inside = (columns / unbiased - new) * self.matrix.size**0.5
-    change = _product("...ar,...br->...ab", basis, inside)
+    change = _product("...ar,...br->...ab", basis, inside, "bfloat16")  # as large as the gradient, which has 16 bits too
     return self.direction + self.matrix.array(change), self.matrix.factors(basis, columns)
 
 
@@ -218,10 +219,10 @@ def _exact(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.einsum(equation, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """A product of bfloat16 operands with float32 sums."""
+def _product(equation: str, x: jax.Array, y: jax.Array, dtype: str = "float32") -> jax.Array:
+  """A product of bfloat16 operands with float32 sums, which are handed on in this dtype."""
   x, y = (operand.astype(jnp.bfloat16) for operand in (x, y))
-  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+  return jnp.einsum(equation, x, y, preferred_element_type=jnp.dtype(dtype))
 
 
 def factor_shardings(p: Param, sharding: NamedSharding) -> Factors:
