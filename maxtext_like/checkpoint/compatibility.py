@@ -19,7 +19,15 @@ _MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"
 _STATE_KEYS = frozenset(
   {
     f"training.{key}"
-    for key in ("opt_type", "mu_dtype", "nu_dtype", "adafactor_momentum_rank", "trainable_parameters_mask", "vision_tower")
+    for key in (
+      "opt_type",
+      "mu_dtype",
+      "nu_dtype",
+      "adafactor_momentum_rank",
+      "optimizer_in_backward",
+      "trainable_parameters_mask",
+      "vision_tower",
+    )
   }
   | {"precision.dtype", "vision.use_multimodal", *_MAPPINGS}
   | {

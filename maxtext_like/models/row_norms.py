@@ -263,7 +263,7 @@ def peaks_of_rows(peaks: Tree, opt_state: Tree, params: Tree) -> jax.Array:
 
 
 def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:
-  """The names behind the entries of ``state_peaks``, as ``mu.layers.7.mlp.down``."""
+  """The names behind the entries of ``state_peaks``, as ``mu.layers.7.mlp.down`` and ``moment_rows.layers.7.mlp.down``."""
   found = []
   for kind, keys, x in _moments(opt_state):
     names = row_names(decoder, keys) if _stacked(keys, x, params) else [parameter_name(decoder, keys)]
@@ -272,13 +272,14 @@ def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:
 
 
 def _moments(opt_state: Tree) -> list[tuple[str, tuple[str, ...], Any]]:
-  """(field of the optimizer's state, path of the parameter, array) of every array of floats."""
+  """(field of the optimizer's state and factor, path of the parameter, array) of every array of floats."""
   found = []
   for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
     if jnp.issubdtype(x.dtype, jnp.floating):
       own = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
       kind = [entry.name for entry in path[: own[0]] if isinstance(entry, jax.tree_util.GetAttrKey)]
-      found.append((kind[-1], path_keys(path[own[0] : own[-1] + 1]), x))
+      factor = [name for name in path_keys(path[own[-1] + 1 :]) if name != "scale"]  # of blocks, which stands for the moment
+      found.append(("_".join([kind[-1], *factor]), path_keys(path[own[0] : own[-1] + 1]), x))
   return found
 
 

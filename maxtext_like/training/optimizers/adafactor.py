@@ -42,8 +42,8 @@ class Adafactor:
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
     # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is
-    # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size, momentum as much of what it has
-    # without its bias, and takes at most as much away; what it keeps is at most 1.
+    # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size, of 1e12 numbers; momentum adds as
+    # much of what it has without its bias, and takes at most as much away; what it keeps is at most 1.
     most = 1e6 * (2 + 1 / (1 - self.b1)) if self.rank else 1e6
     direction = jnp.where((gradient <= self.bounded_to) & (state <= 4), most, jnp.inf)
     kept = jnp.maximum(state, jnp.square(gradient) + 1e-30)

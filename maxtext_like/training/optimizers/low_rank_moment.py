@@ -12,7 +12,8 @@ a direction goes on with that mean inside the subspace, and as it is outside of 
 With P' of all dimensions this is the whole first moment, without its bias. Subspace iteration as in PowerSGD (Vogels et al.
 2019, arXiv:1905.13727), which compresses what is sent between devices by it.
 
-Arrays that multiply nothing, and matrices that have no more numbers than their factors would, keep the moment whole.
+Arrays of which no axis is summed over (norms, biases, positions, B of an adapter), and matrices that have no more numbers than
+their factors would, keep the moment whole.
 """
 
 import math
@@ -28,9 +29,12 @@ from maxtext_like.layers.param import Param
 
 Tree = Any
 
-# Added to the squared lengths, which are 1, of the columns that are made orthonormal. It is far above the roundings of float32
-# sums, so that the Cholesky factor exists; a column that depends on the others but for so little comes out short, and gets its
-# length back in the next steps, which begin with columns of equal lengths.
+# Directions are kept as shares of this, the most that a number of an array with an rms of at most 1 can be if the array has at
+# most 1e12: so no number that is kept exceeds 1, whatever one matrix of a stack has of it.
+_LARGEST = 1e6
+# Added to the squared lengths, which are 1, of the columns that are made orthonormal, for each 128 of them: far above the
+# roundings of float32 sums and of R columns that are alike, so that the Cholesky factor exists. A column that depends on the
+# others but for so little comes out short, and gets its length back in the next steps, which begin with equal lengths.
 _RIDGE = 1e-4
 _TINY = 1e-18  # a column whose length is less counts as 0: squares of shorter ones are not ordinary float32 numbers
 
@@ -40,7 +44,7 @@ class Factors(NamedTuple):
 
   Attributes:
     rows: P [..., *summed, R], no number above 1.
-    columns: Q [..., *kept, R], likewise, over the root of the numbers of a matrix.
+    columns: Q [..., *kept, R], of directions over ``_LARGEST``, likewise.
   """
 
   rows: jax.Array
@@ -48,7 +52,8 @@ class Factors(NamedTuple):
 
 
 class LowRankState(NamedTuple):
-  """Of ``low_rank_moment``: the steps so far, and of each parameter its factors or the moment, over the root of its size."""
+  """Of ``low_rank_moment``: the steps so far, and of each parameter its factors, or the moment of directions over
+  ``_LARGEST``."""
 
   count: jax.Array
   moment: Tree
@@ -86,11 +91,6 @@ class _Matrix(NamedTuple):
     a, b = math.prod(rows), math.prod(columns)
     return cls(sum(parts, ()), batch, rows, columns) if rank * (a + b) < a * b else None
 
-  @property
-  def size(self) -> int:
-    """Numbers of a matrix."""
-    return math.prod(self.rows) * math.prod(self.columns)
-
   def matrices(self, x: jax.Array) -> jax.Array:
     """[*batch, a, b]."""
     return x.transpose(self.order).reshape(*self.batch, math.prod(self.rows), math.prod(self.columns))
@@ -111,7 +111,7 @@ class _Matrix(NamedTuple):
 
 
 def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransformation:
-  """Directions, float32 and of an rms of at most 1, to what the momentum of low rank makes of them.
+  """Directions, float32 arrays of an rms of at most 1, to what the momentum of low rank makes of them.
 
   Products with a direction round it to bfloat16, as accelerators do with float32 operands, and sum in float32; what momentum
   adds to a direction is rounded to bfloat16 too.
@@ -134,19 +134,23 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
   def update(directions: Tree, state: LowRankState, params: Tree = None) -> tuple[Tree, LowRankState]:
     del params
     count = state.count + 1
-    unbiased = 1 - jnp.float32(b1) ** count.astype(jnp.float32)
+    # 1 - b1^t, which is never 0.
+    unbiased = -jnp.expm1(count.astype(jnp.float32) * (math.log(b1) if b1 else -math.inf))
     made, moments = [], []
     given = structure.flatten_up_to(directions), structure.flatten_up_to(state.moment)
     matrices = [_Matrix.of(p, x.shape, rank) for p, x in zip(leaves, given[0], strict=True)]
     begun = [None if m is None else _Begun.of(m, x, old, b1, count) for m, x, old in zip(matrices, *given, strict=True)]
-    bases = iter(_orthonormal([found.sketch for found in begun if found is not None]))
+    # Single matrices together, as a call has one of a layer's to wait for; a stack has enough of its own, and what its update
+    # reads would lie in memory until the last of all stacks has a basis.
+    single = [found for found in begun if found is not None and not found.matrix.batch]
+    together = iter(_orthonormal([found.sketch for found in single]))
     for found, u, old in zip(begun, *given, strict=True):
       if found is None:
-        root = u.size**0.5
-        new = b1 * old + (1 - b1) * (u / root)
-        direction = new * (root / unbiased)
+        new = b1 * old + (1 - b1) * (u / _LARGEST)
+        direction = new * (_LARGEST / unbiased)
       else:
-        direction, new = found.finished(next(bases), b1, unbiased)
+        basis = _orthonormal([found.sketch])[0] if found.matrix.batch else next(together)
+        direction, new = found.finished(basis, b1, unbiased)
       made.append(direction)
       moments.append(new)
     return structure.unflatten(made), LowRankState(count, structure.unflatten(moments))
@@ -159,7 +163,7 @@ class _Begun(NamedTuple):
 
   Attributes:
     matrix, direction: of the array.
-    scaled: bfloat16 [*batch, a, b], U over the root of a b.
+    scaled: bfloat16 [*batch, a, b], U over ``_LARGEST``.
     rows, columns: P, Q.
     sketch: M Q [*batch, a, R], columns of Q of length 1.
   """
@@ -174,7 +178,7 @@ class _Begun(NamedTuple):
   @classmethod
   def of(cls, matrix: _Matrix, direction: jax.Array, factors: Factors, b1: float, count: jax.Array) -> "_Begun":
     rows, columns = matrix.of_factors(factors)
-    scaled = (matrix.matrices(direction) * matrix.size**-0.5).astype(jnp.bfloat16)
+    scaled = (matrix.matrices(direction) / _LARGEST).astype(jnp.bfloat16)
     length = jnp.linalg.norm(columns, axis=-2, keepdims=True)
     # Where nothing was kept yet, any other column does.
     other = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), columns.shape[-2:]) * columns.shape[-2] ** -0.5
@@ -188,7 +192,7 @@ class _Begun(NamedTuple):
     new = _product("...ab,...ar->...br", self.scaled, basis)
     kept = _exact("...br,...rs->...bs", self.columns, _exact("...ar,...as->...rs", self.rows, basis))
     columns = b1 * kept + (1 - b1) * new
-    inside = (columns / unbiased - new) * self.matrix.size**0.5
+    inside = (columns / unbiased - new) * _LARGEST
     change = _product("...ar,...br->...ab", basis, inside, "bfloat16")  # as large as the gradient, which has 16 bits too
     return self.direction + self.matrix.array(change), self.matrix.factors(basis, columns)
 
@@ -202,7 +206,7 @@ def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:
   if not grams:
     return []
   rank = grams[0].shape[-1]
-  together = jnp.concatenate([g.reshape(-1, rank, rank) for g in grams]) + _RIDGE * jnp.eye(rank)
+  together = jnp.concatenate([g.reshape(-1, rank, rank) for g in grams]) + _RIDGE * max(1, rank / 128) * jnp.eye(rank)
   lower = jax.lax.linalg.cholesky(together)
   eye = jnp.broadcast_to(jnp.eye(rank), lower.shape)
   inverse = jax.lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True)
