@@ -9,8 +9,8 @@ In little memory, as gpu/one_h200.yml has it: each layer updated in the backward
 rounding; by Adafactor, with momentum of low rank or none (adafactor-plain), or by AdamW with moments in float32 (adamw) or in 8
 bits (dynamic8), which may have weights in float16 or float32. All see the same tokens in the same order and get as many tries.
 Each run is a process with a device of its own, and prints a row as it ends: the mean loss of the last 20 steps, that of steps
-101 to 120, the peak of its device's memory and its seconds. Then, at the best rate of each, the distance of its end from AdamW's
-in float32 with the same seed: mean and standard error.
+101 to 120, the peak of its device's memory and its seconds. Then, at the best rate of each, the distance of its end
+from AdamW's in float32 with the same seed: mean and standard error.
 """
 
 import argparse
