@@ -50,11 +50,10 @@ def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUs
 def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logits: int) -> InUse:
   """Bytes beside the state at the fullest of four instants, where each layer is updated as its gradient appears.
 
-  In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's activations,
-  and the weights of a row of layers once more, as XLA writes the updated numbers into the stacks when the row is through, and
-  of the layer that is at work has taken out the weights or made the gradients; of moments on the host those of a layer, as they
-  came and as they go. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and the
-  sum of both; or the update of what lies in no stack.
+  In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's
+  activations, its gradients, and its weights as XLA takes them out of their stack; of moments on the host those of a layer, as
+  they came and as they go. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and
+  the sum of both; or the update of what lies in no stack.
 
   Args:
     program, trained, kept, logits: as of ``in_loss``.
@@ -62,9 +61,9 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   """
   head, outside = program.objective.made_in_forward(trained), take(trained, ())
   made = bytes_of(outside if head is None else head)
-  row = max(_by_layer(trained).values(), key=sum, default=[0])
-  copies = sum(row) - max(row) + 2 * _fetched_moments(program) + _steps_of_a_layer(program, trained)
-  layer = InUse(made + max(row), copies, kept + again, 0)
+  own = max((max(row) for row in _by_layer(trained).values()), default=0)
+  copies = own + 2 * _fetched_moments(program) + _steps_of_a_layer(program, trained)
+  layer = InUse(made + own, copies, kept + again, 0)
   read = {name: x for name, x in outside.items() if name != "head"}
   tower = kept if program.model.decoder.cfg.vision is not None else 0
   end = InUse(made + bytes_as(jnp.float32, read), _unless_in(jnp.dtype(jnp.float32), bytes_of(read), read), tower, 0)

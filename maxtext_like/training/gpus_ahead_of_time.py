@@ -128,6 +128,11 @@ _DESIGNS = {
 }
 
 
+# Beyond it XLA computes again what it could keep, without being asked. On a card it goes by what JAX lets it use; of a card
+# that is not there by this share of its memory.
+_XLA_SHARE = 0.8
+
+
 def _target(host: GpuHost) -> str:
   """The card as XLA's ``GpuTargetConfigProto`` in text."""
   design = _DESIGNS[host.name.partition("-")[0]]
@@ -136,6 +141,7 @@ def _target(host: GpuHost) -> str:
   assert chip.memory is not None
   major, minor = map(int, host.capability.split("."))
   accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+  size = int(host.bytes / _XLA_SHARE)
   cudnn, runtime = (_version(name) for name in ("nvidia-cudnn", "nvidia-cuda-runtime"))
   return f"""
     gpu_device_info {{
@@ -146,7 +152,7 @@ def _target(host: GpuHost) -> str:
       core_count: {design.multiprocessors} fpus_per_core: {design.float32_units}
       block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1} block_dim_limit_z: {2**16 - 1}
       memory_bandwidth: {chip.memory:.0f} l2_cache_size: {design.second_level} clock_rate_ghz: {design.clock}
-      device_memory_size: {host.card_bytes} registers_per_core_limit: {1 << 16} registers_per_block_limit: {1 << 16}
+      device_memory_size: {size} registers_per_core_limit: {1 << 16} registers_per_block_limit: {1 << 16}
     }}
     platform_name: "CUDA"
     dnn_version_info {{ major: {cudnn[0]} minor: {cudnn[1]} patch: {cudnn[2]} }}

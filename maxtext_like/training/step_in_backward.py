@@ -403,7 +403,10 @@ class _Pass:
           tree = lambda x, key=key: {name: {key: x}}
           new, state, alive, so_far, found[key] = self._part(part, tree(grads), tree(mine), state, alive, norm, so_far, row)
           if states is not None:
-            held = {**held, key: put_row(held[key], new[name][key], row)}
+            # Looked at where it lies: the update is made there, not beside it and then copied.
+            held = {**held, key: jax.lax.optimization_barrier(put_row(held[key], new[name][key], row))}
+            stored = squares_of_arrays(tree(take_row(held[key], row)), rows=False)
+            found[key] = found[key]._replace(parameters=stored)
             states = {**states, part: put_row(states[part], state, row)}
         d_own = None if inputs is None else jnp.stack([d[j] for j, d in enumerate(d_inputs)])
         return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
@@ -482,7 +485,7 @@ class _Pass:
       masked=lambda direction: direction if row is None else _masked(direction, masks, row),
     )  # fmt: skip
     new = update(grads, state, params, alive)
-    stored = squares_of_arrays(new.params, rows=False)
+    stored = squares_of_arrays(new.params, rows=False) if row is None else None  # of a row once it is written
     return new.params, new.state, new.alive, so_far, Seen(gradients, clipped, new.finite, stored, new.peaks, new.survival)
 
 
