@@ -33,7 +33,7 @@ Tree = Any
 # most 1e12: so no number that is kept exceeds 1, whatever one matrix of a stack has of it.
 _LARGEST = 1e6
 # Added to the squared lengths, which are 1, of the columns that are made orthonormal, for each 128 of them: far above the
-# roundings of float32 sums and of R columns that are alike, so that the Cholesky factor exists. A column that depends on the
+# roundings of float32 sums and of R columns that are alike, so that there is a Cholesky factor. A column that depends on the
 # others but for so little comes out short, and gets its length back in the next steps, which begin with equal lengths.
 _RIDGE = 1e-4
 _TINY = 1e-18  # a column whose length is less counts as 0: squares of shorter ones are not ordinary float32 numbers
@@ -199,23 +199,39 @@ class _Begun(NamedTuple):
 
 def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:
   """Of each [..., a, R] as many columns of the same span, orthonormal or shorter: by the Cholesky factors of their Gram
-  matrices, all of them in one call."""
+  matrices, all of them at once."""
   lengths = [jnp.linalg.norm(y, axis=-2, keepdims=True) for y in sketches]
   units = [y / jnp.maximum(length, _TINY) for y, length in zip(sketches, lengths, strict=True)]
   grams = [_exact("...ar,...as->...rs", y, y) for y in units]
   if not grams:
     return []
   rank = grams[0].shape[-1]
-  together = jnp.concatenate([g.reshape(-1, rank, rank) for g in grams]) + _RIDGE * max(1, rank / 128) * jnp.eye(rank)
-  lower = jax.lax.linalg.cholesky(together)
-  eye = jnp.broadcast_to(jnp.eye(rank), lower.shape)
-  inverse = jax.lax.linalg.triangular_solve(lower, eye, left_side=True, lower=True)
+  inverse = _inverse_of_factor(jnp.concatenate([g.reshape(-1, rank, rank) for g in grams]))
   made, begin = [], 0
   for unit, gram in zip(units, grams, strict=True):
     end = begin + math.prod(gram.shape[:-2])
     made.append(_exact("...ar,...sr->...as", unit, inverse[begin:end].reshape(gram.shape)))
     begin = end
   return made
+
+
+def _inverse_of_factor(gram: jax.Array) -> jax.Array:
+  """L^-1 of G + ridge I = L L^T, [n, R, R], by elimination in [G + ridge I, I], which leaves [L^T, L^-1].
+
+  Not by jax.lax.linalg: on a CPU two of its batched calls at a time wait for each other's threads for ever (jaxlib 0.10).
+  """
+  rank = gram.shape[-1]
+  ridge, eye, at = _RIDGE * max(1, rank / 128), jnp.eye(rank), jnp.arange(rank)[:, None]
+  both = jnp.concatenate([gram + ridge * eye, jnp.broadcast_to(eye, gram.shape)], axis=-1)
+
+  def eliminate(j: jax.Array, both: jax.Array) -> jax.Array:
+    row = jax.lax.dynamic_index_in_dim(both, j, axis=1)
+    # No pivot is less than the ridge, but for roundings.
+    scale = jax.lax.rsqrt(jnp.maximum(jax.lax.dynamic_index_in_dim(row, j, axis=2), ridge / 2))
+    column = jax.lax.dynamic_index_in_dim(both, j, axis=2) * scale
+    return jnp.where(at == j, row * scale, both - jnp.where(at > j, column, 0) * (row * scale))
+
+  return jax.lax.fori_loop(0, rank, eliminate, both)[..., rank:]
 
 
 def _exact(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
