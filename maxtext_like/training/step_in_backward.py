@@ -55,7 +55,7 @@ from maxtext_like.training.part_update import PartUpdate
 from maxtext_like.training.parts_seen import Seen, by_row, together
 from maxtext_like.training.residuals import Residuals
 from maxtext_like.training.step import Batch, Metrics, State, TrainStep, optional_metrics
-from maxtext_like.training.trainable import merge
+from maxtext_like.training.trainable import mask_row, merge
 
 Tree = Any
 Result = Callable[[Any], tuple[jax.Array, dict]]
@@ -461,7 +461,7 @@ class _Pass:
     step, masks = self.step, take(self.masks, part)
     if self.scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / self.scale, grads)
-    grads = _masked(jax.tree.map(lambda g: g.astype(step.grad_dtype), grads), masks, row)
+    grads = mask_row(jax.tree.map(lambda g: g.astype(step.grad_dtype), grads), masks, row)
     if state is None:  # nothing but its squares says what a device needs of a sum: its own part, not all
       share = self.decoder.cfg.rules.constrain
       grads = jax.tree.map(lambda g, p: share(g, *p.axes[row is not None :]), grads, take(self.spec, part))
@@ -482,16 +482,11 @@ class _Pass:
     update = PartUpdate(
       step, self.optimizers[part], self.number, self.rate, row,
       clipped=lambda grads: grads if norm is None else clip(grads, norm, limit),
-      masked=lambda direction: direction if row is None else _masked(direction, masks, row),
+      masked=lambda direction: direction if row is None else mask_row(direction, masks, row),
     )  # fmt: skip
     new = update(grads, state, params, alive)
     stored = squares_of_arrays(new.params, rows=False) if row is None else None  # of a row once it is written
     return new.params, new.state, new.alive, so_far, Seen(gradients, clipped, new.finite, stored, new.peaks, new.survival)
-
-
-def _masked(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:
-  """Zeros where a layer is frozen whose stack is trained."""
-  return jax.tree.map(lambda x, m: x if m is True else jnp.where(jnp.asarray(m)[row], x, jnp.zeros((), x.dtype)), tree, masks)
 
 
 def _is_float(x: jax.Array) -> bool:

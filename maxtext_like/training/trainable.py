@@ -123,3 +123,14 @@ def select(
       + (f", since {why}" if why else "; arrays such as layer_scalar and the router's bias are never trained by gradient")
     )
   return Selection(jax.tree.unflatten(jax.tree.structure(spec), leaves), tuple(rows))
+
+
+def mask_row(tree: Tree, masks: Tree, row: jax.Array | None) -> Tree:
+  """What ``Selection.mask_rows`` does, of the arrays of one row: zeros where a layer is frozen whose stack is trained.
+
+  Args:
+    tree: arrays of a row, or of what lies in no stack.
+    masks: of the same leaves, as of ``Selection.masks``.
+    row: int32 scalar, which row; None: of no stack.
+  """
+  return jax.tree.map(lambda x, m: x if m is True else jnp.where(jnp.asarray(m)[row], x, jnp.zeros((), x.dtype)), tree, masks)
