@@ -301,6 +301,8 @@ class _Pass:
             (carry, found[key]), pull, rest[key] = jax.vjp(call, mine[key], carry, own, has_aux=True)
             shape, array = Residuals.of(pull, given)
             shapes.append(shape)
+            # Else XLA on a GPU multiplies twice: once for what reads a product next, and once into the stack (jaxlib 0.11).
+            array = jax.lax.optimization_barrier(array)
             arrays.append(self._put_away(run, array, "kept"))
           else:
             (carry, found[key]), rest[key] = call(mine[key], carry, own)
@@ -336,7 +338,8 @@ class _Pass:
 
     def call(mine, carried, own):
       row = {"params": {f"layer_{j}": merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
-      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx)
+      # The backward pass keeps layers apart itself.
+      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, alone=True)
       floats, others = _floats(aux)
       return (carried, floats), others
 
@@ -375,23 +378,28 @@ class _Pass:
           {part: states[part] if part in states else take_state(opt_state, part) for part in parts},
         )
 
-      def body(carry, x, run=run, name=name, parts=parts, residuals=residuals):
+      # What each layer of a row reads and kept.
+      stacks = [(x, kept[j] if kept else []) for j, x in enumerate(read)]
+
+      def body(carry, x, run=run, name=name, parts=parts, residuals=residuals, stacks=stacks):
         written, cotangent, alive, so_far = carry
-        row, read, kept, handed_out, inputs = x
+        row, fetched, handed_out, inputs = x
         held, states = written or (params[name], None)
         found: dict[str, Seen] = {}
         d_inputs: list[Any] = [None] * len(parts)
         for j in reversed(range(len(parts))):
           part, key = parts[j], parts[j][1]
-          carried, arrays = read[j], kept[j] if kept else []
-          if self.offload != "none":  # before the barrier: it holds up the layer's work, not its arrays' way to the device
-            carried, arrays = jax.device_put((carried, arrays), jax.memory.Space.Device)
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
           # Moments on the host neither: copies of several layers would be under way, and on the device, at a time.
-          carried, arrays, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
-            (carried, arrays, cotangent, alive, row, held, states)
+          # What a layer reads is taken out of its stack behind it, by whatever reads it: before it that would be a copy.
+          # On its way from the host nothing holds it up.
+          given = None if fetched is None else jax.device_put(fetched[j], jax.memory.Space.Device)
+          given, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
+            (given, cotangent, alive, row, held, states)
           )
+          here = row - run.first
+          carried, arrays = given or jax.tree.map(lambda x, here=here: host_memory.row(x, here), stacks[j])
           mine, theirs = take_row(held[key], row), take_row(frozen[name][key], row)
           own = None if inputs is None else {j: inputs[j]}
           if residuals:
@@ -412,7 +420,8 @@ class _Pass:
         return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
 
       here = slice(run.first, run.first + run.count)
-      xs = run.first + jnp.arange(run.count), read, kept, handed_out, None if inputs is None else inputs[here]
+      fetched = None if self.offload == "none" else stacks
+      xs = run.first + jnp.arange(run.count), fetched, handed_out, None if inputs is None else inputs[here]
       begin = written, cotangent, alive, so_far
       (written, cotangent, alive, so_far), (found, d_own) = self._scan(body, begin, xs, run, reverse=True)
       d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))

@@ -53,6 +53,7 @@ class Context:
     per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
     shared: keys and values that earlier layers lend, by name.
     stream: [B, T, D], the residual stream that the normed input was made of.
+    in_stacks: what this layer keeps for its backward pass, if anything, waits for it in the stacks of a loop.
     taps: of a context that collects.
   """
 
@@ -67,6 +68,7 @@ class Context:
   per_layer_input: jax.Array | None = None
   shared: dict[str, KeysValues] = field(default_factory=dict)
   stream: jax.Array | None = None
+  in_stacks: bool = field(default=False, metadata={"static": True})
   taps: Taps | None = None
 
   @classmethod

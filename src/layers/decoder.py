@@ -345,21 +345,35 @@ class Decoder:
     """
     aux = {}
     for j, layer in enumerate(layers):
-      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, in_loop=in_loop)
+      alone = in_loop and len(s.layers) == 1
+      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, in_loop=in_loop, alone=alone)
     return carry, aux
 
   def run_layer(
-    self, s: Stack, j: int, layer: Block, carry: Carry, row: dict[str, Any], ctx: Context, *, in_loop: bool = False
+    self,
+    s: Stack,
+    j: int,
+    layer: Block,
+    carry: Carry,
+    row: dict[str, Any],
+    ctx: Context,
+    *,
+    in_loop: bool = False,
+    alone: bool = False,
   ) -> tuple[Carry, Aux]:
-    """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out."""
+    """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out.
+
+    ``alone``: nothing that it could be merged with stands beside its recomputation (``remat``).
+    """
     own = replace(
       ctx,
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
+      in_stacks=alone,
     )
     offload = self.cfg.remat_offload if in_loop else "none"
-    call = remat(layer, self.cfg.remat_policy, alone_in_scan=in_loop and len(s.layers) == 1, offload=offload)
+    call = remat(layer, self.cfg.remat_policy, alone=alone, offload=offload)
     with jax.named_scope(f"{s.name}/layer_{j}"):
       carry, aux = call(row["params"][f"layer_{j}"], carry, own)
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
@@ -405,7 +419,7 @@ class Decoder:
     by_row = images["pixel_values"].ndim > tower.pixel_rank
     if by_row:
       images = {name: ctx.rules.constrain(x.reshape(-1, *x.shape[2:]), "batch") for name, x in images.items()}
-    wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone_in_scan=True)
+    wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone=True)
     features, valid = tower(p["vision"], images["pixel_values"], images.get("image_position_ids"), ctx, wrap=wrap)
     ctx.tap("vision.valid", valid)
     is_image = batch["tokens"] == self.cfg.image_token_id

@@ -22,16 +22,16 @@ NAMES: dict[RematPolicy, tuple[str, ...]] = {
 """What a policy keeps of a layer, by the names that layers give it; "minimal" keeps other products too."""
 
 
-def remat(function, policy: RematPolicy, *, alone_in_scan: bool, offload: RematOffload = "none"):
+def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload = "none"):
   """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass, and where.
 
   Where a layer is the whole body of a scan, nothing can merge its recomputation with the forward pass. Elsewhere XLA must
-  be kept from it, and from computing several layers again at once.
+  be kept from it, and from computing several layers again at once; which takes a copy of each array that was kept.
 
   Args:
     function: (p, carry, ctx) -> anything, or where nothing is offloaded any function.
     policy: see ``NAMES``.
-    alone_in_scan: nothing stands beside it in the body of a scan.
+    alone: nothing stands beside it in the body of a scan, or the caller keeps it apart from what does.
     offload: what of it lies in the host's memory until the backward pass comes to it: arrays of the carry ("layer_inputs"),
       what the policy keeps besides ("kept"), "all", or "none".
 
@@ -45,7 +45,7 @@ def remat(function, policy: RematPolicy, *, alone_in_scan: bool, offload: RematO
   saved = _kept_on_device(policy) if offload == "none" else _kept_on_host(policy, offload)
   if offload in ("layer_inputs", "all"):
     function = _naming_its_carry(function)
-  return jax.checkpoint(function, policy=saved, prevent_cse=not alone_in_scan)
+  return jax.checkpoint(function, policy=saved, prevent_cse=not alone)
 
 
 def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:

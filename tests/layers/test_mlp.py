@@ -255,12 +255,14 @@ def test_the_activation_s_gradient(activation: Any):
   np.testing.assert_array_equal(far, [0, 0, 1, 1])
 
 
+@pytest.mark.parametrize("in_stacks", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype):
+def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype, in_stacks):
   rng = np.random.default_rng(0)
   gate, up, g = (jnp.asarray(rng.normal(size=(3, F)) * 4, dtype) for _ in range(3))
-  both = [jax.vjp(functools.partial(of, activation), gate, up) for of in (gated_product, gated_product_at_once)]
+  ways = functools.partial(gated_product, activation), functools.partial(gated_product_at_once, activation, in_stacks)
+  both = [jax.vjp(of, gate, up) for of in ways]
   (plain, pull), (at_once, pull_at_once) = both
   for a, b in zip((plain, *pull(g)), (at_once, *pull_at_once(g)), strict=True):
     np.testing.assert_array_equal(a, b)

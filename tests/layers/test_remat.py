@@ -24,7 +24,7 @@ def kept(policy, offload):
   found = []
 
   def step(p, x, lent, ctx):
-    call = remat(layer, policy, alone_in_scan=True, offload=offload)
+    call = remat(layer, policy, alone=True, offload=offload)
     _, pull = jax.vjp(lambda p, x, lent: call(p, {"x": x * 2, "lent": lent * 3}, ctx)["x"], p, x, lent)
     found.extend(jax.typeof(a) for a in jax.tree.leaves(pull) if a.shape == X.shape)
     return pull
@@ -50,4 +50,4 @@ def test_what_a_policy_keeps_lies_where_offload_says(policy):
 
 def test_nothing_is_offloaded_of_what_no_policy_names():
   with pytest.raises(ValueError, match="remat_offload all with remat_policy none"):
-    remat(layer, "none", alone_in_scan=True, offload="all")
+    remat(layer, "none", alone=True, offload="all")

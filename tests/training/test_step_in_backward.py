@@ -15,6 +15,7 @@ from maxtext_like.training import step_in_backward
 from maxtext_like.training.optimizers.optimizer import decays
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.step import UNKNOWN
+from tests.layers.equations import equations
 from tests.training.meshes import batch_of
 from tests.training.test_parallelism import FEWER, MODELS, run
 
@@ -145,6 +146,23 @@ def test_one_head_of_keys_descends_alike_to_the_rounding_of_sums():
 
 def test_every_family_has_a_rule():
   assert {*FAMILIES, THREE[0]} == {*MODELS}
+
+
+def test_what_layers_kept_is_read_where_it_lies():
+  """A barrier around arrays of a stack is a copy of them: none of ``jax.checkpoint`` stands in the backward pass, and its own
+  holds up nothing that was kept."""
+  words = (*THREE, UNCLIPPED, LAYERED, "remat_policy=save_mlp")
+  program, *_ = compiled(*words)
+  batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.abstract_batch)
+  with use_mesh(program.model.mesh):
+    found = [*equations(program.step, program.abstract_state, batch, UNKNOWN)]
+  recomputed = [e.params["prevent_cse"] for e in found if e.primitive.name in ("checkpoint", "remat2")]
+  assert recomputed
+  assert not any(recomputed)
+  barriers = [[x.aval for x in e.invars] for e in found if e.primitive.name == "optimization_barrier"]
+  # That of the backward pass has the stacks that are written, and of activations the cotangent alone.
+  (own,) = [avals for avals in barriers if any(x.dtype == bool for x in avals)]
+  assert sum(x.shape[:2] == batch["tokens"].shape for x in own) == 1
 
 
 @pytest.mark.parametrize("policy", ["save_mlp", "save_outputs", "minimal", "save_attention", "none"])

@@ -278,7 +278,7 @@ def test_save_attention_keeps_what_the_backward_pass_needs(name):
   x = jax.ShapeDtypeStruct((1, 1024, 16), "bfloat16")
 
   def forwards(policy):
-    run = remat(lambda p, x: jnp.sum(layer(p, x, Context.of(x))), policy, alone_in_scan=True)
+    run = remat(lambda p, x: jnp.sum(layer(p, x, Context.of(x))), policy, alone=True)
     text = str(jax.make_jaxpr(jax.grad(run))(p, x))
     return text.count("mosaic_flash_forward") if name == "mosaic_flash" else text.count(" exp ")
 
