@@ -37,8 +37,10 @@ class Adafactor:
 
   def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
     del mu_dtype
-    momentum = [low_rank_moment(self.b1, self.rank, spec)] if self.rank else []
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *momentum)
+    if not self.rank:
+      return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    # The momentum clips by itself, in fewer passes; states keep the place of the clipping, which checkpoints name theirs by.
+    return optax.chain(optax.scale_by_factored_rms(), optax.identity(), low_rank_moment(self.b1, self.rank, spec))
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
     # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is

@@ -111,7 +111,8 @@ class _Matrix(NamedTuple):
 
 
 def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransformation:
-  """Directions, float32 arrays of an rms of at most 1, to what the momentum of low rank makes of them.
+  """Directions, float32, to what the momentum of low rank makes of them once they are clipped to an rms of 1 (as
+  ``optax.clip_by_block_rms`` does).
 
   Products with a direction round it to bfloat16, as accelerators do with float32 operands, and sum in float32; what momentum
   adds to a direction is rounded to bfloat16 too.
@@ -139,14 +140,17 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
     made, moments = [], []
     given = structure.flatten_up_to(directions), structure.flatten_up_to(state.moment)
     matrices = [_Matrix.of(p, x.shape, rank) for p, x in zip(leaves, given[0], strict=True)]
-    begun = [None if m is None else _Begun.of(m, x, old, b1, count) for m, x, old in zip(matrices, *given, strict=True)]
+    # 0 where squares leave float32: no momentum is made of such a direction.
+    scales = [1 / jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1) for x in given[0]]
+    each = zip(matrices, given[0], scales, given[1], strict=True)
+    begun = [None if m is None else _Begun.of(m, x, scale, old, b1, count) for m, x, scale, old in each]
     # Single matrices together, as a call has one of a layer's to wait for; a stack has enough of its own, and what its update
     # reads would lie in memory until the last of all stacks has a basis.
     single = [found for found in begun if found is not None and not found.matrix.batch]
     together = iter(_orthonormal([found.sketch for found in single]))
-    for found, u, old in zip(begun, *given, strict=True):
+    for found, u, scale, old in zip(begun, given[0], scales, given[1], strict=True):
       if found is None:
-        new = b1 * old + (1 - b1) * (u / _LARGEST)
+        new = b1 * old + (1 - b1) * (u * scale / _LARGEST)
         direction = new * (_LARGEST / unbiased)
       else:
         basis = _orthonormal([found.sketch])[0] if found.matrix.batch else next(together)
@@ -162,39 +166,49 @@ class _Begun(NamedTuple):
   """The update of a moment before the basis of its subspace is there.
 
   Attributes:
-    matrix, direction: of the array.
-    scaled: bfloat16 [*batch, a, b], U over ``_LARGEST``.
+    matrix, direction: of the array, not yet clipped.
+    scale: float32 scalar, U over that.
+    rounded: bfloat16 [*batch, a, b], the direction. It does not wait for the scale, so that a GPU makes it and the sum of
+      squares in one pass.
     rows, columns: P, Q.
     sketch: M Q [*batch, a, R], columns of Q of length 1.
   """
 
   matrix: _Matrix
   direction: jax.Array
-  scaled: jax.Array
+  scale: jax.Array
+  rounded: jax.Array
   rows: jax.Array
   columns: jax.Array
   sketch: jax.Array
 
   @classmethod
-  def of(cls, matrix: _Matrix, direction: jax.Array, factors: Factors, b1: float, count: jax.Array) -> "_Begun":
+  def of(
+    cls, matrix: _Matrix, direction: jax.Array, scale: jax.Array, factors: Factors, b1: float, count: jax.Array
+  ) -> "_Begun":
     rows, columns = matrix.of_factors(factors)
-    scaled = (matrix.matrices(direction) / _LARGEST).astype(jnp.bfloat16)
+    rounded = matrix.matrices(direction).astype(jnp.bfloat16)
     length = jnp.linalg.norm(columns, axis=-2, keepdims=True)
     # Where nothing was kept yet, any other column does.
     other = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), columns.shape[-2:]) * columns.shape[-2] ** -0.5
     towards = jnp.where(length > _TINY, columns / jnp.maximum(length, _TINY), other)
     kept = _exact("...ar,...rs->...as", rows, _exact("...br,...bs->...rs", columns, towards))
-    sketch = b1 * kept + (1 - b1) * _product("...ab,...br->...ar", scaled, towards)
-    return cls(matrix, direction, scaled, rows, columns, sketch)
+    sketch = b1 * kept + (1 - b1) * _kept_share(_product("...ab,...br->...ar", rounded, towards), scale)
+    return cls(matrix, direction, scale, rounded, rows, columns, sketch)
 
   def finished(self, basis: jax.Array, b1: float, unbiased: jax.Array) -> tuple[jax.Array, Factors]:
     """(The direction, the kept share), with P' [*batch, a, R]."""
-    new = _product("...ab,...ar->...br", self.scaled, basis)
+    new = _kept_share(_product("...ab,...ar->...br", self.rounded, basis), self.scale)
     kept = _exact("...br,...rs->...bs", self.columns, _exact("...ar,...as->...rs", self.rows, basis))
     columns = b1 * kept + (1 - b1) * new
     inside = (columns / unbiased - new) * _LARGEST
     change = _product("...ar,...br->...ab", basis, inside, "bfloat16")  # as large as the gradient, which has 16 bits too
-    return self.direction + self.matrix.array(change), self.matrix.factors(basis, columns)
+    return self.direction * self.scale + self.matrix.array(change), self.matrix.factors(basis, columns)
+
+
+def _kept_share(product: jax.Array, scale: jax.Array) -> jax.Array:
+  """Of a product with a direction what it is with U over ``_LARGEST``."""
+  return jnp.where(scale > 0, product * (scale / _LARGEST), 0)
 
 
 def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,7 +124,7 @@ def test_the_subspace_is_where_directions_are_large():
 
 def test_layers_and_experts_are_matrices_of_their_own():
   rng = np.random.default_rng(4)
-  directions = [draw(rng) for _ in range(3)]
+  directions = [jax.tree.map(lambda x: x / 2, draw(rng)) for _ in range(3)]  # of which nothing is clipped
   found, state = advance(directions)
   alone, _ = advance([{"up": d["stacked"][1]} for d in directions], spec={"up": Param((18, 22), ("embed", "mlp"))})
   np.testing.assert_allclose(found[-1]["stacked"][1], alone[-1]["up"], atol=1e-4)
@@ -132,6 +133,16 @@ def test_layers_and_experts_are_matrices_of_their_own():
   assert state.moment["experts"].rows.shape == (2, 21, RANK)
   assert state.moment["o"].rows.shape == (4, 6, RANK)
   assert state.moment["o"].columns.shape == (19, RANK)
+
+
+def test_directions_are_clipped_as_optax_clips_them():
+  rng = np.random.default_rng(7)
+  directions = [jax.tree.map(lambda x, size=size: np.float32(size) * x, draw(rng)) for size in (0.3, 40.0, 1e12)]
+  (found, state), before = advance(directions), optax.clip_by_block_rms(1.0)
+  clipped = [before.update(direction, before.init(direction))[0] for direction in directions]
+  expected, expected_state = advance(clipped)
+  for made, x in zip(jax.tree.leaves((found, state)), jax.tree.leaves((expected, expected_state)), strict=True):
+    np.testing.assert_allclose(made, x, atol=0.02 * np.abs(x).max())
 
 
 def test_what_multiplies_nothing_and_what_is_narrow_keeps_its_moment_whole():
@@ -156,7 +167,7 @@ def test_zeros_at_first_are_no_end_of_it():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.floats(-30, 0), st.integers(1, 9), st.booleans()), min_size=2, max_size=5), st.integers(0, 9))
+@given(st.lists(st.tuples(st.floats(-30, 37), st.integers(1, 9), st.booleans()), min_size=2, max_size=5), st.integers(0, 9))
 def test_no_number_is_large_whatever_comes(steps, seed):
   """Sizes over all powers of ten, any rank, all alike: what is kept is at most 1, and directions are no larger than the bound
   of Adafactor says."""
