@@ -40,6 +40,7 @@ from maxtext_like import own_process
 from maxtext_like.atomic import write_bytes
 from maxtext_like.models.placed import Model
 from maxtext_like.sharding import processes
+from maxtext_like.training import compiler_options
 
 _log = logging.getLogger(__name__)
 
@@ -191,16 +192,10 @@ def _around(model: Model) -> str:
   """What compiled programs follow from beside their texts: devices, processor, flags and versions."""
   machine = (platform.machine(), _processor(), os.cpu_count(), _processors())
   variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_", "TF_"))}
-  variables |= {"flags": _flags_of_file(os.environ.get("XLA_FLAGS", ""))}
+  variables |= {"flags": compiler_options.flags_given()}
   versions = (sys.version, str(sys.flags), jax.__version__, jaxlib.version.__version__)
   settings = {k: repr(v) for k, v in sorted(jax.config.values.items())}
   return repr((_plain(model.mesh), machine, variables, versions, settings))
-
-
-def _flags_of_file(value: str) -> str:
-  """The flags of a file, which ``XLA_FLAGS`` names where it does not begin with a dash; "" where it names none."""
-  name = value.strip()
-  return "" if not name or name.startswith("-") else Path(name).read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def _text_key(lowered: Any, around: str) -> str:

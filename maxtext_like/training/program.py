@@ -23,7 +23,7 @@ from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import row_labels, row_peaks, state_labels, state_peaks
 from maxtext_like.sharding.mesh import replicated, use_mesh
-from maxtext_like.training import loss_scale
+from maxtext_like.training import compiler_options, loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
@@ -203,7 +203,8 @@ class TrainProgram:
     with use_mesh(self.model.mesh):
       known = jax.ShapeDtypeStruct(UNKNOWN.shape, UNKNOWN.dtype, sharding=replicated(self.model.mesh))
       step = dataclasses.replace(self.step, careful=True) if careful else self.step
-      program = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(self.model.mesh)))
+      out = places, replicated(self.model.mesh)
+      program = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=compiler_options.of_step(step))
       traced = program.trace(self.abstract_state, self.abstract_batch, known)
       return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
