@@ -339,7 +339,7 @@ class _Pass:
     def call(mine, carried, own):
       row = {"params": {f"layer_{j}": merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
       # The backward pass keeps layers apart itself.
-      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, alone=True)
+      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, alone=self.keeps)
       floats, others = _floats(aux)
       return (carried, floats), others
 
@@ -383,7 +383,7 @@ class _Pass:
 
       def body(carry, x, run=run, name=name, parts=parts, residuals=residuals, stacks=stacks):
         written, cotangent, alive, so_far = carry
-        row, fetched, handed_out, inputs = x
+        row, apart, handed_out, inputs = x
         held, states = written or (params[name], None)
         found: dict[str, Seen] = {}
         d_inputs: list[Any] = [None] * len(parts)
@@ -392,9 +392,9 @@ class _Pass:
           # Not before the layer behind it is through and written: else weights of all layers of a row are read at its begin,
           # their gradients kept until its end, and what is made here is merged with the forward pass, which would keep it.
           # Moments on the host neither: copies of several layers would be under way, and on the device, at a time.
-          # What a layer reads is taken out of its stack behind it, by whatever reads it: before it that would be a copy.
-          # On its way from the host nothing holds it up.
-          given = None if fetched is None else jax.device_put(fetched[j], jax.memory.Space.Device)
+          # What a layer reads is taken out of its stack behind it, by whatever reads it: before it that would be a copy. Where
+          # there is no loop there are no stacks, and XLA would make them. On its way from the host nothing holds it up.
+          given = None if apart is None else host_memory.fetched(apart[j])
           given, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
             (given, cotangent, alive, row, held, states)
           )
@@ -420,8 +420,9 @@ class _Pass:
         return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
 
       here = slice(run.first, run.first + run.count)
-      fetched = None if self.offload == "none" else stacks
-      xs = run.first + jnp.arange(run.count), fetched, handed_out, None if inputs is None else inputs[here]
+      in_loop = run.count > 1 and self.decoder.cfg.scan_layers
+      apart = None if in_loop and self.offload == "none" else stacks
+      xs = run.first + jnp.arange(run.count), apart, handed_out, None if inputs is None else inputs[here]
       begin = written, cotangent, alive, so_far
       (written, cotangent, alive, so_far), (found, d_own) = self._scan(body, begin, xs, run, reverse=True)
       d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))

@@ -53,7 +53,7 @@ class Context:
     per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
     shared: keys and values that earlier layers lend, by name.
     stream: [B, T, D], the residual stream that the normed input was made of.
-    in_stacks: what this layer keeps for its backward pass, if anything, waits for it in the stacks of a loop.
+    in_stacks: this layer's products wait for its backward pass in the stacks of a loop, which have nothing to do with it.
     taps: of a context that collects.
   """
 

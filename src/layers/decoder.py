@@ -21,7 +21,7 @@ from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
-from maxtext_like.layers.remat import RematOffload, RematPolicy, remat
+from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.soft_cap import soft_cap
 from maxtext_like.layers.stack import Stack, find_stacks
@@ -370,7 +370,7 @@ class Decoder:
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
-      in_stacks=alone,
+      in_stacks=alone and keeps(self.cfg.remat_policy, "mlp"),
     )
     offload = self.cfg.remat_offload if in_loop else "none"
     call = remat(layer, self.cfg.remat_policy, alone=alone, offload=offload)

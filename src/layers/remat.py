@@ -48,6 +48,11 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
   return jax.checkpoint(function, policy=saved, prevent_cse=not alone)
 
 
+def keeps(policy: RematPolicy, name: str) -> bool:
+  """Whether a policy keeps products that layers give this name."""
+  return policy in ("none", "minimal") or name in NAMES[policy]
+
+
 def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:
   """What an offload is under another policy: "none" names nothing that is kept, "full" nothing but what layers read."""
   if policy == "none" or offload == "none":
