@@ -362,9 +362,7 @@ class Decoder:
     alone: bool = False,
   ) -> tuple[Carry, Aux]:
     """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out.
-
-    ``alone``: nothing that it could be merged with stands beside its recomputation (``remat``).
-    """
+    ``alone``: nothing that it could be merged with stands beside its recomputation (``remat``)."""
     own = replace(
       ctx,
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
