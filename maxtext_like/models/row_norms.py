@@ -118,9 +118,7 @@ def sums_of_rows(tree: Tree) -> jax.Array:
 
 def split_squares(tree: Tree) -> Squares:
   """What ``row_squares`` gives, without a square that leaves float32 anywhere in the program."""
-  beyond = lambda x: jnp.abs(x) > _LARGE
-  small = _sums(tree, lambda x: jnp.square(jnp.where(beyond(x), 0, x)))
-  return Squares(small, _sums(tree, lambda x: jnp.square(jnp.where(beyond(x), x * _DOWN, 0))))
+  return Squares(_sums(tree, lambda x: _terms(x)[0]), _sums(tree, lambda x: _terms(x)[1]))
 
 
 def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
@@ -135,7 +133,8 @@ def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
     if x.dtype.itemsize == 1:
       return (jnp.zeros(x.shape[:1]),) * 2
     over = tuple(range(1, x.ndim)) if rows and _in_stack(path) else tuple(range(x.ndim))
-    return jax.lax.platform_dependent(x, cuda=_pair_in_one_pass(over), default=_pair(over))
+    on_gpu, elsewhere = (functools.partial(pair, over) for pair in (_pair_in_one_pass, _pair))
+    return jax.lax.platform_dependent(x, cuda=on_gpu, default=elsewhere)
 
   found = jax.tree_util.tree_map_with_path(sums, tree)
   return tuple(jax.tree.map(lambda _, pair, i=i: pair[i], tree, found) for i in (0, 1))  # pyright: ignore[reportReturnType]
@@ -148,24 +147,16 @@ def _terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.square(jnp.where(beyond, 0, x)), jnp.square(jnp.where(beyond, x * _DOWN, 0))
 
 
-def _pair(over: tuple[int, ...]) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+def _pair(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Both sums of an array over these axes."""
-
-  def sums(x):
-    small, large = _terms(x)
-    return jnp.sum(small, axis=over), jnp.sum(large, axis=over)
-
-  return sums
+  small, large = _terms(x)
+  return jnp.sum(small, axis=over), jnp.sum(large, axis=over)
 
 
-def _pair_in_one_pass(over: tuple[int, ...]) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+def _pair_in_one_pass(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The same as one reduction: of two a GPU reads the array twice. (A CPU would add one number after the other.)"""
-
-  def sums(x):
-    zeros = (jnp.zeros((), jnp.float32),) * 2
-    return jax.lax.reduce(_terms(x), zeros, lambda so_far, more: tuple(map(jnp.add, so_far, more)), over)
-
-  return sums
+  zeros = (jnp.zeros((), jnp.float32),) * 2
+  return jax.lax.reduce(_terms(x), zeros, lambda so_far, more: tuple(map(jnp.add, so_far, more)), over)
 
 
 def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -1,6 +1,7 @@
 """What XLA is told about a train step, beyond the flags that a user gave it."""
 
 import os
+import re
 from pathlib import Path
 
 from maxtext_like.layers.partition import on_one_gpu
@@ -23,6 +24,6 @@ def of_step(step: TrainStep) -> dict[str, bool]:
   float32 over chunks. By cuBLAS XLA lets a product read its weight where that lies, and add to a sum as it is written; products
   of its own in Triton it tries first, and by then has copied the weight (docs/performance.md).
   """
-  if isinstance(step, StepInBackward) and on_one_gpu() and _TRITON not in flags_given():
+  if isinstance(step, StepInBackward) and on_one_gpu() and not re.search(rf"--{_TRITON}(=|\s|$)", flags_given()):
     return {_TRITON: False}
   return {}

@@ -338,7 +338,6 @@ class _Pass:
 
     def call(mine, carried, own):
       row = {"params": {f"layer_{j}": merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
-      # The backward pass keeps layers apart itself.
       carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, alone=self.keeps)
       floats, others = _floats(aux)
       return (carried, floats), others
@@ -378,8 +377,7 @@ class _Pass:
           {part: states[part] if part in states else take_state(opt_state, part) for part in parts},
         )
 
-      # What each layer of a row reads and kept.
-      stacks = [(x, kept[j] if kept else []) for j, x in enumerate(read)]
+      stacks = [(x, kept[j] if kept else []) for j, x in enumerate(read)]  # what each layer of a row reads and kept
 
       def body(carry, x, run=run, name=name, parts=parts, residuals=residuals, stacks=stacks):
         written, cotangent, alive, so_far = carry
@@ -395,11 +393,9 @@ class _Pass:
           # What a layer reads is taken out of its stack behind it, by whatever reads it: before it that would be a copy. Where
           # there is no loop there are no stacks, and XLA would make them. On its way from the host nothing holds it up.
           given = None if apart is None else host_memory.fetched(apart[j])
-          given, cotangent, alive, row, held, states = jax.lax.optimization_barrier(
-            (given, cotangent, alive, row, held, states)
-          )
-          here = row - run.first
-          carried, arrays = given or jax.tree.map(lambda x, here=here: host_memory.row(x, here), stacks[j])
+          waits = given, cotangent, alive, row, held, states
+          given, cotangent, alive, row, held, states = jax.lax.optimization_barrier(waits)
+          carried, arrays = given or jax.tree.map(functools.partial(host_memory.row, i=row - run.first), stacks[j])
           mine, theirs = take_row(held[key], row), take_row(frozen[name][key], row)
           own = None if inputs is None else {j: inputs[j]}
           if residuals:
@@ -420,8 +416,7 @@ class _Pass:
         return (None if states is None else (held, states), cotangent, alive, so_far), (found, d_own)
 
       here = slice(run.first, run.first + run.count)
-      in_loop = run.count > 1 and self.decoder.cfg.scan_layers
-      apart = None if in_loop and self.offload == "none" else stacks
+      apart = None if run.count > 1 and self.decoder.cfg.scan_layers and self.offload == "none" else stacks
       xs = run.first + jnp.arange(run.count), apart, handed_out, None if inputs is None else inputs[here]
       begin = written, cotangent, alive, so_far
       (written, cotangent, alive, so_far), (found, d_own) = self._scan(body, begin, xs, run, reverse=True)
@@ -499,10 +494,7 @@ class _Pass:
     return new.params, new.state, new.alive, so_far, Seen(gradients, clipped, new.finite, stored, new.peaks, new.survival)
 
 
-def _is_float(x: jax.Array) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _floats(aux: Any) -> tuple[Any, Any]:
   """What layers handed out, as what has a gradient and what has none, with None in the place of the other."""
-  return jax.tree.map(lambda x: x if _is_float(x) else None, aux), jax.tree.map(lambda x: None if _is_float(x) else x, aux)
+  pick = lambda wanted: jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) == wanted else None, aux)
+  return pick(True), pick(False)

@@ -53,7 +53,8 @@ class Context:
     per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
     shared: keys and values that earlier layers lend, by name.
     stream: [B, T, D], the residual stream that the normed input was made of.
-    in_stacks: this layer's products wait for its backward pass in the stacks of a loop, which have nothing to do with it.
+    kept_apart: where this layer's products wait for its backward pass, in stacks of a loop or behind a barrier, XLA does not
+      see what made them.
     taps: of a context that collects.
   """
 
@@ -68,7 +69,7 @@ class Context:
   per_layer_input: jax.Array | None = None
   shared: dict[str, KeysValues] = field(default_factory=dict)
   stream: jax.Array | None = None
-  in_stacks: bool = field(default=False, metadata={"static": True})
+  kept_apart: bool = field(default=False, metadata={"static": True})
   taps: Taps | None = None
 
   @classmethod

@@ -368,7 +368,7 @@ class Decoder:
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
-      in_stacks=alone and keeps(self.cfg.remat_policy, "mlp"),
+      kept_apart=alone and keeps(self.cfg.remat_policy, "mlp"),
     )
     offload = self.cfg.remat_offload if in_loop else "none"
     call = remat(layer, self.cfg.remat_policy, alone=alone, offload=offload)

@@ -120,7 +120,7 @@ class MLP:
       )
       return checkpoint_name(out_BTD, "output")
 
-    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down, in_stacks=ctx.in_stacks)
+    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down, kept_apart=ctx.kept_apart)
     ctx.note("rescued", rescued)
     return out_BTD
 
@@ -133,7 +133,7 @@ def gated(
   down: Callable[[jax.Array], jax.Array],
   *,
   bounded: bool = False,
-  in_stacks: bool = False,
+  kept_apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """down(act(gate) * up), in a form that float16 survives (see ``float16_gated_product``).
 
@@ -143,14 +143,14 @@ def gated(
     gate, up: [..., F], float32 where ``keep_float32`` says so.
     down: the product that follows, linear; with float16 it hands on its sum in float32.
     bounded: ``down`` keeps its input inside float16 by itself, with bounds that are those of the unscaled product.
-    in_stacks: as of ``Context``.
+    kept_apart: as of ``Context``.
 
   Returns:
     What ``down`` returns, and the number of values that had to be rescued, int32.
   """
   if precision.dtype != "float16" or bounded:
     with jax.named_scope("gate_product"):
-      hidden: Any = gated_product_at_once(activation, in_stacks, gate, up) if on_gpu() else gated_product(activation, gate, up)
+      hidden: Any = gated_product_at_once(activation, kept_apart, gate, up) if on_gpu() else gated_product(activation, gate, up)
     with jax.named_scope("down_product"):
       return down(hidden), jnp.zeros((), jnp.int32)
   hidden, unit, rescued = float16_gated_product(gate, up, activation, precision)
@@ -164,20 +164,20 @@ def gated_product(activation: Activation, gate: jax.Array, up: jax.Array) -> jax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gated_product_at_once(activation: Activation, in_stacks: bool, gate: jax.Array, up: jax.Array) -> Any:
+def gated_product_at_once(activation: Activation, kept_apart: bool, gate: jax.Array, up: jax.Array) -> Any:
   """The same numbers, whose gradients one GPU kernel makes: it reads gate, up and the cotangent once.
 
   XLA has a kernel for each gradient, as long as it sees that the forward pass reads gate and up too (gemma3-4b on an H200: 0.34
-  ms a layer of 8192 tokens instead of 0.22). Where they wait in stacks (``Context.in_stacks``) it sees none, and makes the
-  product again in that kernel, which reads them there: kept from it they would be copied first.
+  ms a layer of 8192 tokens instead of 0.22). Where they wait apart (``Context.kept_apart``) it sees none, and makes the product
+  again in that kernel, which reads them in their stacks: behind a barrier of its own they would be copied first.
   """
-  del in_stacks
+  del kept_apart
   return gated_product(activation, gate, up)
 
 
-def _at_once_bwd(activation, in_stacks, saved, g):
+def _at_once_bwd(activation, kept_apart, saved, g):
   gate, up = saved
-  gate, up, g = (gate, up, jax.lax.optimization_barrier(g)) if in_stacks else jax.lax.optimization_barrier((gate, up, g))
+  gate, up, g = (gate, up, jax.lax.optimization_barrier(g)) if kept_apart else jax.lax.optimization_barrier((gate, up, g))
   return jax.vjp(functools.partial(gated_product, activation), gate, up)[1](g)
 
 

@@ -255,13 +255,13 @@ def test_the_activation_s_gradient(activation: Any):
   np.testing.assert_array_equal(far, [0, 0, 1, 1])
 
 
-@pytest.mark.parametrize("in_stacks", [False, True])
+@pytest.mark.parametrize("kept_apart", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype, in_stacks):
+def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype, kept_apart):
   rng = np.random.default_rng(0)
   gate, up, g = (jnp.asarray(rng.normal(size=(3, F)) * 4, dtype) for _ in range(3))
-  ways = functools.partial(gated_product, activation), functools.partial(gated_product_at_once, activation, in_stacks)
+  ways = functools.partial(gated_product, activation), functools.partial(gated_product_at_once, activation, kept_apart)
   both = [jax.vjp(of, gate, up) for of in ways]
   (plain, pull), (at_once, pull_at_once) = both
   for a, b in zip((plain, *pull(g)), (at_once, *pull_at_once(g)), strict=True):

@@ -42,7 +42,7 @@ def test_a_users_word_holds(monkeypatch, tmp_path):
   (file := tmp_path / "flags").write_text(f"--xla_dump_to=/tmp/x --{TRITON}=true")
   monkeypatch.setenv("XLA_FLAGS", str(file))
   assert told("gpu") == {}
-  file.write_text("--xla_dump_to=/tmp/x")
+  file.write_text("--xla_dump_to=/tmp/x --xla_gpu_enable_triton_gemm_int4=true")  # another flag
   assert told("gpu") == {TRITON: False}
 
 

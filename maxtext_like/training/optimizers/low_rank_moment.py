@@ -193,12 +193,12 @@ class _Begun(NamedTuple):
     other = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), columns.shape[-2:]) * columns.shape[-2] ** -0.5
     towards = jnp.where(length > _TINY, columns / jnp.maximum(length, _TINY), other)
     kept = _exact("...ar,...rs->...as", rows, _exact("...br,...bs->...rs", columns, towards))
-    sketch = b1 * kept + (1 - b1) * _kept_share(_product("...ab,...br->...ar", rounded, towards), scale)
+    sketch = b1 * kept + (1 - b1) * _over_largest(_product("...ab,...br->...ar", rounded, towards), scale)
     return cls(matrix, direction, scale, rounded, rows, columns, sketch)
 
   def finished(self, basis: jax.Array, b1: float, unbiased: jax.Array) -> tuple[jax.Array, Factors]:
     """(The direction, the kept share), with P' [*batch, a, R]."""
-    new = _kept_share(_product("...ab,...ar->...br", self.rounded, basis), self.scale)
+    new = _over_largest(_product("...ab,...ar->...br", self.rounded, basis), self.scale)
     kept = _exact("...br,...rs->...bs", self.columns, _exact("...ar,...as->...rs", self.rows, basis))
     columns = b1 * kept + (1 - b1) * new
     inside = (columns / unbiased - new) * _LARGEST
@@ -206,8 +206,8 @@ class _Begun(NamedTuple):
     return self.direction * self.scale + self.matrix.array(change), self.matrix.factors(basis, columns)
 
 
-def _kept_share(product: jax.Array, scale: jax.Array) -> jax.Array:
-  """Of a product with a direction what it is with U over ``_LARGEST``."""
+def _over_largest(product: jax.Array, scale: jax.Array) -> jax.Array:
+  """A product with a direction as it is with U over ``_LARGEST``; 0 where the scale is."""
   return jnp.where(scale > 0, product * (scale / _LARGEST), 0)
 
 
