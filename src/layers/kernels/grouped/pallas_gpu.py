@@ -62,7 +62,7 @@ def row_counts(rows: int) -> tuple[int, ...]:
 
 def rows_worked_on(rows: int, groups: int) -> int:
   """The most rows that are multiplied with matrices: of each group, the 16 that its last tile is rounded up to. The gradient of
-  the matrices begins at a multiple of 8 and adds up 32 rows at a time: 19 more of a group in the mean."""
+  the matrices begins at a multiple of 8 and ends with 16 rows at a time: 11 more of a group in the mean."""
   return rows + groups * (_PART - 1)
 
 

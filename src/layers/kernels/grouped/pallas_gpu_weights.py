@@ -1,8 +1,8 @@
 """The gradient of the matrices of a grouped product, as a Pallas kernel for Hopper GPUs.
 
 Persistent, with a warpgroup that copies and two that multiply, as the kernel of ``pallas_gpu.py`` is. It sums over the rows of
-a group: in steps that begin at a multiple of 8, the last of which has half as many rows where these are enough. Rows of the
-first and the last that are another group's are set to zero in shared memory.
+a group: in steps of DEPTH, from a multiple of 8 on, and what is left of it in steps of 16. Rows of the first and the last one
+that are another group's are set to zero in shared memory.
 
 S rows and C columns of a matrix, G groups.
 """
@@ -32,8 +32,18 @@ from maxtext_like.layers.kernels.grouped.hopper import (
 NAME = "gpu_weights_by_group"
 """What the kernel is called in a program."""
 
-_HALF = DEPTH // 2
-"""Rows of a group's last step, where these are enough. Mosaic sums no less at once than a swizzle spans: so that is as many."""
+_FEW = 16
+"""Rows of each of a group's last steps: as few as wgmma adds up. Mosaic adds up no fewer than a swizzle spans, so these steps'
+tiles have a narrow one. They lie where the others do: a stage holds either."""
+
+
+def _steps(begin, end):
+  """Of the group of rows ``begin`` to ``end``: where its first step begins, how many steps have DEPTH rows, and how many it has
+  with those of 16."""
+  first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
+  fews = jnp.where(end > begin, jax.lax.div(end - first + (_FEW - 1), _FEW), 0)
+  whole = jax.lax.div(fews, DEPTH // _FEW)
+  return first, whole, fews - whole * (DEPTH // _FEW - 1)
 
 
 def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
@@ -56,40 +66,38 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
   ends = jnp.cumsum(sizes)
   spans = jnp.stack([ends - sizes, ends]).astype(jnp.int32)
 
-  def kernel(spans, x, g, out, x_tiles, g_tiles, out_tiles, full, free):
+  def kernel(spans, x, g, out, in_tiles, out_tiles, full, free):
     group_of = jax.lax.axis_index("warpgroup")
+    tiles_of = dict(zip((DEPTH, _FEW), in_tiles, strict=True))
 
     def place(piece):
       group = jax.lax.div(piece, down * across)
       within = piece - group * (down * across)
       d = jax.lax.div(within, across)
       begin, end = spans[0, group], spans[1, group]
-      first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
       c = jnp.minimum((within - d * across) * wide, max(C - wide, 0))
-      halves = jnp.where(end > begin, jax.lax.div(end - first + (_HALF - 1), _HALF), 0)
-      whole, todo = jax.lax.div(halves, 2), jax.lax.div(halves + 1, 2)
-      return group, d * (2 * own), c, first, begin, end, whole, todo
+      return group, d * (2 * own), c, begin, end, *_steps(begin, end)
 
     def each_step(whole, todo, do):
-      """do(number of a step, its rows). The last one is a loop too: an accumulator inside of a condition is less tried."""
-      jax.lax.fori_loop(0, whole, lambda k, _: do(k, DEPTH), None)
-      jax.lax.fori_loop(whole, todo, lambda k, _: do(k, _HALF), None)
+      """do(number of a step, its first row from the first step's on, its rows)."""
+      jax.lax.fori_loop(0, whole, lambda k, _: do(k, k * DEPTH, DEPTH), None)
+      jax.lax.fori_loop(whole, todo, lambda k, _: do(k, whole * (DEPTH - _FEW) + k * _FEW, _FEW), None)
 
     @pl.when(group_of == 2)
     def copy():
       plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
 
       def piece(number, before):
-        _, d, c, first, _, _, whole, todo = place(number)
+        _, d, c, _, _, first, whole, todo = place(number)
 
-        def step(k, count):
-          slot = jax.lax.rem(before + k, stages)
+        def step(k, row, count):
+          slot, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), tiles_of[count]
 
           @pl.when(before + k >= stages)
           def _():
             plgpu.barrier_wait(free.at[slot])
 
-          deep, there = pl.ds(first + k * DEPTH, count), pl.ds(0, count)
+          deep, there = pl.ds(first + row, count), pl.ds(0, count)
           plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot, there], full.at[slot])
           for half in range(2):
             plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half, there], full.at[slot])
@@ -104,26 +112,26 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       plgpu.set_max_registers(REGISTERS, action="increase")
 
       def piece(number, before):
-        group, d, c, first, begin, end, whole, todo = place(number)
+        group, d, c, begin, end, first, whole, todo = place(number)
         d = d + group_of * own
 
         @pl.when(d < S)
         def _():
           def summed(total):
-            def step(k, count):
-              slot, there = jax.lax.rem(before + k, stages), pl.ds(0, count)
+            def step(k, row, count):
+              slot, there, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), pl.ds(0, count), tiles_of[count]
               plgpu.barrier_wait(full.at[slot])
               left, right = x_tiles.at[slot, group_of, there], g_tiles.at[slot, there]
-              for at in range(0, count, _HALF):
-                row = first + k * DEPTH + at
+              for at in {0, count - _FEW}:  # another group's rows are before the group's first or behind its last
+                start = first + row + at
 
-                @pl.when((row < begin) | (row + _HALF > end))
-                def _(at=at, row=row):
+                @pl.when((start < begin) | (start + _FEW > end))
+                def _(at=at, start=start):
                   # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
                   # tile: each of them reads what it has itself written, and the other one can only have written the same.
                   for tile in (left, right):
-                    part = other_way(tile.at[pl.ds(at, _HALF)])  # a warpgroup's registers have 64 numbers of the first axis
-                    rows = row + plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=plgpu.Layout.WGMMA)
+                    part = other_way(tile.at[pl.ds(at, _FEW)])  # a warpgroup's registers have 64 numbers of the first axis
+                    rows = start + plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=plgpu.Layout.WGMMA)
                     found = part[...]
                     part[...] = jnp.where((rows >= begin) & (rows < end), found, jnp.zeros_like(found))
                   plgpu.commit_smem()
@@ -159,13 +167,15 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       in_turn(G * down * across, piece)
       plgpu.wait_smem_to_gmem(0)
 
+  def both_tiles(width):
+    return [swizzled(stages, *shape, dtype=dtype, width=width) for shape in ((2, DEPTH, own), (DEPTH, wide))]
+
   out = persistent(
     kernel,
     NAME,
     jax.ShapeDtypeStruct((G, C, S) if turned else (G, S, C), dtype),
     interpret,
-    x_tiles=swizzled(stages, 2, DEPTH, own, dtype=dtype, width=_HALF),
-    g_tiles=swizzled(stages, DEPTH, wide, dtype=dtype, width=_HALF),
+    in_tiles=plgpu.RefUnion(both_tiles(DEPTH), both_tiles(_FEW)),
     out_tiles=swizzled(2, 2, CHUNK, CHUNK, dtype=dtype),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
