@@ -144,7 +144,9 @@ def _terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """What ``small`` and ``large`` of ``Squares`` are the sums of."""
   x = x.astype(jnp.float32)
   beyond = jnp.abs(x) > _LARGE
-  return jnp.square(jnp.where(beyond, 0, x)), jnp.square(jnp.where(beyond, x * _DOWN, 0))
+  # Behind a barrier, since XLA on a GPU writes an array of constant zeros where a loop's sums begin with one alike.
+  zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+  return jnp.square(jnp.where(beyond, zero, x)), jnp.square(jnp.where(beyond, x * _DOWN, zero))
 
 
 def _pair(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
