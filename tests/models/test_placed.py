@@ -38,5 +38,5 @@ def test_experts_of_which_one_layer_has_float32_products_or_sums_get_a_kernel_fo
   """Hopper's kernel has neither, Triton's has sums; all layers have one kernel."""
   config = load_config("gemma4-moe-tiny", ["attention=dot_product", "dtype=bfloat16", *words]).config
   model = make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu", capability="9.0")
-  old = jax.__version_info__ < (0, 11)
+  old = jax.__version_info__ < (0, 11, 1)
   assert model.decoder.cfg.grouped == ("pallas_triton" if old and said == "pallas_gpu" else said)

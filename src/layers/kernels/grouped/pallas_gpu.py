@@ -48,6 +48,7 @@ _ROWS = "gpu_rows_by_group"
 """What the kernel is called in a program."""
 
 _HOPPER = "9.0"
+_JAX = (0, 11, 1)  # before, Pallas cannot read or write a swizzled tile the other way round
 _FASTEST = Tiles()
 _HEIGHT = 32
 """Rows of a result that are written at once."""
@@ -288,8 +289,8 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
   if case.dtype == "float32":
     reasons.append("it has no float32 operands")
-  if jax.__version_info__ < (0, 11):  # its Pallas cannot write a swizzled tile the other way round
-    reasons.append(f"it needs JAX 0.11, and this is {jax.__version__}")
+  if jax.__version_info__ < _JAX:
+    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}")
   return reasons
 
 

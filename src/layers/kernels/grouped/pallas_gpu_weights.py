@@ -34,7 +34,7 @@ NAME = "gpu_weights_by_group"
 
 _FEW = 16
 """Rows of each of a group's last steps: as few as wgmma adds up. Mosaic adds up no fewer than a swizzle spans, so these steps'
-tiles have a narrow one. They lie where the others do: a stage holds either."""
+tiles have a narrow one."""
 
 
 def _steps(begin, end):
@@ -122,7 +122,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
               slot, there, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), pl.ds(0, count), tiles_of[count]
               plgpu.barrier_wait(full.at[slot])
               left, right = x_tiles.at[slot, group_of, there], g_tiles.at[slot, there]
-              for at in {0, count - _FEW}:  # another group's rows are before the group's first or behind its last
+              for at in dict.fromkeys((0, count - _FEW)):  # another group's rows are before its first or behind its last
                 start = first + row + at
 
                 @pl.when((start < begin) | (start + _FEW > end))
@@ -168,6 +168,8 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       plgpu.wait_smem_to_gmem(0)
 
   def both_tiles(width):
+    # A stage holds tiles of either width while others hold the other one: shapes and their order are the same, so that every
+    # stage has the same bytes in both.
     return [swizzled(stages, *shape, dtype=dtype, width=width) for shape in ((2, DEPTH, own), (DEPTH, wide))]
 
   out = persistent(

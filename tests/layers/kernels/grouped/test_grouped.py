@@ -153,7 +153,7 @@ def test_nothing_of_one_group_reaches_another(name):
 
 
 def test_the_choice():
-  old = jax.__version_info__ < (0, 11)
+  old = jax.__version_info__ < (0, 11, 1)
   of_hopper = "pallas_triton" if old else "pallas_gpu"
   auto = {
     (p, d): choose("auto", Case(platform=p, dtype=d)).name for p in ("cpu", "gpu", "tpu") for d in ("bfloat16", "float16")
@@ -171,7 +171,7 @@ def test_the_choice():
   assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="9.0")).name == of_hopper
   assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="10.0")).name == "pallas_triton"
   assert choose("auto", Case(platform="gpu", dtype="float32")).name == "rounds"
-  with pytest.raises(ValueError, match=r"it needs JAX 0\.11, and this is") if old else contextlib.nullcontext():
+  with pytest.raises(ValueError, match=r"it needs JAX 0\.11\.1, and this is") if old else contextlib.nullcontext():
     assert choose("pallas_gpu", Case(platform="gpu", dtype="bfloat16")).name == "pallas_gpu"
   with pytest.raises(
     ValueError, match="pallas_gpu cannot be used here: it runs on Hopper GPUs, not on cpu; it has no float32 "

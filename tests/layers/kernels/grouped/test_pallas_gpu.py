@@ -16,12 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxtext_like.layers.kernels.grouped import hopper, pallas_gpu_weights
 from maxtext_like.layers.kernels.grouped.hopper import Tiles
-from maxtext_like.layers.kernels.grouped.pallas_gpu import product, row_counts, rows_worked_on
+from maxtext_like.layers.kernels.grouped.pallas_gpu import KERNEL, product, row_counts, rows_worked_on
+from maxtext_like.layers.kernels.grouped.registry import Case
 from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 
-# JAX 0.10 can neither compile nor interpret the kernels.
-INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
+# JAX 0.10 can neither compile nor interpret the kernels, 0.11's interpreter wants every barrier waited for to the end.
+INTERPRETER: Any = plgpu.InterpretGPUParams if jax.__version_info__ >= (0, 12) else None
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
+compiled_for_gpus = pytest.mark.skipif(bool(KERNEL.refuses(Case(platform="gpu", dtype="bfloat16"))), reason="refused")
 
 
 @settings(max_examples=15, deadline=None)
@@ -55,7 +57,7 @@ def test_work_in_the_sizes_of_models():
 
 
 def test_the_gradient_of_the_weights_works_on_little_more():
-  """At most a tenth more than the rows of DeepSeek V3's and gemma4-26b's groups at 4096 tokens: all of a group's are in it."""
+  """At most a tenth more than the rows of DeepSeek V3's and gemma4-26b's groups at 4096 tokens (and at four times as many): all of a group's are in it."""
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.1)):
     for seed in range(3):
       ends = jnp.cumsum(jnp.asarray(np.random.default_rng(seed).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32))
@@ -157,7 +159,7 @@ def test_the_gradient_of_the_weights_ends_where_its_group_does(monkeypatch):
     np.testing.assert_allclose(dw[2 * i], wanted, atol=4e-3 * np.abs(wanted).max(initial=0.1), err_msg=f"{own[i]} rows")
 
 
-@interpreted
+@compiled_for_gpus
 def test_layers_share_what_is_compiled_for_a_gpu():
   """Compiling a kernel takes seconds: a program of many layers has it once."""
   tiles = Tiles(rows=32, stages=2, weight_stages=2)
@@ -173,7 +175,7 @@ def test_layers_share_what_is_compiled_for_a_gpu():
   assert text.count("stablehlo.custom_call @mosaic_gpu") == 3  # of rows forward and back, and of weights
 
 
-@interpreted
+@compiled_for_gpus
 def test_its_results_vary_over_devices_as_its_arguments_do():
   """Inside shard_map, where derivatives are refused that do not: rows that are a device's own, matrices that all have."""
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -187,7 +187,7 @@ def test_its_results_vary_over_devices_as_its_arguments_do():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_it_is_the_choice_where_the_kernel_of_hopper_gpus_is_not(dtype):
-  of_hopper = "pallas_triton" if jax.__version_info__ < (0, 11) else "pallas_gpu"
+  of_hopper = "pallas_triton" if jax.__version_info__ < (0, 11, 1) else "pallas_gpu"
   names = {c: choose("auto", Case(platform="gpu", dtype=dtype, capability=c)).name for c in (None, "7.5", "8.0", "9.0", "12.0")}
   assert names == {None: of_hopper, "7.5": "rounds", "8.0": "pallas_triton", "9.0": of_hopper, "12.0": "pallas_triton"}
   case = Case(platform="gpu", dtype=dtype, capability="9.0")
