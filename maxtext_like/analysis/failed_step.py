@@ -1,7 +1,7 @@
 """A step that failed its finiteness check, kept in the run's directory and looked through by x-ray, now or later.
 
 ``failed_step/`` holds ``N/`` (the state after N finished steps, in the form of a checkpoint that says it is not one),
-``batch.npz`` and ``failure.json``. A failing update is not applied (but see ``TrainStep.all_or_nothing``), so the state after
+``batch.npz`` and ``failure.json``. A failing update is not applied (but see ``TrainStep.untouched``), so the state after
 the step is the one before it but for the step counter and the loss scale, which are put back. Of several processes each writes
 its part of the state, and all look through the step together; what is found is the same in all. Of a run in a
 store all of that is there, too.
@@ -76,11 +76,6 @@ class FailedStep:
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
     place = self.directory / DIRECTORY
     notes = []
-    if not self.program.step.all_or_nothing:
-      notes.append(
-        "optimizer_in_backward: layers behind the first that failed may have been updated, and are so in what is kept; "
-        "clip=exact updates all or none"
-      )
     try:
       keep(self.program, place, step, state, batch, str(error))
       more = "; on as many hosts, or with --processes, where one has too little memory" if processes.count() > 1 else ""

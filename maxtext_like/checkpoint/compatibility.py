@@ -6,7 +6,7 @@ or the rope base changed when all shapes agree. So the configuration is stored w
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from maxtext_like.errors import UserError
@@ -23,6 +23,7 @@ _STATE_KEYS = frozenset(
       "opt_type",
       "mu_dtype",
       "nu_dtype",
+      "sgd_momentum",
       "adafactor_momentum_rank",
       "optimizer_in_backward",
       "trainable_parameters_mask",
@@ -36,6 +37,8 @@ _STATE_KEYS = frozenset(
   }
 )
 GRADIENT_SHARES = "gradient_shares"
+# What decides what the numbers of a state are stored in.
+_DTYPE_KEYS = frozenset({"precision.weight_dtype", "training.mu_dtype", "training.nu_dtype"})
 # Arrays that a run may want and a checkpoint lack, or the other way round: they begin anew.
 BEGUN_ANEW = frozenset({GRADIENT_SHARES})
 # What says how long a run is.
@@ -145,7 +148,8 @@ def check_state(
     because = [f"  configuration keys that differ:\n{_table(causes)}"] if causes else []
     problem = ["the checkpoint's arrays are not this run's:", *because, *leaves]
   else:
-    _check_dtypes(where, saved_leaves, wanted_leaves, allow=allow_dtype_change)
+    keys = [change for change in differences(saved, current) if change[0] in _DTYPE_KEYS]
+    _check_dtypes(where, saved_leaves, wanted_leaves, keys, allow=allow_dtype_change)
     return
   text = "\n".join(problem)
   raise UserError(f"{where}: {text}\n  use the checkpoint's values, or start a new run with another run_name")
@@ -172,7 +176,14 @@ def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[st
   return complaints
 
 
-def _check_dtypes(where: str, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, allow: bool) -> None:
+def _check_dtypes(
+  where: str,
+  saved: dict[str, dict[str, Any]],
+  wanted: dict[str, dict[str, Any]],
+  keys: Sequence[tuple[str, Any, Any]],
+  *,
+  allow: bool,
+) -> None:
   changed = [(name, saved[name]["dtype"], leaf["dtype"]) for name, leaf in wanted.items() if name in saved]
   changed = [change for change in changed if change[1] != change[2]]
   fixed = [change for change in changed if not (_is_float(change[1]) and _is_float(change[2]))]
@@ -181,7 +192,9 @@ def _check_dtypes(where: str, saved: dict[str, dict[str, Any]], wanted: dict[str
     if fixed:
       remedy = "integers and floats are never cast into each other"
     else:
-      remedy = "use the checkpoint's weight_dtype and mu_dtype, or allow_dtype_change=true to cast, checking the range"
+      values = ", ".join(f"{key.split('.')[-1]}={'null' if old is None else old}" for key, old, _ in keys)
+      own = f"use the checkpoint's {values}" if keys else "use the dtypes of the checkpoint"
+      remedy = f"{own}, or allow_dtype_change=true to cast, checking the range"
     raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}\n  {remedy}")
 
 

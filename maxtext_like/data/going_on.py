@@ -6,9 +6,13 @@ from typing import Any
 
 from maxtext_like.errors import UserError
 
-HELD_OUT = (
+_HELD_OUT = (
   "(eval_fraction counts where eval_interval is set: eval_interval=N goes on with the documents that were held out from "
   "training, whether or not anything evaluated them)"
+)
+_NOTHING_HELD_OUT = (
+  "(every document was trained on, since eval_interval was not set: leave it out again, or evaluate files of their own, "
+  "eval_path)"
 )
 
 
@@ -39,7 +43,7 @@ def position(
     return state["state"], ""
   listed = "\n  ".join(changed)
   if saved.get("eval_fraction") != identity.get("eval_fraction"):
-    listed += "\n  " + HELD_OUT
+    listed += "\n  " + (_HELD_OUT if saved.get("eval_fraction") else _NOTHING_HELD_OUT)
   if not accept_changes:
     raise UserError(
       f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"

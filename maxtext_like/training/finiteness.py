@@ -7,6 +7,7 @@ file, and an error that says which of the four failed, where, and which precisio
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +65,18 @@ class FinitenessGuard:
     labels: parameter names behind the rows of "gradients" and "parameters".
     state_labels: names behind the other rows, ``TrainProgram.state_labels``.
     last_step: steps at the end of the run.
+    untouched: ``TrainStep.untouched`` of its step.
   """
 
-  def __init__(self, config: Config, labels: list[str], state_labels: dict[str, list[str]], last_step: int):
-    self._config, self._last_step = config, last_step
+  def __init__(
+    self,
+    config: Config,
+    labels: list[str],
+    state_labels: dict[str, list[str]],
+    last_step: int,
+    untouched: Callable[[str], bool] = lambda failed: True,
+  ):
+    self._config, self._last_step, self._untouched = config, last_step, untouched
     self._labels = {"gradients": labels, "parameters": labels} | state_labels
     self._steps = config.training.finite_check_steps
     self._scaled = config.precision.dtype == "float16"
@@ -115,7 +124,7 @@ class FinitenessGuard:
       return lines, self._error(
         result, failed, f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
       )
-    what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else "the update is left out"
+    what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else self._left_out(failed)
     where = self._where(result, failed)
     return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
@@ -209,8 +218,22 @@ class FinitenessGuard:
     return f"finiteness  {name:<10}  {e['result']:<10}  {detail}"
 
   def _error(self, result: StepResult, failed: str, before: str = "") -> NonFiniteError:
-    what = f"step {result.step}: non-finite {self._where(result, failed)}; the update was not applied and nothing of it saved"
+    whole = self._is_untouched(failed)
+    left = (
+      "the update was not applied and nothing of it saved" if whole else f"{self._left_out(failed)}; nothing of it is saved"
+    )
+    what = f"step {result.step}: non-finite {self._where(result, failed)}; {left}"
     return NonFiniteError(before + what, what_to_try(self._config, failed))
+
+  def _is_untouched(self, failed: str) -> bool:
+    return self._untouched("loss" if failed.startswith("loss") else failed)
+
+  def _left_out(self, failed: str) -> str:
+    if self._is_untouched(failed):
+      return "the update is left out"
+    first = failed == "gradients" and self._config.training.gradient_clipping_threshold > 0
+    whole = ", where clip=exact would have left all as it was" if first else ""
+    return f"the update is left out from there on, layers behind it in the model may have moved{whole}"
 
 
 def _entry(finite: bool, **values: Any) -> dict[str, Any]:

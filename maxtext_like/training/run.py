@@ -266,7 +266,7 @@ class _Run:
     if opened.held_out:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
     profiled = c.logging.profile_steps
-    guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step)
+    guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step, program.step.untouched)
     loop = Loop(
       program=program,
       stepper=Stepper(program, begun.train_step, begun.look),

@@ -109,9 +109,10 @@ class TrainStep:
     a run may have no room for. Both sums are made in one pass there: a branch would have copies of all gradients."""
     return self.careful or self.watch is not None or self.optimizer.rule.whole
 
-  @property
-  def all_or_nothing(self) -> bool:
-    """An update that is not taken over leaves the state as it was."""
+  def untouched(self, failed: str) -> bool:
+    """Whether a step leaves the state as it was when its update is not taken over since "loss", "gradients", "parameters" or
+    "optimizer" (their ``finite`` of ``__call__``) is not finite."""
+    del failed
     return True
 
   def begun(self) -> State:
@@ -244,6 +245,7 @@ class TrainStep:
       change = self.watch("update", change)
     return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
 
+  @jax.named_scope("parameters")  # by which ``what_to_try`` knows their dtype from that of the moments
   def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0) -> Any:
     """Updated parameters in the dtypes that they are stored in.
 

@@ -7,9 +7,9 @@ again what was not kept, differentiates the layer, updates it where it lies, and
 lies in no stack (embedding, head, final norm, vision tower) is updated last, when the embedding's gradient is complete.
 
 A norm of all gradients, which clipping asks for (``clip: exact``) and float16's loss scale too, is not known before the last of
-them. The backward pass then runs twice: once to measure, once to update, which makes the update all or nothing, as in the
-ordinary step. In a single pass a layer whose loss, gradients or update are not finite is not updated, and nothing after it
-either: the layers behind it have moved already.
+them. The backward pass then runs twice: once to measure, once to update, so that gradients which are not finite leave all as it
+was, as in the ordinary step. In a single pass a layer whose loss, gradients or update are not finite is not updated, and what
+follows neither: the layers behind it have moved already. So they have in two passes where it is the update that is not finite.
 """
 
 import dataclasses
@@ -159,13 +159,12 @@ class StepInBackward(TrainStep):
   @property
   def backward_passes(self) -> int:
     """Of a step: one that measures first, where that is asked for."""
-    return 2 if self.all_or_nothing else 1
+    return 2 if self.exact or self._measures_first else 1
 
-  @property
-  def all_or_nothing(self) -> bool:
-    """Two passes: gradients that are not finite are seen before anything is updated; a moment that overflows is not, in the
-    careful form, which looks for it."""
-    return self.exact or self._measures_first
+  def untouched(self, failed: str) -> bool:
+    """A second pass updates nothing where gradients are not finite; numbers that the update makes are seen layer by layer, in
+    the careful form, which looks for them."""
+    return failed == "loss" or (failed == "gradients" and self.backward_passes == 2)
 
   def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
     """As ``TrainStep`` does, but that a single pass that is not applied may have updated the layers behind the one that was not
@@ -189,7 +188,7 @@ class StepInBackward(TrainStep):
       certain, kept = self.optimizer.certainly_finite(jnp.float32(largest_clipped(self.clip)), known[1], known[0], pass_.rate)
       usual = jnp.all(jnp.isfinite(known)) & certain
       alive = alive & usual
-    if self.all_or_nothing:
+    if self.backward_passes == 2:
       _, _, _, seen = pass_.backward(forward, params, frozen, None, alive, None)
       squares = Squares(*map(by_row, seen.gradients))
       alive, norm = alive & jnp.all(squares.finite), squares.norm() if self.exact else None

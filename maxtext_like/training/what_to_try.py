@@ -24,7 +24,8 @@ class Spot:
   @property
   def failed(self) -> str:
     """The part of the step that it spoils."""
-    return {"forward": "loss", "update": "optimizer"}.get(self.direction, "gradients")
+    update = "parameters" if "parameters" in self.scopes else "optimizer"
+    return {"forward": "loss", "update": update}.get(self.direction, "gradients")
 
   @property
   def narrow(self) -> bool:
@@ -35,6 +36,8 @@ class Spot:
     """Whether a key acts here."""
     if not self.narrow:
       return False
+    if self.failed == "parameters":
+      return key.mends == "parameters"
     return not set(self.scopes).isdisjoint(key.scopes) or self.direction in key.directions
 
 

@@ -62,7 +62,6 @@ def toy_loop(config, place: Path) -> Any:
     config=config,
     place=lambda batch: batch,
     stored=lambda state: state,
-    step=SimpleNamespace(all_or_nothing=True),
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=()),
   )
   quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)

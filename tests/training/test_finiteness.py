@@ -112,6 +112,34 @@ def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
   assert "3 updates in a row" in str(error)
 
 
+@pytest.mark.parametrize(
+  ("clip", "threshold", "failure", "left"),
+  [
+    ("running", 1, {"loss": False}, "the update is left out"),
+    ("running", 1, {"gradients": LABELS[:1]}, "{moved}, where clip=exact would have left all as it was"),
+    ("running", 0, {"gradients": LABELS[:1]}, "{moved}"),
+    ("exact", 1, {"gradients": LABELS[:1]}, "the update is left out"),
+    ("exact", 1, {"parameters": LABELS[:1]}, "{moved}"),
+    ("exact", 1, {"optimizer": MOMENTS[:1]}, "{moved}"),
+  ],
+)
+def test_what_may_have_moved_is_told(clip, threshold, failure, left):
+  """As the step says that updates layers in the backward pass, in one pass or two."""
+  words = (f"clip={clip}", f"gradient_clipping_threshold={threshold}", "optimizer_in_backward=true", "max_skipped_steps=2")
+  untouched = lambda failed: failed == "loss" or (clip == "exact" and failed == "gradients")
+  g = FinitenessGuard(toy_config(*words, "finite_check_steps=0"), LABELS, STATE, 9, untouched)
+  left = left.format(moved="the update is left out from there on, layers behind it in the model may have moved")
+  (line,), error = g.observe(result(1, **failure))
+  assert error is None
+  assert line.endswith(f"; {left} (1 of 2)")
+  _, error = g.observe(result(2, **failure))
+  assert error is not None
+  ends = (
+    "the update was not applied and nothing of it saved" if left.endswith("left out") else f"{left}; nothing of it is saved"
+  )
+  assert error.what.endswith(f"; {ends}")
+
+
 def test_every_step_is_checked_with_minus_1():
   g = guard("finite_check_steps=-1")
   for step in range(1, 7):

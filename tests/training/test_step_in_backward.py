@@ -112,6 +112,7 @@ def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
   assert names == ["layers.1.mlp.down"]
   names = [n for n, fine in zip(program.state_labels["optimizer"], finite["optimizer"], strict=True) if not fine]
   assert names == ["mu.layers.1.mlp.down"]
+  assert [program.step.untouched(failed) for failed in ("loss", "gradients", "optimizer")] == [True, False, False]
 
 
 EIGHT_BITS = ("mu_dtype=dynamic8", "nu_dtype=dynamic8")
@@ -443,7 +444,8 @@ def test_what_is_frozen_has_no_share_of_the_threshold(clip, mask, row, part):
 @pytest.mark.slow
 def test_float16_takes_all_of_an_update_or_nothing():
   words = (*THREE, "dtype=float16", UNCLIPPED, LAYERED)
-  _, _, before, _ = compiled(*words)
+  program, _, before, _ = compiled(*words)
+  assert [program.step.untouched(failed) for failed in ("loss", "gradients", "optimizer")] == [True, True, False]
   too_large = lambda state: {**state, "loss_scale": {**state["loss_scale"], "scale": np.float32(2.0**40)}}
   after, (metrics,) = descend(*words, steps=1, change=too_large)
   assert metrics["skipped"]

@@ -57,6 +57,15 @@ def test_the_scopes_of_a_cause_choose_the_keys(scopes, direction, dtype, expecte
   assert what_to_try(config, spot.failed, spot) == expected
 
 
+def test_weights_that_overflow_want_a_wider_dtype_or_smaller_steps():
+  """Not what moments want, in the same update."""
+  config = load_config("gemma4-tiny", ["weight_dtype=float16", "dtype=bfloat16"]).config
+  slower = f"a lower learning_rate (now {config.training.learning_rate:g})"
+  weights, moment = (Spot(scopes, "update", "float16") for scopes in (["optimizer", "parameters"], ["optimizer"]))
+  assert what_to_try(config, weights.failed, weights) == ["weight_dtype=float32", slower]
+  assert what_to_try(config, moment.failed, moment)[0] == "mu_dtype=float32"
+
+
 def test_a_float16_cotangent_has_its_scale():
   config = load_config("gemma4-tiny", ["dtype=float16"]).config
   spot = Spot(["attention", "pv_product"], "backward", "float16")

@@ -21,7 +21,7 @@ from maxtext_like.layers.kernels.grouped.registry import Case
 from maxtext_like.layers.kernels.grouped.row_tiles import row_tiles
 
 # JAX 0.10 can neither compile nor interpret the kernels, 0.11's interpreter wants every barrier waited for to the end.
-INTERPRETER: Any = plgpu.InterpretGPUParams if jax.__version_info__ >= (0, 12) else None
+INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None) if jax.__version_info__ >= (0, 12) else None
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
 compiled_for_gpus = pytest.mark.skipif(bool(KERNEL.refuses(Case(platform="gpu", dtype="bfloat16"))), reason="refused")
 
@@ -57,7 +57,7 @@ def test_work_in_the_sizes_of_models():
 
 
 def test_the_gradient_of_the_weights_works_on_little_more():
-  """At most a tenth more than the rows of DeepSeek V3's and gemma4-26b's groups at 4096 tokens (and at four times as many): all of a group's are in it."""
+  """At most a tenth more than the rows of gemma4-26b's groups and DeepSeek V3's: all of a group's are in it."""
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.1)):
     for seed in range(3):
       ends = jnp.cumsum(jnp.asarray(np.random.default_rng(seed).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32))
