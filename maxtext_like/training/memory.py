@@ -29,6 +29,7 @@ from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import parts_of, take
+from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.program import TrainProgram, make_program
 from maxtext_like.training.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.training.trainable import merge
@@ -430,7 +431,10 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
     keys = {"remat_offload": t.remat_offload, on_host.KEY: t.optimizer_memory_host_offload}
     said = ", ".join(f"{key} = {to_text(value)}" for key, value in keys.items() if value not in ("none", False))
     words = [] if t.remat_offload == "none" else ["a smaller per_device_batch_size", "remat_offload=none"]
-    words += ["mu_dtype=dynamic8 nu_dtype=dynamic8", f"{on_host.KEY}=false"] if t.optimizer_memory_host_offload else []
+    if t.optimizer_memory_host_offload:
+      moments = (("mu_dtype", make_rule(t).first), ("nu_dtype", make_rule(t).second))
+      eight = [f"{key}=dynamic8" for key, moment in moments if moment and getattr(t, key) != "dynamic8"]
+      words += [*([" ".join(eight)] if eight else []), f"{on_host.KEY}=false"]
     words += [f"{PINNED} above {room.bytes >> 30} where the host has more"] if room.source.startswith(PINNED) else []
     raise DoesNotFitError(
       f"{said}: {together / GB:.1f} GB of the host's memory are needed for "

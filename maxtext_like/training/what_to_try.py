@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from maxtext_like.config.precision_keys import REMEDIES, PrecisionKey
 from maxtext_like.config.schema import Config
+from maxtext_like.training.optimizers.registry import make_rule
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def what_to_try(config: Config, failed: str, cause: Spot | None = None) -> list[
   if failed == "optimizer":
     if t.gradient_clipping_threshold == 0:
       found.append("gradient_clipping_threshold=1")
-    if p.weight_dtype == "float16" and t.mu_dtype is None:
+    if p.weight_dtype == "float16" and t.mu_dtype is None and make_rule(t).first:
       found.append("mu_dtype=float32")
     return [*found, "a look at the data and the loss: its gradients are enormous"]
   if failed == "parameters":

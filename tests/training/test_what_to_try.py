@@ -64,6 +64,8 @@ def test_weights_that_overflow_want_a_wider_dtype_or_smaller_steps():
   weights, moment = (Spot(scopes, "update", "float16") for scopes in (["optimizer", "parameters"], ["optimizer"]))
   assert what_to_try(config, weights.failed, weights) == ["weight_dtype=float32", slower]
   assert what_to_try(config, moment.failed, moment)[0] == "mu_dtype=float32"
+  config = load_config("gemma4-tiny", ["weight_dtype=float16", "dtype=bfloat16", "opt_type=adafactor"]).config
+  assert not any("mu_dtype" in key for key in what_to_try(config, moment.failed, moment))  # it has none
 
 
 def test_a_float16_cotangent_has_its_scale():

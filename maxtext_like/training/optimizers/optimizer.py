@@ -151,8 +151,11 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
     UserError: the rule has no such moment.
   """
   t, rule = training, make_rule(training)
-  for key, value, moment in (("mu_dtype", t.mu_dtype, rule.first), ("nu_dtype", t.nu_dtype, rule.second)):
-    if moment is None and (value == "dynamic8" or (key == "nu_dtype" and value != "float32")):
+  for key, value, usual, moment in (
+    ("mu_dtype", t.mu_dtype, None, rule.first),
+    ("nu_dtype", t.nu_dtype, "float32", rule.second),
+  ):
+    if moment is None and value != usual:
       raise UserError(
         f"{key} = {value} does nothing with opt_type: {t.opt_type}, which has no such moment here\n  fix: leave {key} out"
       )

@@ -162,6 +162,7 @@ def test_pieces_are_few_and_have_whole_blocks(lead, columns, vocabulary, piece):
   [
     (("opt_type=lion", "nu_dtype=dynamic8"), "nu_dtype = dynamic8 does nothing with opt_type: lion"),
     (("opt_type=adafactor", "mu_dtype=dynamic8"), "mu_dtype = dynamic8 does nothing with opt_type: adafactor"),
+    (("opt_type=adafactor", "mu_dtype=bfloat16"), "mu_dtype = bfloat16 does nothing with opt_type: adafactor"),
     (("opt_type=sgd", "sgd_momentum=0", "mu_dtype=dynamic8"), "fix: leave mu_dtype out"),
   ],
 )
