@@ -4,6 +4,7 @@ Between the two releases closed jaxprs merged into jaxprs, a scan's operand coun
 trees (`ft_in`), and the axes a value varies over moved from `vma` to `manual_axis_type`.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -101,21 +102,28 @@ def frames(eqn, limit: int = 8) -> tuple[str, ...]:
   traceback = eqn.source_info.traceback
   found: list[str] = []
   for frame in traceback.frames if traceback is not None else ():
-    path = os.path.realpath(frame.file_name)
-    if path.startswith((_JAX + os.sep, _HERE + os.sep)) or frame.file_name.startswith("<"):
-      continue
-    if "contextlib.py" in path or "functools.py" in path:
-      continue
-    relative = os.path.relpath(path)
-    if relative.count(".." + os.sep) > 1:  # outside the project: the part from site-packages on says enough
-      relative = path.rsplit("site-packages" + os.sep, 1)[-1]
-    line = f"{relative}:{frame.line_num}"
-    if found[-1:] == [line]:
+    name = _told(frame.file_name, os.getcwd())
+    line = f"{name}:{frame.line_num}"
+    if not name or found[-1:] == [line]:
       continue
     found.append(line)
     if len(found) == limit:
       break
   return tuple(found)
+
+
+@functools.cache
+def _told(file: str, directory: str) -> str:
+  """How a source file is called, from a working directory; "" for those that are left out."""
+  path = os.path.realpath(file)
+  if path.startswith((_JAX + os.sep, _HERE + os.sep)) or file.startswith("<"):
+    return ""
+  if "contextlib.py" in path or "functools.py" in path:
+    return ""
+  relative = os.path.relpath(path, directory)
+  if relative.count(".." + os.sep) > 1:  # outside the project: the part from site-packages on says enough
+    return path.rsplit("site-packages" + os.sep, 1)[-1]
+  return relative
 
 
 def is_float(aval) -> bool:
