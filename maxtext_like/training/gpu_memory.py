@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.array_bytes import as_dtype, by_place, bytes_as, bytes_of
 from maxtext_like.training.optimizers.by_layer import ByLayer, parts_of, take, take_state
+from maxtext_like.training.optimizers.low_rank_moment import Factors
 from maxtext_like.training.optimizers.moments import piece_rows
 from maxtext_like.training.part_update import Leaves
 from maxtext_like.training.program import TrainProgram
@@ -48,12 +49,13 @@ def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUs
 
 
 def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logits: int) -> InUse:
-  """Bytes beside the state at the fullest of four instants, where each layer is updated as its gradient appears.
+  """Bytes beside the state at the fullest of five instants, where each layer is updated as its gradient appears.
 
   In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's
   activations, its gradients, and its weights as XLA takes them out of their stack; of moments on the host those of a layer, as
-  they came and as they go. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and
-  the sum of both; or the update of what lies in no stack.
+  they came and as they go. The update of that layer with momentum of low rank: its directions and what is added to them, all at
+  a time. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and the sum of both; or
+  the update of what lies in no stack.
 
   Args:
     program, trained, kept, logits: as of ``in_loss``.
@@ -64,10 +66,11 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   own = max((max(row) for row in _by_layer(trained).values()), default=0)
   copies = own + 2 * _fetched_moments(program) + _steps_of_a_layer(program, trained)
   layer = InUse(made + own, copies, kept + again, 0)
+  update = InUse(made + own, copies + 2 * _directions_of_a_layer(program, trained), kept, 0)
   read = {name: x for name, x in outside.items() if name != "head"}
   tower = kept if program.model.decoder.cfg.vision is not None else 0
   end = InUse(made + bytes_as(jnp.float32, read), _unless_in(jnp.dtype(jnp.float32), bytes_of(read), read), tower, 0)
-  return max(in_loss(program, trained, kept, logits), layer, end, _in_last_update(program, outside), key=sum)
+  return max(in_loss(program, trained, kept, logits), layer, update, end, _in_last_update(program, outside), key=sum)
 
 
 def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
@@ -98,6 +101,14 @@ def _steps_of_a_layer(program: TrainProgram, trained: Any) -> int:
   if not program.step.optimizer.in_pieces:
     return 0
   return max((max(row) for row in _by_layer(as_dtype(trained, jnp.float32)).values()), default=0)
+
+
+def _directions_of_a_layer(program: TrainProgram, trained: Any) -> int:
+  """Bytes of a layer's directions as the products with a momentum of low rank read them, of the layer that has most."""
+  state = jax.tree.leaves(program.abstract_state["opt_state"], is_leaf=lambda x: isinstance(x, Factors))
+  if not any(isinstance(x, Factors) for x in state):
+    return 0
+  return max((max(row) for row in _by_layer(as_dtype(trained, jnp.bfloat16)).values()), default=0)
 
 
 def _fetched_moments(program: TrainProgram) -> int:

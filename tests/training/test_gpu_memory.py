@@ -58,6 +58,9 @@ def test_a_layer_at_work_has_its_gradients_and_its_weights_taken_out_of_the_stac
   assert len(set(numbers)) > 1  # a global layer is none of the local ones
   found = in_use(p)
   assert found == (2 * table(p) + 2 * max(numbers), 2 * max(numbers), KEPT + AGAIN, 0)
+  # With momentum of low rank, where a layer's own activations are less: directions and what is added to them, in bfloat16.
+  p = program("gemma4-tiny", "vocab_size=64", "adafactor_momentum_rank=2")
+  assert in_use(p, again=0) == (2 * table(p) + 2 * max(numbers), 2 * max(numbers) + 2 * 2 * max(numbers), KEPT, 0)
   more = in_use(p, KEPT, AGAIN + 10**6)
   assert sum(more) - sum(found) == 10**6
 
