@@ -53,8 +53,8 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
 
   In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's
   activations, its gradients, and its weights as XLA takes them out of their stack; of moments on the host those of a layer, as
-  they came and as they go. The update of that layer with momentum of low rank: its directions and what is added to them, all at
-  a time. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and the sum of both; or
+  they came and as they go. The update of that layer with momentum of low rank: its directions, and what is added to them, all
+  at a time. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and their sum; or
   the update of what lies in no stack.
 
   Args:
