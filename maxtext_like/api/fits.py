@@ -351,7 +351,8 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
     steps.append({"remat_offload": "layer_inputs"})
   if t.per_device_batch_size > 1:
     parts = t.per_device_batch_size * t.gradient_accumulation_steps
-    steps.append({"per_device_batch_size": 1, "gradient_accumulation_steps": parts})
+    summed = {} if t.optimizer_in_backward or parts % 1 else {"gradient_accumulation_steps": int(parts)}
+    steps.append({"per_device_batch_size": 1} | summed)
   for more in steps:
     values |= more
     changed = replace(c, training=replace(t, **values))

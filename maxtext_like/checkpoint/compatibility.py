@@ -33,14 +33,23 @@ _STATE_KEYS = frozenset(
   | {"precision.dtype", "vision.use_multimodal", *_MAPPINGS}
   | {
     f"adapter.{key}"
-    for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules", "base_weights", "base_weights_modules")
+    for key in (
+      "lora_rank",
+      "lora_alpha",
+      "lora_rslora",
+      "lora_dora",
+      "lora_modules",
+      "modules_to_save",
+      "base_weights",
+      "base_weights_modules",
+    )
   }
 )
-GRADIENT_SHARES = "gradient_shares"
+GRADIENT_SHARES, LOSS_SCALE = "gradient_shares", "loss_scale"
 # What decides what the numbers of a state are stored in.
 _DTYPE_KEYS = frozenset({"precision.weight_dtype", "training.mu_dtype", "training.nu_dtype"})
-# Arrays that a run may want and a checkpoint lack, or the other way round: they begin anew.
-BEGUN_ANEW = frozenset({GRADIENT_SHARES})
+# Parts of a state that a run may want and a checkpoint lack, or the other way round: they begin anew.
+BEGUN_ANEW = frozenset({GRADIENT_SHARES, LOSS_SCALE})
 # What says how long a run is.
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
@@ -81,6 +90,11 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[st
   """
   old, new = flat_keys(saved), flat_keys(current)
   return [(key, old[key], new[key]) for key in old if key in new and old[key] != new[key]]
+
+
+def part_of(name: str) -> str:
+  """The part of a state that a leaf is in."""
+  return name.split(".", 1)[0]
 
 
 def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
@@ -162,9 +176,9 @@ def _listed(names: list[str]) -> str:
 
 def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool) -> list[str]:
   complaints = []
-  if absent := [name for name in wanted if name not in saved and name not in BEGUN_ANEW]:
+  if absent := [name for name in wanted if name not in saved and part_of(name) not in BEGUN_ANEW]:
     complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")
-  if not subset and (unknown := [name for name in saved if name not in wanted and name not in BEGUN_ANEW]):
+  if not subset and (unknown := [name for name in saved if name not in wanted and part_of(name) not in BEGUN_ANEW]):
     complaints.append(f"  arrays that are only in the checkpoint:\n{_listed(unknown)}")
   shapes = [
     f"{name}: checkpoint {tuple(saved[name]['shape'])}, this run {tuple(leaf['shape'])}"

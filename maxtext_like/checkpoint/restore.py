@@ -72,7 +72,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   import jax
   import jax.numpy as jnp
 
-  if lacking := compatibility.BEGUN_ANEW - stored.leaves.keys():
+  if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
     like = {name: x for name, x in like.items() if name not in lacking}
   wanted = tree.flatten(like)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -53,16 +53,17 @@ class DataConfig(Checked):
         "eval_path without eval_interval: nothing evaluates", ("eval_path", "eval_interval"),
         "set the steps between evaluations, as in eval_interval=100",
       )  # fmt: skip
+    files = " name other files in eval_path," if DATASETS[self.dataset].files else ""
     if self.eval_interval > 0 and self.eval_fraction == 0 and not self.eval_path:
       yield Problem(
         f"eval_interval = {self.eval_interval} with eval_fraction = 0", ("eval_interval", "eval_fraction"),
-        "hold a part of the documents out, as in eval_fraction=0.05, name other files in eval_path, or set eval_interval to 0",
+        f"hold a part of the documents out, as in eval_fraction=0.05,{files} or set eval_interval to 0",
       )  # fmt: skip
     kind = DATASETS[self.dataset]
     if kind.files and not self.dataset_path:
       yield Problem(
         f"dataset: {self.dataset} without dataset_path", ("dataset", "dataset_path"),
-        "name the files, as in dataset_path=/data/*.txt",
+        f"name the files, as in dataset_path=/data/*.{ {'text': 'txt'}.get(self.dataset, self.dataset) }",
       )  # fmt: skip
     if not kind.files and self.dataset_path:
       yield Problem(
@@ -72,7 +73,7 @@ class DataConfig(Checked):
     if not kind.files and self.eval_path:
       yield Problem(
         f"dataset: {self.dataset} reads no files, but eval_path is set", ("dataset", "eval_path"),
-        "eval_path has files of the same kind as dataset_path",
+        f"leave eval_path out, or set dataset to {alternatives(OF_FILES)}",
       )  # fmt: skip
     if not kind.text and self.special_tokens_in_text is not None:
       yield Problem(

@@ -114,7 +114,11 @@ NAMES: dict[str, Foreign] = {
     "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full",
     "remat_policy=full",
     "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing", "remat", "recompute",
-    "disable_gradient_checkpointing", "enable_activation_checkpointing", "activation_checkpoint",
+    "enable_activation_checkpointing", "activation_checkpoint",
+  ),
+  **_told(
+    "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full",
+    "remat_policy=none", "disable_gradient_checkpointing",
   ),
   **_told(
     "what waits in the host's memory for the backward pass is remat_offload: none, layer_inputs, kept, all",
@@ -204,10 +208,20 @@ NAMES: dict[str, Foreign] = {
   **_told(
     "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=frozen",
     "freeze_vision_tower", "freeze_vision_encoder_params", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner",
-    "freeze_vision_model", "finetune_vision_layers", "unfreeze_vision_tower", "tune_mm_mlp_adapter",
+    "freeze_vision_model",
   ),
+  **_told(
+    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=trained",
+    "finetune_vision_layers", "unfreeze_vision_tower",
+  ),
+  **_told(
+    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=projector",
+    "tune_mm_mlp_adapter",
+  ),
+  **_told("weights are quantised below an adapter alone", "lora_rank=16 base_weights=int8", "load_in_8bit", "int8"),
   **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
-  **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage", "ddp"),
+  **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage"),
+  **_told(_AXES, "ici_data_parallelism=-1, which has all parameters on every device", "ddp"),
   **_renamed("ici_tensor_parallelism", "tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
   **_renamed("ici_context_parallelism", "cp", "cp_size", "context_parallel_size", "sequence_parallel_size"),
   **_renamed("ici_expert_parallelism", "ep", "ep_size", "expert_parallel_size", "expert_model_parallel_size"),
@@ -230,7 +244,7 @@ FAMILIES: tuple[tuple[str, Foreign], ...] = (
     Foreign("products in float8 are a key, with scales of each tensor as it is", "matmul_dtype=float8"),
   ),
   (
-    "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* int8 gptq* awq* constant_bound_config",
+    "quant* *_quant *_quant_* *_quantization *_quantized *_qwix_* load_in_*bit bnb_* gptq* awq* constant_bound_config",
     Foreign("weights are quantised below an adapter alone", "lora_rank=16 base_weights=nf4"),
   ),
   (

@@ -166,9 +166,11 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
         "set clip=exact: the ordinary step has the norm of all gradients before it updates anything",
       )  # fmt: skip
     if t.optimizer_memory_host_offload:
+      without = config.adapter.trained or t.gradient_accumulation_steps > 1 or config.logging.numerics_every > 0
       yield Problem(
         "optimizer_memory_host_offload = true without optimizer_in_backward, which fetches moments a layer at a time",
-        ("optimizer_memory_host_offload", "optimizer_in_backward"), "set optimizer_in_backward=true",
+        ("optimizer_memory_host_offload", "optimizer_in_backward"),
+        "leave it out: this run cannot have optimizer_in_backward" if without else "set optimizer_in_backward=true",
       )  # fmt: skip
     return
   if t.optimizer_memory_host_offload and not t.scan_layers:

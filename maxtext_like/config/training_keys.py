@@ -90,7 +90,7 @@ class TrainingConfig(Checked):
     for name in ("adam_b1", "adam_b2", "sgd_momentum"):
       if not 0 <= getattr(self, name) < 1:
         yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
-    if self.nu_dtype == "bfloat16" and self.adam_b2 > 1 - 2**-8:
+    if self.nu_dtype == "bfloat16" and self.adam_b2 > 1 - 2**-8 and self.opt_type == "adamw":
       yield Problem(
         f"nu_dtype = bfloat16 with adam_b2 = {self.adam_b2}: numbers fall by under half a spacing of it a step, so not",
         ("nu_dtype", "adam_b2"),
@@ -123,10 +123,11 @@ class TrainingConfig(Checked):
       ("remat_offload", "remat_policy"),
       f"remat_offload = {self.remat_offload} with remat_policy: {self.remat_policy}",
     )
+    kept = "full" if self.remat_offload == "layer_inputs" else "save_outputs"
     if self.remat_offload != "none" and self.remat_policy == "none":
       yield Problem(
         f"{said}, which keeps whatever the gradient needs", keys,
-        "set remat_policy to what is to be kept, as in remat_policy=full, or leave remat_offload out",
+        f"set remat_policy to what is to be kept, as in remat_policy={kept}, or leave remat_offload out",
       )  # fmt: skip
     if self.remat_offload in ("kept", "all") and self.remat_policy == "full":
       yield Problem(

@@ -11,8 +11,8 @@ _HELD_OUT = (
   "training, whether or not anything evaluated them)"
 )
 _NOTHING_HELD_OUT = (
-  "(every document was trained on, since eval_interval was not set: leave it out again, or evaluate files of their own, "
-  "eval_path)"
+  "(every document was trained on, since eval_interval was not set: leave it out again, or evaluate files of their own "
+  "(eval_path) where the dataset is of files)"
 )
 
 

@@ -93,8 +93,8 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
     for file in found[name]:
       if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
-          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={dataset}\n  fix: files of one kind, or "
-          "sources by name, of which each may have its own"
+          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={dataset}\n  fix: dataset={kind}, "
+          "files of one kind, or sources by name, of which each may have its own"
         )
       if (other := owners.setdefault(os.path.realpath(file), name)) != name:
         raise UserError(

@@ -98,7 +98,7 @@ def _may_copy(axis: str, size: int, axes: Axes, mesh: Mesh) -> bool:
 
 def _fault(what: str, size: int, axis: str, axes: Axes, mesh: Mesh) -> str:
   names, devices = " x ".join(axes), math.prod(mesh.shape[a] for a in axes)
-  possible = " or ".join(str(n) for n in range(1, devices) if size % n == 0)
+  possible = " or ".join(str(n) for n in range(1, devices) if size % n == 0 and mesh.size % n == 0)
   whole = "" if axis == "sequence" else f", or sharding_rules='{{{axis}: null}}' to have all on every device"
   return (
     f"{what} cannot be split over the {devices} devices of the mesh axis {names}\n"

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, compatibility, manifest, restore
@@ -16,7 +15,6 @@ from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.storage import Place
-from maxtext_like.training import loss_scale
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
 
@@ -28,16 +26,9 @@ def read_state(directory: Path | Place, program: TrainProgram) -> State:
   """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
   stored = manifest.read(directory)
   alone = program.adapter is not None and adapter_step.holds_adapter_alone(stored)
-  like = dict(program.abstract_stored if alone else program.abstract_state)
-  fresh = like.pop("loss_scale", None)
-  if fresh is not None and any(name.startswith("loss_scale.") for name in stored.leaves):
-    like["loss_scale"] = fresh
+  like = program.abstract_stored if alone else program.abstract_state
   found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
-  state = program.completed(found.state, base_weights(program, found)[0] if alone else found.state["params"])
-  if fresh is not None and "loss_scale" not in state:
-    start = loss_scale.initial(program.config.training.loss_scale_init)
-    state["loss_scale"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), start, fresh)
-  return state
+  return program.completed(found.state, base_weights(program, found)[0] if alone else found.state["params"])
 
 
 def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any, adapter_step.Base]:

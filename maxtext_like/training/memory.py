@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxtext_like.config.schema import Config
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
@@ -432,9 +433,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
     said = ", ".join(f"{key} = {to_text(value)}" for key, value in keys.items() if value not in ("none", False))
     words = [] if t.remat_offload == "none" else ["a smaller per_device_batch_size", "remat_offload=none"]
     if t.optimizer_memory_host_offload:
-      moments = (("mu_dtype", make_rule(t).first), ("nu_dtype", make_rule(t).second))
-      eight = [f"{key}=dynamic8" for key, moment in moments if moment and getattr(t, key) != "dynamic8"]
-      words += [*([" ".join(eight)] if eight else []), f"{on_host.KEY}=false"]
+      words += [*filter(None, [_eight_bits(t)]), f"{on_host.KEY}=false"]
     words += [f"{PINNED} above {room.bytes >> 30} where the host has more"] if room.source.startswith(PINNED) else []
     raise DoesNotFitError(
       f"{said}: {together / GB:.1f} GB of the host's memory are needed for "
@@ -442,6 +441,13 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
       f"what to try: {', or '.join(words)}"
     )
   return need, limit
+
+
+def _eight_bits(training: TrainingConfig) -> str:
+  """What stores all moments that there are in 8 bits; "" where it is so, or there are none."""
+  rule = make_rule(training)
+  moments = (("mu_dtype", rule.first), ("nu_dtype", rule.second))
+  return " ".join(f"{key}=dynamic8" for key, moment in moments if moment and getattr(training, key) != "dynamic8")
 
 
 def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -> str:
@@ -452,7 +458,10 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
   lines = []
   if t.per_device_batch_size > 1:
     now, same = t.per_device_batch_size, t.per_device_batch_size * t.gradient_accumulation_steps
-    lines.append(f"per_device_batch_size=1 (now {now}); gradient_accumulation_steps={same} makes the same update of it")
+    update = (
+      "" if t.optimizer_in_backward or same % 1 else f"; gradient_accumulation_steps={same:g} makes the same update of it"
+    )
+    lines.append(f"per_device_batch_size=1 (now {now:g}){update}")
   if t.remat_policy != "full":
     lines.append(f"{full} (now {t.remat_policy}): activations are computed again instead of kept")
   elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
@@ -463,15 +472,20 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
   if limit is not None and states > limit.bytes:
     ways = math.ceil(states * program.model.mesh.shape["fsdp"] / (0.8 * limit.bytes))
     lines.append(f"shard over more devices: about {ways} like this one (ici_fsdp_parallelism)")
+  if eight := _eight_bits(t):
+    lines.append(f"{eight}: moments of 8 bits")
   if smaller := program.step.optimizer.rule.smaller:
-    lines.append(smaller)
+    usual = "" if t.mu_dtype is None and t.nu_dtype == "float32" else " mu_dtype=null nu_dtype=float32"
+    lines.append(f"{smaller}{usual}: moments that take next to nothing")
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
-    lines.append("weight_dtype=bfloat16: half the parameters and gradients, at a loss of accuracy")
-  if not t.optimizer_in_backward and t.gradient_accumulation_steps == 1 and program.adapter is None:
+    half = "half the parameters and gradients" if program.adapter is None else "half of the weights that are not quantised"
+    lines.append(f"weight_dtype=bfloat16: {half}, at a loss of accuracy")
+  apart = t.gradient_accumulation_steps == 1 and program.adapter is None and not program.config.logging.numerics_every
+  if not t.optimizer_in_backward and apart:
     lines.append(f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/performance.md)")
   moments = t.optimizer_in_backward and t.scan_layers and not t.optimizer_memory_host_offload and _platform(program) != "cpu"
   if moments and 5 * need.optimizer > need.total:
     lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")
-  if not t.trainable_parameters_mask:
+  if not t.trainable_parameters_mask and program.adapter is None and t.vision_tower is None:
     lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

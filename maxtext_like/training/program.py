@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, require_dropout, with_base
+from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.checkpoint.given_adapter import with_given
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
@@ -116,11 +117,14 @@ class TrainProgram:
       "step": jnp.zeros((), jnp.int32),
       "params": params,
       "opt_state": self.step.optimizer.init(self.selection.split(params)[0]),
-      **self.step.begun(),
+      **self._begun(),
     }
-    if self.config.precision.dtype == "float16":
-      state["loss_scale"] = loss_scale.initial(self.config.training.loss_scale_init)
     return state
+
+  def _begun(self) -> State:
+    """What a state has besides, and begins anew where a checkpoint lacks it."""
+    t, scaled = self.config.training, self.config.precision.dtype == "float16"
+    return self.step.begun() | ({LOSS_SCALE: loss_scale.initial(t.loss_scale_init)} if scaled else {})
 
   def stored(self, state: State) -> State:
     """What a checkpoint keeps of a state: with an adapter, the adapter alone of the parameters."""
@@ -144,7 +148,7 @@ class TrainProgram:
       stored: what ``stored`` gave; what it lacks of what a step remembers begins anew.
       weights: of the model, which stay as they are; of no use without an adapter.
     """
-    anew = {name: jax.device_put(x, replicated(self.model.mesh)) for name, x in self.step.begun().items() if name not in stored}
+    anew = {name: jax.device_put(x, replicated(self.model.mesh)) for name, x in self._begun().items() if name not in stored}
     return {**stored, **anew} if self.adapter is None else {**stored, **anew, "params": {**weights, **stored["params"]}}
 
   @functools.cached_property

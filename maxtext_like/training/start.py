@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.checkpoint.adapter_step import Base
+from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.restore import Restored
 from maxtext_like.checkpoint.weight_sources import located
+from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.errors import RetryableError
 from maxtext_like.masking import masked
@@ -98,7 +100,7 @@ def prepare(
         look, initial = looking.result(), None if first is None else first.result()
       kept.write()
       if restored is not None:
-        step, state = restored.step, program.completed(restored.state, below)
+        step, state = restored.step, program.completed(_kept(restored, program.config), below)
       elif initial is not None:
         state = initial(np.uint32(program.config.training.seed % 2**32))
       else:
@@ -119,6 +121,13 @@ def _require_counted_from(program: TrainProgram, data: DataSource, restored: Res
     raise RetryableError(
       f"the newest step is damaged, and from step {restored.step} on the epochs end with step {last}; the same command goes on"
     )
+
+
+def _kept(restored: Restored, config: Config) -> State:
+  """The state but for the loss scale, where another first one is configured than was then: it begins anew."""
+  was = restored.config.get("training", {}).get("loss_scale_init")
+  anew = was not in (None, config.training.loss_scale_init)
+  return {name: x for name, x in restored.state.items() if not (anew and name == LOSS_SCALE)}
 
 
 def _below(program: TrainProgram, params: Any) -> Base:

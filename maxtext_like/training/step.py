@@ -234,6 +234,7 @@ class TrainStep:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | survival | optional_metrics(losses, scaling)
 
+  @jax.named_scope("parameters")  # by which ``what_to_try`` knows what overflows from moments that do
   def moved(self, params: Any, direction: Any, rate: jax.Array) -> Any:
     """Parameters ``rate`` times the direction further down, float32.
 
@@ -245,7 +246,7 @@ class TrainStep:
       change = self.watch("update", change)
     return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
 
-  @jax.named_scope("parameters")  # by which ``what_to_try`` knows their dtype from that of the moments
+  @jax.named_scope("parameters")
   def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0) -> Any:
     """Updated parameters in the dtypes that they are stored in.
 

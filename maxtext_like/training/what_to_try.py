@@ -59,11 +59,15 @@ def what_to_try(config: Config, failed: str, cause: Spot | None = None) -> list[
       "init_from= another checkpoint and a new run_name, which begins with a fresh optimizer",
     ]
   found = [key.remedy(vars(p)) for key in REMEDIES if _helps(key, config, failed, cause)]
+  if failed == "parameters" and config.adapter.trained:  # which is float32 whatever weights are
+    found = []
+  elif failed == "parameters" and t.stochastic_rounding:  # of 16 bits alone
+    found = [f"{key} stochastic_rounding=false" for key in found]
   slower = f"a lower learning_rate (now {t.learning_rate:g})"
   if failed == "optimizer":
     if t.gradient_clipping_threshold == 0:
       found.append("gradient_clipping_threshold=1")
-    if p.weight_dtype == "float16" and t.mu_dtype is None and make_rule(t).first:
+    if p.weight_dtype == "float16" and t.mu_dtype is None and make_rule(t).first and not config.adapter.trained:
       found.append("mu_dtype=float32")
     return [*found, "a look at the data and the loss: its gradients are enormous"]
   if failed == "parameters":

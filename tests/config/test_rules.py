@@ -78,6 +78,31 @@ def test_conflicts(name, words, reason):
 
 
 @pytest.mark.parametrize(
+  ("words", "fix"),
+  [
+    (["optimizer_memory_host_offload=true"], "fix: set optimizer_in_backward=true"),
+    (["optimizer_memory_host_offload=true", "lora_rank=4"], "fix: leave it out: this run cannot have optimizer_in_backward"),
+    (["optimizer_memory_host_offload=true", "gradient_accumulation_steps=2"], "fix: leave it out"),
+    (["optimizer_memory_host_offload=true", "numerics_every=5"], "fix: leave it out"),
+    (["remat_policy=none", "remat_offload=kept"], "as in remat_policy=save_outputs"),
+    (["remat_policy=none", "remat_offload=layer_inputs"], "as in remat_policy=full"),
+    (["eval_interval=2", "eval_fraction=0"], "as in eval_fraction=0.05, or set eval_interval to 0"),
+    (["eval_interval=2", "eval_path=/tmp/a.txt"], "fix: leave eval_path out, or set dataset to "),
+    (["dataset=jsonl"], "as in dataset_path=/data/*.jsonl"),
+    (["dataset=text"], "as in dataset_path=/data/*.txt"),
+  ],
+)
+def test_a_fix_is_one_that_the_next_rule_takes(words, fix):
+  assert fix in error("gemma3-tiny", *words)
+
+
+def test_moments_that_a_rule_has_not_got_are_not_judged():
+  """Their other values would be refused in turn, where the optimizer is made."""
+  assert load_config("gemma3-tiny", ["opt_type=lion", "nu_dtype=bfloat16", "adam_b2=0.999"]).config
+  assert "set nu_dtype=dynamic8" in error("gemma3-tiny", "nu_dtype=bfloat16", "adam_b2=0.999")
+
+
+@pytest.mark.parametrize(
   ("word", "said"),
   [
     ("optimizer_in_backward=true", "{adapter} with optimizer_in_backward: true"),

@@ -247,7 +247,7 @@ def test_a_state_of_when_each_process_had_a_stream_of_its_own(make, path):
     ({"data_shuffle_seed": 3}, "data_shuffle_seed: was 0, is 3"),
     ({"length": 17}, "max_target_length: was 16, is 17"),
     ({"eval_fraction": 0.1}, r"eval_fraction: was 0\.0, is 0\.1"),
-    ({"eval_fraction": 0.1}, r"every document was trained on, since eval_interval was not set: .* eval_path"),
+    ({"eval_fraction": 0.1}, r"every document was trained on, since eval_interval was not set: .*eval_path"),
     ({"special_tokens_in_text": "parse"}, "special_tokens_in_text: was literal, is parse"),
     ({"dataset_documents_max": 20}, "documents: was 40, is 20"),
     ({"dataset": "text"}, "dataset: was jsonl, is text"),

@@ -1,8 +1,11 @@
 """Dynamic loss scaling: halve and forget, count and double, within bounds."""
 
+import json
+
 import jax.numpy as jnp
 import pytest
 
+from maxtext_like.cli.main import main
 from maxtext_like.training import loss_scale
 
 
@@ -32,3 +35,18 @@ def test_updated(before, expected):
 def test_initial():
   state = loss_scale.initial(1024.0)
   assert (float(state["scale"]), int(state["good_steps"])) == (1024.0, 0)
+
+
+@pytest.mark.slow
+def test_it_begins_anew_with_float16_and_with_another_first_one(tmp_path):
+  """A run leaves float16 where x-ray says so, and comes back; a lower first scale counts at a resume too, once."""
+  words = ["qwen3-tiny", "num_decoder_layers=1", "max_target_length=16", "per_device_batch_size=1", "checkpoint_period=1"]
+  words += [f"output_dir={tmp_path}", "run_name=a", f"compilation_cache_dir={tmp_path}/cache"]
+  scales = []
+  for steps, more in enumerate(
+    (["dtype=float16"], ["dtype=float16", "loss_scale_init=256"], ["dtype=float16", "loss_scale_init=256"],
+     ["dtype=bfloat16", "loss_scale_init=256"], ["dtype=float16", "loss_scale_init=256"]), 1
+  ):  # fmt: skip
+    assert main(["train", *words, f"steps={steps}", *more]) == 0
+    scales.append(json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1]).get("loss_scale"))
+  assert scales == [32768, 256, 256, None, 256]

@@ -303,6 +303,25 @@ def test_a_remedy_is_not_refused_with_the_offload_that_is_there(words, tried):
   assert tried in memory.remedies(program, memory.estimate(program), None)
 
 
+@pytest.mark.parametrize(
+  ("words", "tried", "not_tried"),
+  [
+    ([], ["gradient_accumulation_steps=4 makes the same", "mu_dtype=dynamic8 nu_dtype=dynamic8: ", "rank=32: moments"], []),
+    (["optimizer_in_backward=true"], ["per_device_batch_size=1 (now 4)\n"], ["gradient_accumulation"]),
+    (["mu_dtype=dynamic8"], ["  - nu_dtype=dynamic8: ", "rank=32 mu_dtype=null nu_dtype=float32: moments"], []),
+    (["opt_type=lion"], ["  - mu_dtype=dynamic8: "], ["nu_dtype", "adafactor"]),
+    (["opt_type=adafactor"], [], ["dynamic8"]),
+    (["numerics_every=5"], [], ["optimizer_in_backward"]),
+    (["lora_rank=2"], ["half of the weights that are not quantised"], ["mask=", "optimizer_in_backward"]),
+  ],
+)
+def test_remedies_are_those_that_this_run_can_have(words, tried, not_tried):
+  program = make_program(load_config("qwen3-tiny", ["num_decoder_layers=2", "per_device_batch_size=4", *words]).config)
+  said = memory.remedies(program, memory.estimate(program), None)
+  assert all(word in said for word in tried), said
+  assert not any(word in said for word in not_tried), said
+
+
 def test_what_fits_is_not_refused(monkeypatch):
   monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
   need, limit = memory.require_fit(make_program(load_config("gemma4-tiny").config))

@@ -27,10 +27,7 @@ class AdamW:
 
   bounded_to: ClassVar[float] = math.inf
   whole: ClassVar[bool] = False
-  smaller: ClassVar[str | None] = (
-    "mu_dtype=dynamic8 nu_dtype=dynamic8: moments of 8 bits; or opt_type=adafactor adafactor_momentum_rank=32, whose moments "
-    "take next to nothing"
-  )
+  smaller: ClassVar[str | None] = "opt_type=adafactor adafactor_momentum_rank=32"
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = "nu"
 

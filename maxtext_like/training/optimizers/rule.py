@@ -34,7 +34,7 @@ class Rule(Protocol):
     first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
       there is none.
     whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
-    smaller: what takes less memory than this rule, as a remedy where a run does not fit; None: nothing.
+    smaller: keys of another rule, whose moments take next to no memory, as a remedy where a run does not fit; None: none.
   """
 
   bounded_to: ClassVar[float]
