@@ -121,7 +121,7 @@ def step_of_adapter(directory: Any) -> tuple[Any, manifest.Manifest]:
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   if not adapter_step.holds_adapter_alone(stored):
-    raise UserError(f"{step}: holds a whole model and no adapter\n  fix: name it as the checkpoint itself")
+    raise UserError(f"{step}: holds a whole model and no adapter\n  fix: name it as the checkpoint, to train in init_from")
   return step, stored
 
 

@@ -50,9 +50,10 @@ def cross_problems(
     )  # fmt: skip
   if config.adapter.trained and config.training.trainable_parameters_mask:
     key = _adapter_key(config)
+    which = "say in lora_modules which weights have one, and " if key == "lora_rank" else ""
     yield Problem(
       f"trainable_parameters_mask with {key} = {getattr(config.adapter, key)}", ("trainable_parameters_mask", key),
-      "the adapter alone is trained: say in lora_modules which weights have one, and leave trainable_parameters_mask out",
+      f"the adapter alone is trained: {which}leave trainable_parameters_mask out",
     )  # fmt: skip
   yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.trained:
