@@ -19,7 +19,8 @@ Axes = tuple[str, ...]
 
 
 def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
-  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among.
+  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among, and one of
+  which tokens are split over some axes of the experts only.
 
   Key-value heads that are fewer than the devices may be copied (``copied``).
 
@@ -39,6 +40,13 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
   if length % rules.ways("sequence", mesh):
     axes = rules.mesh_axes("sequence", mesh)
     faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
+  if any("expert" in p.axes for p in jax.tree.leaves(spec)):
+    experts, tokens = rules.mesh_axes("expert", mesh), {*rules.mesh_axes("batch", mesh), *rules.mesh_axes("sequence", mesh)}
+    if 0 < len(own := [a for a in experts if a in tokens]) < len(experts):
+      faults.append(
+        f"experts lie on the mesh axes {' x '.join(experts)}, of which tokens are split over {' x '.join(own)} only\n"
+        f"  fix: sharding_rules='{{expert: [{', '.join(own)}]}}'"
+      )
   if faults:
     raise UserError("\n".join(faults))
 

@@ -32,6 +32,12 @@ TENSOR = "ici_tensor_parallelism"
     ("gemma4-tiny", [f"{TENSOR}=2", "sharding_rules={mlp: [fsdp, tensor]}", "mlp_dim=386"], "8 .* axis fsdp x tensor"),
     ("deepseek3.2-tiny", [f"{TENSOR}=4", "indexer_n_heads=2"], r"index_heads of 2 \(stack"),
     ("qwen3-moe-tiny", ["ici_expert_parallelism=4", "num_experts=6"], r"expert of 6 .* 4 devices of the mesh axis expert"),
+    ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=102"], r"mlp of 102 .*\n  fix: 1 or 2 devices"),  # 3 do not divide the 8
+    (
+      "qwen3-moe-tiny",
+      ["ici_expert_parallelism=2", f"{TENSOR}=2", "sharding_rules={expert: [expert, tensor]}"],
+      r"experts lie on the mesh axes expert x tensor, .* over expert only\n  fix: sharding_rules='{expert: \[expert\]}'",
+    ),
     (
       "gemma4-tiny",
       ["ici_context_parallelism=4", "max_target_length=66"],
