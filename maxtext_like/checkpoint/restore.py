@@ -73,7 +73,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   import jax.numpy as jnp
 
   if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
-    like = {name: x for name, x in like.items() if name not in lacking}
+    like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
   wanted = tree.flatten(like)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}

@@ -19,6 +19,7 @@ from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.models.row_norms import row_labels, state_labels
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.storage import Place
+from maxtext_like.training import loss_scale
 from maxtext_like.training.finiteness import FinitenessGuard
 from maxtext_like.training.initial_state import read_state
 from maxtext_like.training.loop import Loop
@@ -217,8 +218,9 @@ def run(request, tmp_path) -> Path | Place:
 def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
-  alike = {"adapter": None, "completed": lambda stored, weights: stored}
-  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), **alike)
+  begun = {"loss_scale": loss_scale.initial(config.training.loss_scale_init)}
+  completed = lambda stored, weights: begun | stored  # as of a ``TrainProgram``
+  program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None, completed=completed)
   with pytest.raises(UserError, match="holds no failed step\n"):
     failed_step.find(run)
   failed_step.keep(program, run / "failed_step", 1, state, toy_batch(), "why\nand what to do")
@@ -228,7 +230,9 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   assert not json.loads((kept.state / "COMPLETE.json").read_text())["finite"]
   jax.tree.map(np.testing.assert_array_equal, read_state(kept.state, program), state)
   wide = {name: x for name, x in state.items() if name != "loss_scale"}
-  as_float32: Any = SimpleNamespace(config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), **alike)
+  as_float32: Any = SimpleNamespace(
+    config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), adapter=None, completed=lambda stored, weights: stored
+  )
   assert "loss_scale" not in read_state(kept.state, as_float32)
   failed_step.keep(as_float32, run / "failed_step", 1, wide, toy_batch(), "why")
   assert float(read_state(failed_step.find(run).state, program)["loss_scale"]["scale"]) == 2.0**24
