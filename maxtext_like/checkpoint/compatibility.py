@@ -30,7 +30,7 @@ _STATE_KEYS = frozenset(
       "vision_tower",
     )
   }
-  | {"precision.dtype", "vision.use_multimodal", *_MAPPINGS}
+  | {"vision.use_multimodal", *_MAPPINGS}
   | {
     f"adapter.{key}"
     for key in (

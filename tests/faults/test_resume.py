@@ -135,7 +135,6 @@ def test_going_on_with_other_values_from_steps_behind_links(train, a):
     ({"init_from": "/nowhere"}, "init_from: /nowhere does not exist"),
     ({"data_shuffle_seed": 5}, "data_shuffle_seed: was 0, is 5"),
     pytest.param({"opt_type": "lion"}, 'training.opt_type: checkpoint "adamw", this run "lion"', marks=pytest.mark.slow),
-    pytest.param({"dtype": "float16"}, 'precision.dtype: checkpoint "float32", this run "float16"', marks=pytest.mark.slow),
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
