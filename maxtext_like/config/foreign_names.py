@@ -53,6 +53,8 @@ _LORA = "lora_rank=16 lora_modules=[all-linear]"
 _PART = "trainable_parameters_mask=[PATTERN, ...] to train a part"
 _CALL = "or in Python maxtext_like."
 _METRICS = "metrics go to metrics.jsonl, TensorBoard and report.html, and where a key asks for it to W&B or MLflow"
+_TOWER = "what is trained of the vision tower is one key: frozen, projector, trained or adapted"
+_REMAT = "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full"
 
 NAMES: dict[str, Foreign] = {
   **_renamed("objective", "training_objective", "loss_type", "loss_fn"),
@@ -111,15 +113,11 @@ NAMES: dict[str, Foreign] = {
     "mixed_precision", "precision", "torch_dtype", "compute_type", "compute_dtype", "param_dtype", "amp",
   ),
   **_told(
-    "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full",
-    "remat_policy=full",
+    _REMAT, "remat_policy=full",
     "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing", "remat", "recompute",
     "enable_activation_checkpointing", "activation_checkpoint",
   ),
-  **_told(
-    "what the backward pass computes again is remat_policy: none, minimal, save_mlp, save_outputs, save_attention, full",
-    "remat_policy=none", "disable_gradient_checkpointing",
-  ),
+  **_told(_REMAT, "remat_policy=none", "disable_gradient_checkpointing"),
   **_told(
     "what waits in the host's memory for the backward pass is remat_offload: none, layer_inputs, kept, all",
     "remat_policy=full remat_offload=layer_inputs",
@@ -206,18 +204,12 @@ NAMES: dict[str, Foreign] = {
   **_renamed("lora_rslora", "use_rslora"),
   **_renamed("lora_dora", "use_dora"),
   **_told(
-    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=frozen",
+    _TOWER, "vision_tower=frozen",
     "freeze_vision_tower", "freeze_vision_encoder_params", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner",
     "freeze_vision_model",
   ),
-  **_told(
-    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=trained",
-    "finetune_vision_layers", "unfreeze_vision_tower",
-  ),
-  **_told(
-    "what is trained of the vision tower is one key: frozen, projector, trained or adapted", "vision_tower=projector",
-    "tune_mm_mlp_adapter",
-  ),
+  **_told(_TOWER, "vision_tower=trained", "finetune_vision_layers", "unfreeze_vision_tower"),
+  **_told(_TOWER, "vision_tower=projector", "tune_mm_mlp_adapter"),
   **_told("weights are quantised below an adapter alone", "lora_rank=16 base_weights=int8", "load_in_8bit", "int8"),
   **_told(_HUB, "tokenizer=FILE, init_from=DIRECTORY", "use_auth_token", "token", "trust_remote_code"),
   **_told(_AXES, "ici_fsdp_parallelism=-1, which shards parameters over all devices", "fsdp", "deepspeed", "zero_stage"),
