@@ -22,6 +22,7 @@ ORDER = (
     "strict_json",
     "targets",
   ),
+  ("typed_command",),
   ("layers",),
   ("numerics",),
   ("registry",),

@@ -5,6 +5,7 @@ Each gets the variables that a launcher on a pod would set. What they print is s
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import IO
 
 from maxtext_like.errors import UserError
+from maxtext_like.typed_command import VARIABLE, typed_words
 
 _TICK_SECONDS = 0.05
 # What each process does first, since to be asked before its program begins it would have to be forked, which JAX warns of: it
@@ -126,6 +128,7 @@ def _start(
   words: Sequence[str], address: str, count: int, index: int, devices: int | None, gpus: list[str]
 ) -> subprocess.Popen[bytes]:
   environment = dict(os.environ)
+  environment |= {VARIABLE: shlex.join(typed_words())}
   environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
   environment["PYTHONUNBUFFERED"] = "1"
   if devices is not None:

@@ -113,7 +113,7 @@ class LoggingConfig(Checked):
   sample_prompts: tuple[str, ...]
   sample_tokens: int
   sample_temperature: float
-  log_interval: int
+  log_interval: int | None
   profile_steps: str | None
   compilation_cache_dir: str | None
 

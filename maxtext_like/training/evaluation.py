@@ -10,7 +10,7 @@ import numpy as np
 from maxtext_like.data.loader import DataSource
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.progress import Progress, compile_notice
+from maxtext_like.training.progress import Progress
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.watchdog import Watchdog
 
@@ -40,7 +40,7 @@ class Evaluation:
     """
     if self._compiled is None:
       try:
-        with self._goodput.phase("compile"), compile_notice(self._progress):
+        with self._goodput.phase("compile"), self._progress.waiting("compiling the evaluation"):
           self._compiled = self._stop.interruptible(lambda: self._program.lower_eval().compile())
       except StopAsked:
         return None

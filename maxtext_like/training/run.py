@@ -41,11 +41,12 @@ from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
-from maxtext_like.training.progress import Progress, Shown, duration
+from maxtext_like.training.progress import Progress, Shown
 from maxtext_like.training.restarts import Restarts
 from maxtext_like.training.run_checkpoints import finished, newest_begun, open_manager, open_mirror
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.samples import Samples
+from maxtext_like.training.screens import duration
 from maxtext_like.training.signals import StopAsked, StopRequest
 from maxtext_like.training.sinks import report
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read
@@ -116,7 +117,7 @@ class _Run:
   def __init__(self, loaded: Loaded, explainer: MakeExplainer, stop: StopRequest, shown: Shown, heartbeat: Heartbeat):
     self._loaded, self._config, self._explainer, self._stop = loaded, loaded.config, explainer, stop
     self._heartbeat, self._peers_seconds = heartbeat, loaded.config.watchdog.watchdog_peers_seconds
-    self._goodput = Goodput()
+    self._goodput, self._began = Goodput(), time.monotonic()
     self._directory: RunDirectory = run_directory(self._config)
     self._watchdog = Watchdog(self._config.watchdog.limits())
     self._progress = Progress(self._config.training.steps or 0, self._config.logging.log_interval, shown)
@@ -144,7 +145,8 @@ class _Run:
         restarts = Restarts(directory, newest, c.watchdog.max_restarts_without_progress)
         processes.on_primary(lambda: stack.enter_context(restarts), self._peers_seconds)
       stack.enter_context(_stopped_at_start(self._stop))
-      opened = self._open()
+      with progress.waiting("building the model and opening the data"):
+        opened = self._open()
       if (finished := self._first(lambda: self._look_at_checkpoints(opened))) is not None:
         progress.say(finished)
         return finished
@@ -298,11 +300,14 @@ class _Run:
     begin, steps = time.monotonic(), self._config.training.last_step
     outcome = "interrupted by an error of the program"
     try:
+      self._progress.begin(start)
       loop.run(start)
       self._heartbeat.leave()
       done = steps if loop.stopped_early is None else loop.finished
-      how = f"{steps} steps" if loop.stopped_early is None else f"{loop.stopped_early}; {done} steps"
-      outcome = f"finished: {how}, {done - start} of them now, in {duration(time.monotonic() - begin)}"
+      how = f"{steps:,} steps" if loop.stopped_early is None else f"{loop.stopped_early}; {done:,} steps"
+      how += f", {done - start:,} of them since this start" if start else ""
+      whole = duration(time.monotonic() - self._began)
+      outcome = f"finished: {how}; {duration(time.monotonic() - begin)} of training, {whole} with start and compilation"
       if (best := loop.best) is not None and best.step is not None and self._config.checkpoint.keep_best:
         self._progress.say(f"best    eval loss {best.loss:.4f} after step {best.step}, in {self._directory.checkpoints / BEST}")
     except ExitError as error:

@@ -17,8 +17,6 @@ import logging
 import os
 import platform
 import secrets
-import shlex
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -29,9 +27,10 @@ from typing import Any, NoReturn
 
 from maxtext_like import atomic
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.masking import masked, masked_words
+from maxtext_like.masking import masked
 from maxtext_like.storage import Place
 from maxtext_like.training.watchdog import end_now
+from maxtext_like.typed_command import typed_command
 
 _log = logging.getLogger(__name__)
 LOCK_NAME = "run.lock"
@@ -71,7 +70,7 @@ def _identity() -> dict[str, Any]:
     "pid": os.getpid(),
     "start_ticks": _start_ticks(os.getpid()),
     "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-    "command": shlex.join(masked_words(sys.argv)),
+    "command": typed_command(),
     "token": secrets.token_hex(8),
   }
 

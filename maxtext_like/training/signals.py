@@ -8,20 +8,19 @@ nothing is to be saved is done on a thread too (``StopRequest.interruptible``), 
 
 import contextlib
 import os
-import shlex
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
+from maxtext_like import own_process
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
 from maxtext_like.left_behind import leave_behind
-from maxtext_like.masking import masked_words
 from maxtext_like.sharding.processes import Agreement
 from maxtext_like.training.sinks.output import say_on_stderr
+from maxtext_like.typed_command import VARIABLE, typed_command
 
 _QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
 _SIGNALS = (*_QUITTING, signal.SIGHUP)
@@ -190,8 +189,10 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     """
     if checkpoint is None:
       return self._error(f"after step {step}; nothing of it is kept")
-    resume = shlex.join([os.path.basename(sys.executable), *masked_words(sys.argv)])
-    return self._error(f"after step {step}, saved in {checkpoint}; to go on from there: {resume}")
+    # In a notebook or a script of the user, the words of the process are not the call that trained.
+    is_command = own_process.began() is not None or VARIABLE in os.environ
+    resume = f"to continue: {typed_command()}" if is_command else "the same call continues from there"
+    return self._error(f"after step {step}, saved in {checkpoint}; {resume}")
 
   def error_at_start(self) -> StoppedRunError:
     """Returns what ends a run that was stopped before it trained anything."""

@@ -28,7 +28,8 @@ from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights, with_given_adapter
 from maxtext_like.training.kept_programs import KeptPrograms
 from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.progress import Progress, compile_notice, duration
+from maxtext_like.training.progress import Progress
+from maxtext_like.training.screens import duration
 from maxtext_like.training.spikes import EXTRA as SPIKES
 from maxtext_like.training.spikes import Spikes
 from maxtext_like.training.step import State
@@ -69,30 +70,34 @@ def prepare(
   What it reads is read inside ``reading(what)``.
   """
   begin = time.monotonic()
-  with compile_notice(progress), ThreadPoolExecutor(1, "compile") as pool:
-    restored = _restore(program, manager, goodput, reading)
+  c = program.config.checkpoint
+  with ThreadPoolExecutor(1, "compile") as pool:
+    with progress.waiting("reading the newest checkpoint"):
+      restored = _restore(program, manager, goodput, reading)
     if restored is not None:
       for line in changes(restored, program):
         progress.say(masked(line))
       with goodput.phase("restore"):
-        data.set_state(restored.extra["data"], accept_changes=program.config.checkpoint.allow_data_change)
+        data.set_state(restored.extra["data"], accept_changes=c.allow_data_change)
         _require_counted_from(program, data, restored)
       if spikes is not None:
         spikes.set_state(restored.extra.get(SPIKES))
       if best is not None:
         best.set_state(restored.extra.get(BEST), restored.step)
-    with goodput.phase("restore"), reading("the reading of weights"):
-      below, base = None, None
+    # Weights are read first, so that an error in them appears before minutes of compilation.
+    source = c.init_from if restored is None else None
+    below, base, params = None, None, None
+    with goodput.phase("restore"), reading("the reading of weights"), progress.waiting("reading weights"):
       if restored is not None and program.adapter is not None:
         below, base = base_weights(program, restored)
-    # Given weights are read first: what is wrong with them shows before minutes of compilation.
-    source = program.config.checkpoint.init_from if restored is None else None
-    with goodput.phase("restore"), reading("the reading of weights"):
-      params = None if source is None else read_weights(located(source), program.model)
+      if source is not None:
+        params = read_weights(located(source), program.model)
       if program.adapter is not None and params is not None:
         base = _below(program, params)
     # XLA works outside Python's lock, so the programs compile side by side.
-    with goodput.phase("compile"):
+    cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
+    said = f"compile the train step is being compiled{cached}"
+    with goodput.phase("compile"), progress.waiting("compiling the train step", said):
       with kept.compiling():
         first = pool.submit(kept.program("init", program.lower_init)) if restored is None and params is None else None
         looking = pool.submit(kept.program("look", program.lower_look))

@@ -23,6 +23,7 @@ BESIDES = {
     "config.files",
     "config.problems",
     "config.overrides",
+    "typed_command",
   ),
   "sharding",  # of several processes one prints
   "storage",  # a word may be a URL

@@ -94,7 +94,7 @@ def test_the_name_of_another_model_is_no_label():
     ("learning_rate_schedule_steps=-1", "lr_schedule_steps", None),
     ("init_weights_seed=3", "seed", 3),
     ("data_shuffle_seed=3", "data_shuffle_seed", 3),
-    ("log_period=10", "log_interval", 1),
+    ("log_period=10", "log_interval", None),
     ("quantization=''", "dtype", "float32"),
     ("per_device_batch_size=0.5", "per_device_batch_size", 0.5),
     ("dcn_data_parallelism=-1", "ici_data_parallelism", 1),

@@ -42,7 +42,7 @@ def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroke
     text = first.read_text()
     step = train.complete("a")[-1]
     assert f"\nstopped by {number.name} after step {step}, saved in {train.checkpoints('a')}/{step}" in text
-    assert "to go on from there: python" in text
+    assert "; to continue: python " in text
   assert train.losses("a").keys() == set(range(1, step + 1))
   files = [path for path in (train.checkpoints("a") / str(step) / "state").rglob("*") if path.is_file()]
   largest = max(files, key=lambda path: path.stat().st_size)

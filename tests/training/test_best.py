@@ -131,7 +131,7 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
   assert train(workplace, "whole", "steps=20", *WORDS) == 0
   shown = capsys.readouterr().out
   why = "stopped early at step 8 of 20: eval_loss has not fallen in 2 evaluations, the lowest is 2.0000 after step 4"
-  assert f"finished: {why}; 8 steps, 8 of them now" in shown
+  assert f"finished: {why}; 8 steps; " in shown
   assert f"best    eval loss 2.0000 after step 4, in {workplace}/whole/checkpoints/best" in shown
   assert kept(workplace, "whole") == {4, 8}
   assert json.loads((workplace / "whole/checkpoints/best.json").read_text()) == {"step": 4, "eval_loss": 2.0}

@@ -52,7 +52,7 @@ def test_the_first_signal_stops_the_loop(number, code):
   out, err = process.communicate(timeout=120)
   assert process.returncode == code
   assert f"stopped by {number.name} after step " in out
-  assert "saved in runs/a/checkpoints/7; to go on from there: python" in out
+  assert "saved in runs/a/checkpoints/7; the same call continues from there" in out
   assert f"{number.name}: stopping after this step, with a checkpoint; once more to quit now" in err
 
 
