@@ -114,7 +114,7 @@ def test_modules_are_loaded_by_name_only_where_a_table_has_their_names():
     if called & {"import_module", "__import__"}:
       found.add(str(path.relative_to(PACKAGE)))
   tables = {"layers/kernels/attention/registry.py", "layers/kernels/grouped/registry.py", "models/registry.py"}
-  tables |= {"data/registry.py", "training/objectives/registry.py", "training/optimizers/registry.py"}
+  tables |= {"data/registry.py", "data/worker_main.py", "training/objectives/registry.py", "training/optimizers/registry.py"}
   assert found == tables | {"__init__.py", "cli/main.py"}
 
 

@@ -7,8 +7,8 @@ document, wherever the tokenizer has them.
 """
 
 import json
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,22 @@ from maxtext_like import local_copies
 from maxtext_like.config import hub
 from maxtext_like.data.input_files import open_regular
 from maxtext_like.data.special_tokens import SPELLINGS, Spellings
+from maxtext_like.data.tokenizer_libraries import TokenizersLibrary
+from maxtext_like.data.tokenizer_parts import is_bounded
+from maxtext_like.data.worker_main import RefusedError
+from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder beside a tokenizer, with chat templates by name (transformers)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
 AUTO = "auto"
+LIMITS = Limits(
+  open_seconds=60.0, spare_seconds=10.0, call_seconds=0.02, call_seconds_per_character=2e-5, open_bytes=1024 * MIB,
+  call_bytes=512 * MIB, call_bytes_per_character=400,
+)  # fmt: skip
+"""Tokenizers encode 500,000 characters a second and more, in 100 bytes for each, so these are 10 and 4 times what they need."""
+OPENED_BYTES_PER_BYTE = 40  # bytes of memory for each byte of the file; Gemma's 33 MB become 500 MB
 
 
 class Tokenizer(Protocol):
@@ -78,80 +88,106 @@ class BytesTokenizer:
     return data[0] + 3 if len(data) == 1 else None
 
 
-class HuggingFaceTokenizer:
+class _InThisProcess:
+  """A library with the interface of ``worker_process.Program``."""
+
+  def __init__(self, library: TokenizersLibrary):
+    self._library = library
+    self.facts = library.facts()
+
+  def call(self, method: str, *arguments: Any, size: int) -> Any:
+    del size
+    return getattr(self._library, method)(*arguments)
+
+
+class _LibraryTokenizer:
+  """A tokenizer of a library. It runs in the worker process unless all parts of its file are known to be harmless.
+
+  Attributes:
+    vocab_size: the number of ids.
+    files: the tokenizer's files.
+  """
+
+  def __init__(self, kind: str, path: Path):
+    """Raises UserError: too large, damaged, or more time or memory than a tokenizer should take."""
+    self._path = path
+    data = _read(path)
+    self._digest = _digest(data)
+    self._program: Program | _InThisProcess
+    try:
+      if kind == "tokenizer.json" and is_bounded(data):
+        self._program = _InThisProcess(TokenizersLibrary(data))
+      else:
+        self._program = self._in_worker(kind, len(data))
+    except RefusedError as error:
+      raise UserError(f"{path}: {error}") from None
+    self.vocab_size: int = self._program.facts["vocab_size"]
+    self.files: tuple[Path, ...] = (path,)
+
+  def _in_worker(self, kind: str, size: int) -> Program:
+    path = self._path
+
+    def load() -> tuple[bytes]:  # also when the worker that had it is gone, or this process is a fork
+      data = _read(path)
+      if _digest(data) != self._digest:
+        raise UserError(f"{path}: the tokenizer changed while it was in use\n  fix: start again")
+      return (data,)
+
+    limits = replace(LIMITS, open_bytes=LIMITS.open_bytes + OPENED_BYTES_PER_BYTE * size)
+    fix = "tokenizer=PATH of the tokenizer that was published with the model"
+    return Program(kind, f"{path}: the tokenizer", load, limits, fix)
+
+  def _encode(self, method: str, text: str) -> list[int]:
+    text.encode("utf-8")  # raises UnicodeEncodeError for lone surrogates, which the libraries treat differently
+    try:
+      return self._program.call(method, text, size=len(text))
+    except RefusedError as error:
+      raise UserError(
+        f"{self._path}: the tokenizer cannot encode the text {text[:60]!r}{'...' * (len(text) > 60)}: {error}\n"
+        "  fix: tokenizer=PATH of a tokenizer that has tokens for every text"
+      ) from None
+
+  def encode(self, text: str) -> list[int]:
+    return self._encode("encode", text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._program.call("decode", list(ids), size=len(ids))
+
+  def find(self, spelling: str) -> int | None:
+    return self._program.call("find", spelling, size=len(spelling))
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
   """A tokenizer.json, read by the library tokenizers; tokenizer_config.json beside it names the special tokens."""
 
   def __init__(self, path: Path):
     """`path`: the tokenizer.json. Raises UserError: too large, not UTF-8, damaged, names tokens it does not have."""
-    from tokenizers import Tokenizer as Library
-
-    data = _read(path)
-    try:
-      self._library = Library.from_str(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-      raise UserError(f"{path}: not UTF-8 at byte {error.start}: not a tokenizer.json, or damaged") from None
-    except Exception as error:  # the library raises bare Exception
-      raise UserError(f"{path}: not a tokenizer.json that the library tokenizers can read: {error}") from error
-    vocabulary = self._library.get_vocab(with_added_tokens=True)
-    if not vocabulary:
-      raise UserError(f"{path}: the tokenizer has no tokens")
-    self._library.no_truncation()
-    self._library.no_padding()
-    self._lock = threading.Lock()  # over the library's one switch for special tokens
-    self._library.encode_special_tokens = True
-    self.vocab_size = max(vocabulary.values()) + 1
-    self.files = (path,)
+    super().__init__("tokenizer.json", path)
     config_path = path.with_name("tokenizer_config.json")
     config: dict[str, Any] = {}
     if config_path.exists():
       self.files = (path, config_path)
       config = _read_config(config_path)
-    self.bos_id = _special(config, config_path, "bos_token", SPELLINGS["bos"], vocabulary)
-    self.eos_id = _special(config, config_path, "eos_token", SPELLINGS["eos"], vocabulary)
-    self.pad_id = _special(config, config_path, "pad_token", SPELLINGS["pad"], vocabulary)
-    self.special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+    self.bos_id = _special(config, config_path, "bos_token", SPELLINGS["bos"], self.find)
+    self.eos_id = _special(config, config_path, "eos_token", SPELLINGS["eos"], self.find)
+    self.pad_id = _special(config, config_path, "pad_token", SPELLINGS["pad"], self.find)
+    self.special: Mapping[str, int] = self._program.facts["special"]
     # Without the file's name, which a copy beside a checkpoint need not share.
-    self.fingerprint = f"tokenizer.json, {_digest(data)}, bos {self.bos_id}, eos {self.eos_id}"
-
-  def encode(self, text: str) -> list[int]:
-    with self._lock:
-      return self._library.encode(text, add_special_tokens=False).ids
+    self.fingerprint = f"tokenizer.json, {self._digest}, bos {self.bos_id}, eos {self.eos_id}"
 
   def encode_special(self, text: str) -> list[int]:
-    with self._lock:
-      self._library.encode_special_tokens = False
-      try:
-        return self._library.encode(text, add_special_tokens=False).ids
-      finally:
-        self._library.encode_special_tokens = True
-
-  def decode(self, ids: Sequence[int]) -> str:
-    return self._library.decode(list(ids), skip_special_tokens=True)
-
-  def find(self, spelling: str) -> int | None:
-    return self._library.token_to_id(spelling)
+    return self._encode("encode_special", text)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_LibraryTokenizer):
   """A sentencepiece .model."""
 
   def __init__(self, path: Path):
     """Raises UserError: too large or damaged."""
-    from sentencepiece import SentencePieceProcessor
-
-    data = _read(path)
-    try:
-      self._library = SentencePieceProcessor(model_proto=data)  # pyright: ignore[reportCallIssue]
-    except (RuntimeError, OSError, ValueError) as error:
-      raise UserError(f"{path}: not a sentencepiece model, or damaged: {error}") from error
-    self.vocab_size = self._library.get_piece_size()
-    if not self.vocab_size:
-      raise UserError(f"{path}: the sentencepiece model has no pieces")
-    self.bos_id = _none_if_negative(self._library.bos_id())
-    self.eos_id = _none_if_negative(self._library.eos_id())
-    self.pad_id = _none_if_negative(self._library.pad_id())
-    self.files = (path,)
-    self.fingerprint = f"tokenizer.model, {_digest(data)}"
+    super().__init__("sentencepiece", path)
+    facts = self._program.facts
+    self.bos_id, self.eos_id, self.pad_id = (_none_if_negative(facts[name]) for name in ("bos", "eos", "pad"))
+    self.fingerprint = f"tokenizer.model, {self._digest}"
     self._spellings: Spellings | None = None
 
   @property
@@ -160,23 +196,12 @@ class SentencePieceTokenizer:
     return self._find_spellings().special
 
   def _find_spellings(self) -> Spellings:
-    if self._spellings is None:  # not everybody needs it, and Gemma has 262144 pieces to look through
-      library = self._library
-      self._spellings = Spellings({library.id_to_piece(i): i for i in range(self.vocab_size) if library.is_control(i)})
+    if self._spellings is None:
+      self._spellings = Spellings(self._program.call("special", size=self.vocab_size))
     return self._spellings
 
   def encode_special(self, text: str) -> list[int]:
     return self._find_spellings().encode(text, self.encode)
-
-  def encode(self, text: str) -> list[int]:
-    return self._library.encode(text)
-
-  def decode(self, ids: Sequence[int]) -> str:
-    return self._library.decode(list(ids))
-
-  def find(self, spelling: str) -> int | None:
-    token = self._library.piece_to_id(spelling)
-    return token if self._library.id_to_piece(token) == spelling else None  # an unknown piece gives the id of <unk>
 
 
 def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
@@ -253,17 +278,19 @@ def _read_config(path: Path) -> dict[str, Any]:
   return config
 
 
-def _special(config: dict[str, Any], path: Path, key: str, known: Sequence[str], vocabulary: dict[str, int]) -> int | None:
+def _special(
+  config: dict[str, Any], path: Path, key: str, known: Sequence[str], find: Callable[[str], int | None]
+) -> int | None:
   """The id of one special token: named by the config (a string or {"content": ...}; null: none), else by habit."""
   if key not in config:
-    return next((vocabulary[name] for name in known if name in vocabulary), None)
+    return next((i for name in known if (i := find(name)) is not None), None)
   value = config[key]
   name = value.get("content") if isinstance(value, dict) else value
   if name is None:
     return None
-  if name not in vocabulary:
+  if not isinstance(name, str) or (found := find(name)) is None:
     raise UserError(f"{path}: {key} is {name!r}, which the tokenizer.json beside it does not have")
-  return vocabulary[name]
+  return found
 
 
 def _none_if_negative(token: int) -> int | None:

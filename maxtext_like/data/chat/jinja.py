@@ -16,7 +16,7 @@ import xxhash
 from maxtext_like import strict_json
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture
 from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
-from maxtext_like.data.chat.sandbox import bounded_time, compile_template
+from maxtext_like.data.chat.sandbox import compile_template
 from maxtext_like.data.input_files import open_regular
 from maxtext_like.data.tokenizer import MORE_TEMPLATES, Tokenizer
 from maxtext_like.errors import UserError
@@ -130,12 +130,11 @@ class Jinja:
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     if conversation.tools and self._for_tools is not None:
       return self._for_tools.render(conversation, purpose)
-    with bounded_time():
-      tools = self._broken([dict(tool) for tool in conversation.tools]) or None
-      messages = [self._message(message) for message in conversation.messages]
-      whole = self._text(messages, tools, conversation.thinks, purpose == "prompt")
-      self._require_all(conversation, messages, tools, whole, purpose == "prompt")
-      spans = self._spans(conversation, messages, tools, whole) if purpose == "training" else []
+    tools = self._broken([dict(tool) for tool in conversation.tools]) or None
+    messages = [self._message(message) for message in conversation.messages]
+    whole = self._text(messages, tools, conversation.thinks, purpose == "prompt")
+    self._require_all(conversation, messages, tools, whole, purpose == "prompt")
+    spans = self._spans(conversation, messages, tools, whole) if purpose == "training" else []
     out, at, lost = Writer(self.special), 0, 0
     for number, (start, end) in spans:
       out.literal(whole[at:start])

@@ -29,31 +29,42 @@ _SHOWN = 40  # characters of each text
 
 
 def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
-  """Says once that the template beside the tokenizer is not the published one, which is taken, if it gives other text for
-  conversations that every template has; or that it cannot be compared. Without jinja2 nothing is known of it."""
+  """Warns once if the template beside the tokenizer, which is not used, differs from the published one, which is.
+
+  The two are compared on conversations that every template has. A template that cannot be run, or that exceeds a limit of
+  ``worker_process.py``, is reported as not compared. Without jinja2 nothing is compared.
+  """
   if importlib.util.find_spec("jinja2") is None or not tokenizer.files:
     return
   try:
     if (found := find_template(tokenizer.files[0].parent)) is None:
       return
-    own = Jinja(*found, tokenizer)
+    texts = _first_difference(published, Jinja(*found, tokenizer))
   except UserError as error:
     _tell(f"chat_template is auto and takes {published.name}; the model's own cannot be compared with it: {error}")
     return
+  if texts is None:
+    return
+  ours, theirs = texts
+  alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
+  same = max(alike - _SHOWN // 2, 0)
+  _tell(
+    f"chat_template is auto and takes {published.name}, which is published for the family; the model's own is another: "
+    f"{found[1]} has {theirs[same : same + _SHOWN]!r} where {published.name} has {ours[same : same + _SHOWN]!r}. "
+    f"chat_template={found[1]} takes the file, chat_template={published.name} says that it is not meant"
+  )
+
+
+def _first_difference(published: Renderer, own: Renderer) -> tuple[str, str] | None:
+  """The texts of the first conversation for which two templates differ; None if there is no such conversation."""
   for conversation, purpose in _PROBES:
     try:
       ours, theirs = (_text(renderer, conversation, purpose) for renderer in (published, own))
     except RenderError:  # one has no system turn
       continue
     if ours != theirs:
-      alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
-      same = max(alike - _SHOWN // 2, 0)
-      _tell(
-        f"chat_template is auto and takes {published.name}, which is published for the family; the model's own is another: "
-        f"{found[1]} has {theirs[same : same + _SHOWN]!r} where {published.name} has {ours[same : same + _SHOWN]!r}. "
-        f"chat_template={found[1]} takes the file, chat_template={published.name} says that it is not meant"
-      )
-      return
+      return ours, theirs
+  return None
 
 
 def _text(renderer: Renderer, conversation: Conversation, purpose: Purpose) -> str:

@@ -1,149 +1,118 @@
-"""Templates of checkpoints: programs in jinja that nobody has vouched for, run with bounds on time and on size.
+"""Chat templates of checkpoints: unreviewed programs in jinja, run in the worker process.
 
-Jinja's sandbox keeps a template from Python's insides; what it leaves open is here: a loop that does not end, a text that
-doubles with every step. Needs the extra ``chat`` (jinja2).
+Jinja's sandbox keeps a template from Python's internals. ``worker_process.py`` bounds its time and memory, which jinja does
+not: a template can double a text in every step or never end. ``compile_template`` is for the process that wants text;
+``Template`` is what the worker runs. Needs the extra ``chat`` (jinja2).
 """
 
-import contextlib
-import functools
+import importlib.util
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 from maxtext_like.data.chat.rendering import RenderError
+from maxtext_like.data.worker_main import RefusedError
+from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
 
-SECONDS = 5.0  # of all that one conversation needs
-CHARACTERS = 2**24  # of a text on the way, of the whole
-_FILE = "<template>"  # what jinja calls the code of a template that comes from no file
+CHARACTERS = 2**24  # of a rendered conversation
+LIMITS = Limits(
+  open_seconds=5.0, spare_seconds=5.0, call_seconds=0.05, call_seconds_per_character=1e-6, open_bytes=256 * MIB,
+  call_bytes=256 * MIB, call_bytes_per_character=32,
+)  # fmt: skip
+"""Published templates render a small conversation in 0.0002 s and a million characters in 0.1 s, within 20 MiB."""
 
 
 def compile_template(source: str, name: str) -> Callable[..., str]:
-  """A function of a template's variables that renders it, once for each call; within ``bounded_time`` its time is bounded.
+  """A function that renders a template with the variables that it is called with.
+
+  It raises RenderError where the template refuses a conversation, and LimitError, which refuses the template, where it takes
+  more time or memory than a template should.
 
   Args:
     source: the template.
-    name: names it in errors.
+    name: of its file, for errors.
 
   Raises:
-    UserError: jinja2 is not installed, or the template is none.
+    UserError: jinja2 is not installed, or ``source`` is not a template that can be run.
   """
+  if importlib.util.find_spec("jinja2") is None:
+    raise UserError(f"{name}: a jinja template needs jinja2, which is not installed\n  fix: pip install -e '.[chat]'")
+  fix = "chat_template=FILE with another template, or the chat template that was published with the model"
   try:
-    import jinja2
-    from jinja2 import ext, nodes, sandbox
-  except ImportError:
-    raise UserError(f"{name}: a jinja template needs jinja2, which is not installed\n  fix: pip install -e '.[chat]'") from None
-
-  class Bounded(sandbox.ImmutableSandboxedEnvironment):
-    """Sizes of what operators, calls and filters give are looked at."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-      if operator == "**" or (operator == "%" and isinstance(left, str)):
-        raise jinja2.exceptions.SecurityError(f"the operator {operator} is not run")
-      if operator == "*":
-        for many, times in ((left, right), (right, left)):
-          if isinstance(many, str | list | tuple) and isinstance(times, int) and len(many) * times > CHARACTERS:
-            raise jinja2.exceptions.SecurityError("the text grows without bound")
-      return _small(super().call_binop(context, operator, left, right))
-
-    def call(self, context: Any, obj: Any, *args: Any, **keys: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-      return _small(super().call(context, obj, *args, **keys))
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-      wide = attr in ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "replace", "to_bytes")
-      return super().is_safe_attribute(obj, attr, value) and (not wide or (attr == "replace" and isinstance(obj, str)))
-
-  class Generation(ext.Extension):
-    """``{% generation %}``, with which some templates mark what the assistant says, is its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-      next(parser.stream)
-      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-  def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **keys: Any) -> Any:
-      return _small(function(*args, **keys))
-
-    return run
-
-  environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation])
-  for wide in ("center", "format", "indent", "wordwrap", "filesizeformat", "random"):
-    environment.filters.pop(wide)
-  environment.filters = {key: checked(function) for key, function in environment.filters.items()}
-  environment.filters["tojson"] = _to_json
-  environment.globals = {"range": environment.globals["range"], "namespace": environment.globals["namespace"]}
-  environment.globals |= {"dict": dict, "raise_exception": _refuse, "strftime_now": _no_clock}
-  try:
-    tree = _plus_for_tilde(environment.parse(source), nodes)
-    template = jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
-  except jinja2.TemplateError as error:
+    program = Program("template", f"{name}: the chat template", lambda: (source,), LIMITS, fix)
+  except RefusedError as error:
     raise UserError(f"{name}: not a jinja template that can be run: {error}") from None
-  except RecursionError:
-    raise UserError(f"{name}: not a jinja template that can be run: nested too deeply") from None
 
   def render(**variables: Any) -> str:
-    parts, size = [], 0
     try:
-      for part in template.generate(**variables):
-        parts.append(part)
-        size += len(part)
-        if size > CHARACTERS:
-          raise RenderError(f"the chat template gives more than {CHARACTERS} characters")
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-      raise RenderError(f"the chat template refuses: {error}") from None
-    except (RecursionError, MemoryError) as error:
-      raise RenderError(f"the chat template fails: {type(error).__name__}") from None
-    return "".join(parts)
+      return program.call("render", variables, size=_characters(variables))
+    except RefusedError as error:
+      raise RenderError(f"the chat template {error}") from None
 
   return render
 
 
-@contextlib.contextmanager
-def bounded_time() -> Iterator[None]:
-  """RenderError once templates have run for SECONDS inside; works in any thread."""
-  deadline = time.monotonic() + SECONDS
-
-  def at_line(frame: FrameType, event: str, value: Any) -> Any:
-    if time.monotonic() > deadline:
-      raise RenderError(f"the chat template runs for more than {SECONDS:g} s")
-    return at_line
-
-  def at_call(frame: FrameType, event: str, value: Any) -> Any:
-    return at_line(frame, event, value) if frame.f_code.co_filename == _FILE else None
-
-  before = sys.gettrace()
-  sys.settrace(at_call)
-  try:
-    yield
-  finally:
-    sys.settrace(before)
+def _characters(value: Any) -> int:
+  """The characters of all texts in JSON, and one for each value."""
+  if isinstance(value, str):
+    return 1 + len(value)
+  if isinstance(value, dict):
+    return 1 + sum(len(key) + _characters(item) for key, item in value.items())
+  return 1 + sum(map(_characters, value)) if isinstance(value, list | tuple) else 1
 
 
-def _small(value: Any) -> Any:
-  if isinstance(value, str | list | tuple) and len(value) > CHARACTERS:
-    raise RenderError("the chat template's text grows without bound")
-  return value
+class Template:
+  """A template, compiled. In the worker process alone."""
 
+  def __init__(self, source: str):
+    """Raises RefusedError: it does not compile."""
+    import jinja2
+    from jinja2 import ext, sandbox
 
-def _plus_for_tilde(node: Any, nodes: Any) -> Any:
-  """The tree with ``a|string + b|string``, whose size is looked at, for every ``a ~ b``."""
-  for field, value in node.iter_fields():
-    if isinstance(value, list):
-      setattr(node, field, [_plus_for_tilde(item, nodes) if isinstance(item, nodes.Node) else item for item in value])
-    elif isinstance(value, nodes.Node):
-      setattr(node, field, _plus_for_tilde(value, nodes))
-  if not isinstance(node, nodes.Concat):
-    return node
-  texts = [nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes]
-  return functools.reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), texts)
+    class Generation(ext.Extension):
+      """``{% generation %}``, with which some templates mark what the assistant says, is its body."""
+
+      tags = {"generation"}  # noqa: RUF012
+
+      def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
+    )
+    environment.filters.pop("random")  # the same record would give another text every time
+    environment.filters["tojson"] = _to_json
+    environment.globals = {"range": environment.globals["range"], "namespace": environment.globals["namespace"]}
+    environment.globals |= {"dict": dict, "raise_exception": _refuse, "strftime_now": _no_clock}
+    try:
+      self._template = environment.from_string(source)
+    except (jinja2.TemplateError, ArithmeticError, ValueError, TypeError) as error:  # constants are computed as it compiles
+      raise RefusedError(str(error)) from None
+    except RecursionError:
+      raise RefusedError("nested too deeply") from None
+
+  def facts(self) -> dict[str, Any]:
+    """Nothing is to be known of it."""
+    return {}
+
+  def render(self, variables: dict[str, Any]) -> str:
+    """The text of a conversation. Raises RefusedError: the template fails, or gives too much."""
+    from jinja2 import TemplateError
+
+    parts, size = [], 0
+    try:
+      for part in self._template.generate(**variables):
+        parts.append(part)
+        size += len(part)
+        if size > CHARACTERS:
+          raise RefusedError(f"gives more than {CHARACTERS} characters")
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+      raise RefusedError(f"refuses: {error}") from None
+    except RecursionError:
+      raise RefusedError("fails: RecursionError") from None
+    return "".join(parts)
 
 
 def _to_json(
@@ -154,8 +123,8 @@ def _to_json(
 
 
 def _refuse(message: str) -> None:
-  raise RenderError(f"the chat template refuses: {message}")
+  raise RefusedError(f"refuses: {message}")
 
 
 def _no_clock(form: str) -> None:
-  raise RenderError("the chat template asks for the date: the same record would give another text every day")
+  raise RefusedError("asks for the date: the same record would give another text every day")

@@ -1,11 +1,13 @@
 """A checkpoint's own template: what the assistant says is found in it, and what is no template of conversations is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from maxtext_like.data import worker_process
 from maxtext_like.data.chat import sandbox
 from maxtext_like.data.chat.encode import ChatEncoder, answers_to_learn
 from maxtext_like.data.chat.jinja import Jinja, find_template, template_beside
@@ -132,22 +134,58 @@ def test_spelt_tokens_are_text(tokenizer):
     ("{{ raise_exception('no ' + messages[0].role) }}", "refuses: no user"),
     ("{{ strftime_now('%Y') }}", "asks for the date"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "runs for more than"),
-    ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "runs for more than"),
-    ("{% set ns = namespace(s='ab') %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "grows"),
-    ("{% set ns = namespace(s='ab') %}{% for a in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", "grows"),
-    ("{{ 'a' * 999999999 }}", "grows"),
-    ("{{ '%0999999999d' % 1 }}", "refuses"),
-    ("{{ 2 ** 9999999 }}", "refuses"),
-    ("{{ 'a'.center(999999999) }}", "refuses"),
-    ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16777216 characters|runs for more"),
+    ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16777216 characters"),
+    ("{{ messages[0].content.missing.more }}", "refuses"),
+    ("{{ messages[9].role }}", "refuses"),
   ],
 )  # fmt: skip
-def test_what_cannot_be_told_or_does_not_end_is_refused(source, reason, tokenizer, monkeypatch):
-  if reason.startswith("runs"):
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+def test_what_cannot_be_told_is_refused(source, reason, tokenizer):
   with pytest.raises(RenderError, match=reason):
     learned(tokenizer, ASK, ANSWER, source=source)
+
+
+@pytest.mark.parametrize(
+  ("source", "limit"),
+  [
+    ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "time"),
+    ("{{ (9 + messages | length) ** (9 ** 9) }}", "time"),
+    ("{{ ('a' * 30 * messages | length) | urlize | wordwrap(1) | replace('', 'a' * 99999) * 99 }}", "memory"),
+    ("{% set ns = namespace(s='ab') %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "memory"),
+    ("{% set ns = namespace(s=[1]) %}{% for a in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", "memory"),
+    ("{{ ('x' * 16000 * messages | length) | join('y' * 16000) }}", "memory"),
+    ("{{ '{:>3000000000}'.format(messages | length) }}", "memory"),
+    ("{{ messages[0].content.center(3000000000) }}", "memory"),
+    ("{{ '%03000000000d' % messages | length }}", "memory"),
+    ("{{ ('a' * 9999 * messages | length).translate({97: 'b' * 99999}) }}", "memory"),
+  ],
+)
+def test_a_template_beyond_a_limit_is_refused_as_a_template(source, limit, tokenizer, monkeypatch):
+  low = {"spare_seconds": 0.3, "call_bytes": 64 * worker_process.MIB}
+  monkeypatch.setattr(sandbox, "LIMITS", dataclasses.replace(sandbox.LIMITS, **low))
+  reason = (
+    r"more processor time than 0.05 s for a text of \d+ characters and 0.3 s in reserve for all texts together"
+    if limit == "time"
+    else "more than 64 MiB of memory"
+  )
+  with pytest.raises(
+    worker_process.LimitError, match=f"^x.jinja: the chat template takes {reason}, so it is refused"
+  ) as raised:
+    learned(tokenizer, ASK, ANSWER, source=source)
+  assert "fix: chat_template=FILE" in str(raised.value)
+  assert learned(tokenizer, ASK, ANSWER) == ["Hi.<|im_end|>"], "the next one has a worker of its own"
+
+
+def test_a_template_whose_constants_do_not_end_is_refused_as_it_is_opened(tokenizer, monkeypatch):
+  monkeypatch.setattr(sandbox, "LIMITS", dataclasses.replace(sandbox.LIMITS, open_seconds=0.3))
+  with pytest.raises(UserError, match=r"y.jinja: the chat template takes more than 0.3 s of processor time"):
+    Jinja("{{ 9 ** (9 ** 9) }}", "y.jinja", tokenizer)
+
+
+def test_what_templates_may_do_with_texts(tokenizer):
+  """Operators and filters of published templates that a narrower sandbox refused."""
+  source = "{{ '%s|%03d' % ('a', 7) }}{{ 'b'.center(5) }}{{ '{}'.format(2 ** 10) }}{{ 'c\nd' | indent(2) }}{{ 'e' ~ 1 }}"
+  text = Jinja(source, "x.jinja", tokenizer).render(read_conversation({"messages": [ASK]}, "", "/"), "prompt").text
+  assert text == "a|007  b  1024c\n  de1"
 
 
 def test_where_a_template_lies(tokenizer, tmp_path: Path):
