@@ -58,20 +58,29 @@ def _record(record: "ShownRecord", length: int, colour: bool) -> str:
 
   begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
   text = "".join(f"{begin}{printable(part)}{end}" if learned else printable(part) for part, learned in record.parts)
-  cut = "" if record.kept is None else f", {record.kept:,} of them in what a row of {length} takes, where it is cut"
-  return f"--- {printable(record.place)}: {record.tokens:,} tokens, {record.learned:,} learned{cut}\n{text}"
+  head = f"--- {printable(record.place)}: {record.tokens:,} tokens, "
+  if record.kept is None:
+    return f"{head}{record.learned:,} learned\n{text}"
+  lost = record.learned - record.kept
+  head += f"{record.kept:,} learned, cut at max_target_length={length}: {lost:,} more tokens would be learned after the cut"
+  return f"{head}\n{text}\n--- cut here, what follows is not trained on:\n{printable(record.rest)}"
 
 
 def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
+  from maxtext_like.data.inspection import unread_fields
+
   of = f"{c.documents:,} of {c.available:,}" if c.documents < c.available else f"{c.documents:,}"
   share = f" ({c.learned / c.tokens:.1%})" if c.tokens else ""
   lines = [
     f"documents {of}{f' of {name}' * bool(name)}, {c.empty:,} empty, {c.bad:,} bad",
     f"tokens    {c.tokens:,}, {c.learned:,} learned{share}",
     f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn"
-    + (f", {c.cut_at_image:,} with more images than max_images_per_row" if c.cut_at_image else ""),
+    + (f", {c.cut_at_image:,} with more images than max_images_per_row" if c.cut_at_image else "")
+    + (f", {c.excluded:,} left out as their records mark them" if c.excluded else ""),
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
+  if c.unread:
+    lines.append(f"note      {unread_fields(c.unread)}")
   if not c.learned:
     lines += ["nothing is learned: train refuses this", f"  fix: {_more_to_learn(c, length)}"]
   lines += [f"bad       {reason}" for reason in c.reasons]
@@ -81,4 +90,6 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
 def _more_to_learn(c: "SourceCounts", length: int) -> str:
   if c.unlearned:
     return f"max_target_length above {length}, in which the first learned token is to come, or train_on=all"
+  if c.excluded:
+    return "dataset_path with records that are not marked as bad (label, weight, train, ... in the records)"
   return "dataset_path, data_format and text_field that name records with text"

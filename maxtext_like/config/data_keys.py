@@ -86,11 +86,6 @@ class DataConfig(Checked):
         f"data_format: chat with dataset: {self.dataset}, {NO_CONVERSATIONS}", ("data_format", "dataset"),
         f"set dataset to {alternatives(tuple(name for name, other in DATASETS.items() if other.fields))}",
       )  # fmt: skip
-    if self.data_format == "chat" and self.special_tokens_in_text is not None:
-      yield Problem(
-        f"special_tokens_in_text: {self.special_tokens_in_text} with data_format: chat, where all that is said is text",
-        ("special_tokens_in_text", "data_format"), "leave it out",
-      )  # fmt: skip
     if self.data_format == "text" and self.train_on != "assistant":
       yield Problem(
         f"train_on: {self.train_on} with data_format: text, all of which is learned", ("train_on", "data_format"),

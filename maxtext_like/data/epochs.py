@@ -57,6 +57,11 @@ class Outlines:
       return document
     learned = is_learned(document, *self._row)
     size = len(document.ids)
+    if document.ends:
+      flags = np.concatenate([np.full(len(s.ids), is_learned(s, *self._row)) for s in document.samples() if s.ids is not None])
+      images = tuple(ImageSpan(s.start, s.end, _NO_IMAGE) for s in document.images)
+      self._others[number] = Document(number, np.zeros(size, np.int32), images=images, learned=flags, ends=document.ends)
+      return self._others[number]
     if not document.images:
       self._plain[number] = size if learned else -size
       return _outline(number, size, learned)

@@ -10,25 +10,28 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.image_names import shown
 from maxtext_like.data.images import BadImageError, check_header
 from maxtext_like.data.input_files import cache_folder
 from maxtext_like.data.multimodal import Multimodal
-from maxtext_like.data.special_tokens import Spellings
+from maxtext_like.data.special_tokens import Spellings, listed
 from maxtext_like.errors import UserError
+from maxtext_like.strict_json import printable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of a kept entry, and of the rules: what an older one says may not hold any more
+FORMAT = 3  # of a kept entry, and of the rules: what an older one says may not hold any more
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
+UNREAD_KEPT = 1000  # names of fields that nothing reads
 SHOWN = 10
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
@@ -43,6 +46,10 @@ class Findings:
     spelt: how often each special token is spelt out in the text.
     spelt_documents: how many documents have any.
     spelt_first: the first of them; None: there is none.
+    unread: in how many records each field has a value that nothing reads.
+    lost_early: answers before the last user's message that are learned without the thought that the record has.
+    lost_late: answers after it, of a template that has no thoughts.
+    lost_first: the first document with such an answer; None: there is none.
   """
 
   bad: tuple[tuple[int, str], ...] = ()
@@ -50,6 +57,20 @@ class Findings:
   spelt: tuple[tuple[str, int], ...] = ()
   spelt_documents: int = 0
   spelt_first: int | None = None
+  unread: tuple[tuple[str, int], ...] = ()
+  lost_early: int = 0
+  lost_late: int = 0
+  lost_first: int | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+  """What a look at one good record found; see ``Findings``."""
+
+  spelt: Mapping[str, int] = field(default_factory=dict)
+  unread: tuple[str, ...] = ()
+  lost_early: int = 0
+  lost_late: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,25 +91,37 @@ class Rules:
   chat: Chat | None = None
   naming: tuple[str, ...] = ()
 
-  def check(self, record: Record, place: str) -> list[str]:
-    """The special tokens that a record spells out.
+  def check(self, record: Record, place: str) -> Seen:
+    """What a record has that is worth a warning.
 
     Raises:
-      BadRecordError: placeholders without images or the other way round; spellings where they are an error.
+      BadRecordError: the record cannot be used: placeholders without images or the other way round; spellings of special tokens
+        where they are an error; a conversation that the template does not have.
     """
     if record.conversation is not None:
-      assert self.chat is not None
-      self.chat.render(record.conversation, place)
-      return []  # what a conversation spells is text
+      return self._check_conversation(record.conversation, place)
     parts = self.multimodal.parts(record, place) if self.multimodal else (record.text,)
-    spelt = [spelling for part in parts for spelling in self.spellings.find(part)]
+    spelt = Counter(spelling for part in parts for spelling in self.spellings.find(part))
     if spelt and self.special == "error":
-      raise BadRecordError(place, f"the text spells special tokens: {_listed(Counter(spelt))} (special_tokens_in_text=error)")
+      raise BadRecordError(place, f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)")
+    self._refuse_image_token(spelt, self.spellings.special, place)
+    return Seen(spelt)
+
+  def _check_conversation(self, conversation: Conversation, place: str) -> Seen:
+    assert self.chat is not None
+    if self.chat.excludes(conversation):
+      return Seen(unread=conversation.unread)
+    samples = self.chat.samples(conversation, place)
+    spelt = self.chat.spelt(samples)
+    self._refuse_image_token(spelt, self.chat.encoder.special, place)
+    return Seen(spelt, conversation.unread, *self.chat.lost_thoughts(conversation, samples))
+
+  def _refuse_image_token(self, spelt: Mapping[str, int], special: Mapping[str, int], place: str) -> None:
+    """BadRecordError where a spelling would become the token that stands for an image."""
     if spelt and self.special == "parse" and self.multimodal:
       image = self.multimodal.vision.image_token_id
-      if any(self.spellings.special[spelling] == image for spelling in spelt):
+      if any(special[spelling] == image for spelling in spelt):
         raise self.multimodal.image_token_in_text(place)
-    return spelt
 
   def check_images(self, record: Record, place: str) -> None:
     """BadRecordError when an image file is missing or none that can be used, as far as its first bytes show."""
@@ -125,16 +158,24 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
   """What is found, and whether it holds as long as the data are the same (a missing image file may come back)."""
   bad: list[tuple[int, str]] = []
   spelt: Counter[str] = Counter()
+  unread: Counter[str] = Counter()
+  lost_early = lost_late = 0
+  lost_first: int | None = None
   bad_count, spelt_documents, first, lasting = 0, 0, None, True
   told = lived = time.monotonic()
   for number, record in enumerate(islice(documents.scan(), count)):
     try:
       if isinstance(record, BadRecordError):
         raise record
-      if found := rules.check(record, ""):
-        spelt.update(found)
+      seen = rules.check(record, "")
+      if seen.spelt:
+        spelt.update(seen.spelt)
         spelt_documents += 1
         first = number if first is None else first
+      unread.update(name for name in seen.unread if name in unread or len(unread) < UNREAD_KEPT)
+      if seen.lost_early or seen.lost_late:
+        lost_first = number if lost_first is None else lost_first
+        lost_early, lost_late = lost_early + seen.lost_early, lost_late + seen.lost_late
       if record.images:
         try:
           rules.check_images(record, "")
@@ -152,7 +193,10 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
     if now - told > TELL_SECONDS:
       told = now
       logger.warning("looking at every record, once for these data: %s of %s so far", f"{number + 1:,}", f"{count:,}")
-  return Findings(tuple(bad), bad_count, tuple(spelt.most_common()), spelt_documents, first), lasting
+  return Findings(
+    tuple(bad), bad_count, tuple(spelt.most_common()), spelt_documents, first, tuple(unread.most_common()), lost_early,
+    lost_late, lost_first,
+  ), lasting  # fmt: skip
 
 
 def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_bad: bool, bad_max: int, asked: bool) -> None:
@@ -171,12 +215,12 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
     UserError: bad records, with file, line and reason.
   """
   if found.bad_count and not skip_bad:
-    listed = "".join(f"\n  {line}" for line in _shown(found, documents))
+    lines = "".join(f"\n  {line}" for line in _shown(found, documents))
     if found.bad_count == 1:
       remedy = "Repair the record, or on_bad_record=skip leaves such records out and counts them"
       raise UserError(f"{next(_shown(found, documents))}. {remedy}")
     raise UserError(
-      f"{found.bad_count} bad records among the {count} of data.{key}:{listed}\n"
+      f"{found.bad_count} bad records among the {count} of data.{key}:{lines}\n"
       "Repair them, or on_bad_record=skip leaves such records out and counts them"
     )
   if found.bad_count > bad_max:
@@ -191,10 +235,31 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
     assert found.spelt_first is not None
     logger.warning(
       "data.%s: %d of %d documents spell special tokens in their text (%s; first in %s). They become plain text; "
-      "`generate` and Hugging Face take them for the tokens. special_tokens_in_text=parse does so too, =literal keeps them "
-      "text without this warning, =error refuses such records",
-      key, found.spelt_documents, count, _listed(dict(found.spelt)), documents.place(found.spelt_first),
+      "Hugging Face takes them for the tokens. special_tokens_in_text=parse does so too, =literal keeps them text without this "
+      "warning, =error refuses such records",
+      key, found.spelt_documents, count, listed(dict(found.spelt)), documents.place(found.spelt_first),
     )  # fmt: skip
+
+  if found.unread:
+    logger.warning("data.%s: %s", key, unread_fields(dict(found.unread)))
+  if found.lost_first is not None:
+    parts = []
+    if found.lost_early:
+      parts.append(f"{found.lost_early} before the last user's message, where the template drops thoughts")
+    if found.lost_late:
+      parts.append(f"{found.lost_late} after it, where the template does not write the thought that the record has")
+    logger.warning(
+      "data.%s: %d answers are learned without their thoughts: %s (first in %s). train_on=last learns the answers to the last "
+      "user's message alone",
+      key, found.lost_early + found.lost_late, ", ".join(parts), documents.place(found.lost_first),
+    )  # fmt: skip
+
+
+def unread_fields(counts: Mapping[str, int]) -> str:
+  """A sentence that lists fields of records that nothing reads, with the number of records that have each."""
+  names = [f"'{printable(name)}' in {count:,}" for name, count in counts.items()]
+  more = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
+  return f"fields of the records that are not used: {', '.join(names[:SHOWN])}{more} records"
 
 
 def _shown(found: Findings, documents: Documents) -> Iterator[str]:
@@ -202,11 +267,6 @@ def _shown(found: Findings, documents: Documents) -> Iterator[str]:
     yield f"{documents.place(number)}: {reason}"
   if found.bad_count > SHOWN:
     yield f"... and {found.bad_count - SHOWN} more"
-
-
-def _listed(spelt: dict[str, int] | Counter[str]) -> str:
-  names = [f"{spelling!r} {count} times" if count > 1 else f"{spelling!r} once" for spelling, count in spelt.items()]
-  return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
 
 
 def _entry(identity: list[Any]) -> Path:
@@ -231,7 +291,7 @@ def _kept(entry: Path) -> Findings | None:
     if stored["sum"] != _sum(stored["findings"]):
       return None
     found = stored["findings"]
-    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "spelt")}
+    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "spelt", "unread")}
     return Findings(**{**found, **pairs})
   except (OSError, ValueError, KeyError, TypeError):  # the data are looked at again, and the entry is written anew
     return None

@@ -266,7 +266,8 @@ def _inspect(
   data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str, alive: Callable[[], None]
 ) -> None:
   """Looks at every record before the first step. Raises UserError for bad ones."""
-  if kind_of(data).sound and (not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")):
+  silent = not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")
+  if data.data_format == "text" and kind_of(data).sound and silent:
     return  # nothing in it can be bad
   found = inspect(documents, count, rules, [data.dataset, data.text_field], alive)
   judge(
@@ -308,6 +309,7 @@ class _LossLog:
       "truncated": f"a conversation is longer than max_target_length={length}: what comes after is not trained",
       "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it ends before the next one",
       "unlearned": f"a conversation is left out: nothing is learned in what a row of max_target_length={length} takes of it",
+      "excluded": "a conversation is left out because its record marks it as not to be learned",
     }
 
   def __call__(self, loss: str) -> None:

@@ -1,14 +1,15 @@
 """What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data.documents import BadRecordError, Documents
+from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.inspection import Rules
 from maxtext_like.data.loader import make_rules
 from maxtext_like.data.order import Order, Share
@@ -24,14 +25,15 @@ BAD_SHOWN = 10
 
 @dataclass(frozen=True)
 class ShownRecord:
-  """A record as a run takes it.
+  """A record, or one of its samples, as a run takes it.
 
   Attributes:
-    place: file and line.
-    parts: its text in order, and whether it is learned.
-    tokens: how many it has,
-    learned: and how many of them are learned.
-    kept: how many of these are left where a row does not take all of it, and it is cut; None: it is not.
+    place: file and line, and which sample.
+    parts: its text in order, and whether it is learned; where a row does not take all of it, up to the cut.
+    tokens: number of its tokens.
+    learned: number of the tokens that would be learned without a cut.
+    kept: number of the learned tokens before the cut; None if the record is not cut.
+    rest: the text after the cut, which is not trained on.
   """
 
   place: str
@@ -39,6 +41,7 @@ class ShownRecord:
   tokens: int
   learned: int
   kept: int | None
+  rest: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,11 @@ class SourceCounts:
     truncated: conversations that are longer than a row, and cut.
     cut_at_image: conversations with more images than a row has places for, and cut before the first of these.
     unlearned: conversations with nothing to learn in what a row takes of them, which are left out.
+    excluded: conversations that are left out because their records mark them as not to be learned.
     rows: that are filled.
     filled: share of the places in them that are no padding.
     reasons: of the first bad records.
+    unread: in how many records each field has a value that nothing reads.
   """
 
   documents: int
@@ -69,9 +74,11 @@ class SourceCounts:
   truncated: int
   cut_at_image: int
   unlearned: int
+  excluded: int
   rows: int
   filled: float
   reasons: tuple[str, ...]
+  unread: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -141,15 +148,22 @@ def _shown(
       names.setdefault(getattr(rules.multimodal.vision, f"{kind}_token_id"), f"<{kind}>")
   found = []
   for number in range(len(documents)):
-    if len(found) == show:
+    if len(found) >= show:
       break
     document = tokenise(number)
-    if document.ids is not None:
-      learned = _learned(document)
-      parts = tuple(_parts(document.ids.tolist(), learned.tolist(), tokenizer, names, image))
-      end = len(learned) if row is None else first_part(document, *row)
+    if document.ids is None:
+      continue
+    samples = tuple(document.samples())
+    for i, sample in enumerate(samples, 1):
+      assert sample.ids is not None
+      learned = _learned(sample)
+      end = len(learned) if row is None else first_part(sample, *row)
+      parts = _parts(sample.ids[:end].tolist(), learned[:end].tolist(), tokenizer, names, image)
+      rest = _parts(sample.ids[end:].tolist(), [False] * (len(learned) - end), tokenizer, names, image)
+      place = documents.place(number) + (f" (sample {i} of {len(samples)})" if len(samples) > 1 else "")
       kept = None if end == len(learned) else int(learned[:end].sum())
-      found.append(ShownRecord(documents.place(number), parts, len(learned), int(learned.sum()), kept))
+      text = "".join(part for part, _ in rest)
+      found.append(ShownRecord(place, tuple(parts), len(learned), int(learned.sum()), kept, text))
   return found
 
 
@@ -190,8 +204,10 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     if len(reasons) < BAD_SHOWN:
       reasons.append(str(bad))
 
+  counting = _CountsUnread(documents)
+  order = Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None)
   packer = Packer(
-    DocumentStream(Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None), tokenise),
+    DocumentStream(order, replace(tokenise, documents=counting)),
     length=length,
     pad_id=0,
     packing=data.packing,
@@ -221,7 +237,25 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     rows=rows,
     filled=filled / max(1, rows * length),
     reasons=tuple(reasons),
+    unread=dict(counting.unread.most_common()),
   )
+
+
+class _CountsUnread:
+  """Documents that count the fields of conversations that nothing reads, as they are read."""
+
+  def __init__(self, documents: Documents):
+    self._documents = documents
+    self.unread: Counter[str] = Counter()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._documents, name)
+
+  def read(self, index: int) -> Record:
+    record = self._documents.read(index)
+    if record.conversation is not None:
+      self.unread.update(record.conversation.unread)
+    return record
 
 
 def _rows(packer: Packer) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """Documents of tokens to rows of fixed length: segments, positions and targets."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
   from maxtext_like.data.images import TowerImage, UnreadImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
-LOSSES = ("truncated", "cut_at_image", "unlearned")
-"""Counts of conversations: cut where a row ends, cut where a row has no place for an image, left out with nothing to learn."""
+LOSSES = ("truncated", "cut_at_image", "unlearned", "excluded")
+"""Counts of conversations: cut where a row ends, cut where a row has no place for an image, left out with nothing to learn,
+left out because the record says so. The first three count samples where a conversation has several."""
 
 
 @dataclass
@@ -63,7 +65,8 @@ class ImageSpan:
 class Document:
   """What the tokenising stage hands to the packer: document number, and its ids, or why it has none.
 
-  `learned`: bool for each id, whether it is a target; None: all are.
+  `learned`: bool for each id, whether it is a target; None: all are. `ends`: where each of several samples ends in `ids`, of
+  which each is a segment of its own; empty: there is one. `excluded`: left out because the record says so; it has no ids.
   """
 
   number: int
@@ -71,6 +74,19 @@ class Document:
   bad: BadRecordError | None = None
   images: tuple[ImageSpan, ...] = ()
   learned: np.ndarray | None = None
+  ends: tuple[int, ...] = ()
+  excluded: bool = False
+
+  def samples(self) -> "Iterator[Document]":
+    """Its samples, each as a document of one sample."""
+    if not self.ends:
+      yield self
+      return
+    assert self.ids is not None
+    for begin, end in zip((0, *self.ends), self.ends, strict=False):
+      images = (ImageSpan(s.start - begin, s.end - begin, s.image) for s in self.images if begin <= s.start < end)
+      learned = None if self.learned is None else self.learned[begin:end]
+      yield Document(self.number, self.ids[begin:end], images=tuple(images), learned=learned)
 
 
 class Rows(Protocol):
@@ -118,12 +134,14 @@ class Packer:
 
   `whole`: documents are not cut either, for what a conversation learns follows from its beginning: one that does not fit
   into the rest of a row begins the next. Of one that is longer than a row, or has more images than a row has places for, the
-  rest is dropped; where nothing that is learned is left of it, it is left out. All are counted (`LOSSES`).
+  rest is dropped; where nothing that is learned is left of it, it is left out. All are counted (`LOSSES`). A conversation of
+  several samples is treated as that many conversations.
 
   `by_epoch`: no row has documents of two passes.
 
-  State is the source's state before the document being cut, and how many of its tokens are used: resuming reads
-  that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the rows.
+  State is the source's state before the document being cut, which of its samples that is, and how many tokens of it are used:
+  resuming reads that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the
+  rows.
   """
 
   def __init__(
@@ -154,6 +172,7 @@ class Packer:
     self._learned: np.ndarray | None = None
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
+    self._sample, self._later = 0, deque[Document]()  # the sample of the document being cut, and those after it
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
     if whole:
@@ -210,6 +229,8 @@ class Packer:
 
   def _pull(self, *, begun: bool) -> bool:
     """Takes the next document with tokens; False at the end of the source. `begun`: something is in the row already."""
+    if self._next_sample():
+      return True
     while True:
       if self._by_epoch and begun and self._tally["documents"] // self._epoch_length > self.epoch:
         return False
@@ -224,24 +245,38 @@ class Packer:
       self._tally["documents"] += 1
       if document.bad is not None:
         self._count_bad(document.number, document.bad)
+      elif document.excluded:
+        self._count("excluded")
       elif document.ids is None:
         self._tally["empty"] += 1
-      elif self._whole and not is_learned(document, self._length, self._max_images):
-        self._count("unlearned")
       else:
-        self._before, self._ids, self._used = before, document.ids, 0
-        self._images, self._learned = document.images, document.learned
-        self._tally["tokens"] += len(document.ids)
-        self._fruitless = 0
-        return True
+        self._before, self._sample, self._later = before, -1, deque(document.samples())
+        if self._next_sample():
+          self._fruitless = 0
+          return True
       self._fruitless += 1
       if self._fruitless >= self._epoch_length:
         raise UserError(
           f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} bad, the others empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
           + (f", {self._tally['unlearned']} with nothing to learn in their first {self._length} tokens" if self._whole else "")
+          + (f", {self._tally['excluded']} marked by their records as not to be learned" if self._tally.get("excluded") else "")
           + ("\n  fix: a larger max_target_length, or train_on=all" if self._whole and self._tally["unlearned"] else "")
         )
+
+  def _next_sample(self) -> bool:
+    """Takes the next sample of the document; False after the last. Those with nothing to learn are counted and left out."""
+    while self._later:
+      sample = self._later.popleft()
+      self._sample += 1
+      assert sample.ids is not None
+      if self._whole and not is_learned(sample, self._length, self._max_images):
+        self._count("unlearned")
+        continue
+      self._ids, self._used, self._images, self._learned = sample.ids, 0, sample.images, sample.learned
+      self._tally["tokens"] += len(sample.ids)
+      return True
+    return False
 
   def _count_bad(self, number: int, bad: BadRecordError) -> None:
     if not self._skip_bad:
@@ -265,11 +300,12 @@ class Packer:
     return {**self._tally, "bad": len(self._bad), **self._documents.counts()}
 
   def get_state(self) -> dict[str, Any]:
-    unfinished = self._used < len(self._ids)
+    unfinished = self._used < len(self._ids) or bool(self._later)
     return {
       "documents": self._before if unfinished else self._documents.get_state(),
       "used": self._used if unfinished else 0,
       "begun": unfinished,  # counted already, though no token of it may be used
+      "sample": self._sample if unfinished else 0,
       "tally": dict(self._tally),
       "bad": list(self._bad),
       "fruitless": self._fruitless,
@@ -278,12 +314,16 @@ class Packer:
   def set_state(self, state: dict[str, Any]) -> None:
     self._documents.set_state(state["documents"])
     self._ids, self._used, self._images, self._learned = np.empty(0, np.int32), 0, (), None
+    self._sample, self._later = 0, deque[Document]()
     if state.get("begun", state["used"]):
       document = next(self._documents)
-      if document.ids is None or len(document.ids) < state["used"]:
+      samples, at = list(document.samples()), state.get("sample", 0)
+      ids = samples[at].ids if 0 <= at < len(samples) else None
+      if ids is None or len(ids) < state["used"]:
         raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
-      self._before, self._ids, self._used = state["documents"], document.ids, state["used"]
-      self._images, self._learned = document.images, document.learned
+      self._sample, self._later = at, deque(samples[at + 1 :])
+      self._before, self._ids, self._used = state["documents"], ids, state["used"]
+      self._images, self._learned = samples[at].images, samples[at].learned
     self._tally = dict.fromkeys(self._tally, 0) | state["tally"]  # an earlier version had fewer
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)

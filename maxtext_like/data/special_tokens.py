@@ -1,7 +1,7 @@
 """Special tokens by what they mean, however a tokenizer spells them, and their spellings in text.
 
 A prompt is written by whoever runs the model, and "<start_of_turn>user" in it is the token, as in Hugging Face's tokenizers.
-In training text data.special_tokens_in_text says what it is; "<eos>" is five letters unless that is `parse`.
+In training text and in conversations data.special_tokens_in_text decides: "<eos>" is five letters unless that is `parse`.
 """
 
 import re
@@ -45,6 +45,12 @@ def token_id(tokenizer: "Tokenizer", name: str) -> int | None:
 def known_names(tokenizer: "Tokenizer") -> list[str]:
   """The meanings that a tokenizer has a token for."""
   return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
+
+
+def listed(counts: Mapping[str, int], most: int = 10) -> str:
+  """Names with how often each occurs, for a message."""
+  names = [f"{name!r} {count} times" if count > 1 else f"{name!r} once" for name, count in counts.items()]
+  return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
 
 
 class Spellings:

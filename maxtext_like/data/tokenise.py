@@ -58,9 +58,13 @@ class Tokenise:
 
   def _conversation(self, number: int, conversation: Conversation) -> Document:
     """A conversation, whose template has its own beginning and ends. Raises BadRecordError."""
-    assert self.rules.chat is not None
-    _, found = self.rules.chat.encode(conversation, self.documents.place(number))
-    return Document(number, self._looked_up(number, found.ids), images=found.images, learned=found.trained)
+    chat = self.rules.chat
+    assert chat is not None
+    if chat.excludes(conversation):
+      return Document(number, excluded=True)
+    found = chat.encode(conversation, self.documents.place(number))
+    ids = self._looked_up(number, found.ids)
+    return Document(number, ids, images=found.images, learned=found.trained, ends=found.ends)
 
   def _looked_up(self, number: int, ids: list[int]) -> np.ndarray:
     """int32, of ids that all have a row in the tables. UserError otherwise."""

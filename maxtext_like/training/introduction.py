@@ -153,6 +153,7 @@ def cut_conversations(counts: Mapping[str, int], config: Config) -> str | None:
     "truncated": f"cut at max_target_length={config.training.max_target_length}",
     "cut_at_image": f"cut where they have more images than max_images_per_row={config.vision.max_images_per_row}",
     "unlearned": "left out with nothing to learn",
+    "excluded": "left out because their records mark them as not to be learned",
   }
   told = ", ".join(f"{counts[name]:,} {what}" for name, what in losses.items() if counts.get(name))
   return f"data    of {counts['documents']:,} conversations read: {told}" if told else None

@@ -58,8 +58,10 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   chats.write_text(json.dumps(RECORDS[2]) + "\n" + json.dumps(shown) + "\n" + json.dumps([shown]) + "\n")
   assert main(["data", *WORDS, "use_multimodal=true", f"dataset_path={chats}"]) == 2
   out = capsys.readouterr().out
-  assert f"--- {chats}:1: 173 tokens, 103 learned, 27 of them in what a row of 96 takes, where it is cut\n" in out
-  assert f"--- {chats}:2: 98 tokens, 14 learned, 13 of them" in out
+  cut = "learned, cut at max_target_length=96:"
+  assert f"--- {chats}:1: 173 tokens, 27 {cut} 76 more tokens would be learned after the cut\n" in out
+  assert f"⟦{'x' * 27}⟧\n--- cut here, what follows is not trained on:\n{'x' * 63}<end_of_turn>\n" in out
+  assert f"--- {chats}:2: 98 tokens, 13 {cut} 1 more tokens" in out
   assert "<start_of_turn>user\n\n\n<boi><image> x 16<eoi>\n\n?<end_of_turn>" in out
   assert f"{chats}:3: the record is list, expected an object: of a file that is one list each entry has to be a line" in out
 

@@ -51,7 +51,9 @@ class Message:
     tool_responses: to the calls of this message.
     name: of the tool that a message of role tool is from.
     tool_call_id: the call that it answers.
-    trained: an answer to learn from (OpenAI's ``weight`` is not 0).
+    trained: an answer to learn from: no mark of the record (``weight``, ``train``, ...) excludes it.
+    given: part of the prompt of a record of prompt and completion: no answer to learn, except with train_on=all.
+    written: the content as the record spells it, where a thought that it begins with was moved to ``thinking``.
     where: what the record calls it, as ``conversations[1]`` or ``output``; "": no record has it.
     weighable: whether the record's form has a place for ``weight`` there.
   """
@@ -64,6 +66,8 @@ class Message:
   name: str | None = None
   tool_call_id: str | None = None
   trained: bool = True
+  given: bool = field(default=False, compare=False)
+  written: str | None = field(default=None, compare=False)
   where: str = field(default="", compare=False)
   weighable: bool = field(default=True, compare=False)
 
@@ -73,6 +77,11 @@ class Message:
     if self.content is None:
       return ()
     return (self.content,) if isinstance(self.content, str) else self.content
+
+  @property
+  def spelt_parts(self) -> tuple[str | Picture, ...]:
+    """The content as the record spells it, for templates without a field for thoughts."""
+    return self.parts if self.written is None else (self.written,)
 
   @property
   def blank(self) -> bool:
@@ -89,11 +98,17 @@ class Conversation:
     messages: at least one.
     tools: what may be called, as OpenAI declares it: {"type": "function", "function": {...}}.
     thinking: whether the model is to think; None: if the answers to the last user's message do.
+    template_kwargs: further variables of the template (the record's ``chat_template_kwargs``).
+    excluded: the record as a whole is marked as not to be learned, as KTO's ``"label": false``.
+    unread: names of fields of the record that nothing reads.
   """
 
   messages: tuple[Message, ...]
   tools: tuple[Mapping[str, Any], ...] = ()
   thinking: bool | None = None
+  template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+  excluded: bool = False
+  unread: tuple[str, ...] = field(default=(), compare=False)
 
   @property
   def last_user(self) -> int:

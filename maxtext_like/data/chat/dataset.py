@@ -2,8 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.vision import VisionConfig
@@ -15,6 +16,7 @@ from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
 from maxtext_like.data.image_names import ImageFields
 from maxtext_like.data.multimodal import Multimodal
+from maxtext_like.data.special_tokens import listed
 from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -53,14 +55,14 @@ class Chat:
     encoder: with the tokenizer.
     train_on: what is learned.
     multimodal: how images enter; None: not at all.
-    say: told once that thoughts are lost.
+    special_tokens: ``special_tokens_in_text``.
   """
 
   renderer: Renderer
   encoder: ChatEncoder
   train_on: TrainOn
   multimodal: Multimodal | None = None
-  say: Callable[[str], None] = field(default=logger.warning)
+  special_tokens: str | None = None
 
   @classmethod
   def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
@@ -68,43 +70,56 @@ class Chat:
     renderer = choose(data.chat_template, published, tokenizer)
     if isinstance(tokenizer, BytesTokenizer):
       _tell_of_bytes()
-    encoder = ChatEncoder(renderer, tokenizer, multimodal.vision if multimodal else None)
-    return cls(renderer, encoder, data.train_on, multimodal)
+    parse = data.special_tokens_in_text == "parse"
+    encoder = ChatEncoder(renderer, tokenizer, multimodal.vision if multimodal else None, parse=parse)
+    return cls(renderer, encoder, data.train_on, multimodal, data.special_tokens_in_text)
 
-  def render(self, conversation: Conversation, place: str) -> Rendered:
-    """A conversation as it is trained on. Raises BadRecordError: the template does not have it, or nothing to learn."""
+  def excludes(self, conversation: Conversation) -> bool:
+    """Whether the record marks the conversation, or every answer that would be learned, as not to be learned."""
+    learned = answers_to_learn(conversation, self.train_on)
+    return conversation.excluded or bool(learned and not any(conversation.messages[i].trained for i in learned))
+
+  def samples(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
+    """The texts that are trained on. Raises BadRecordError: the template does not have it, or there is nothing to learn."""
+    learned = answers_to_learn(conversation, self.train_on)
     try:
-      rendered = self.renderer.render(conversation, "training")
+      samples = self.renderer.samples(conversation, learned)
     except RenderError as error:
       raise BadRecordError(place, str(error)) from None
-    learned = answers_to_learn(conversation, self.train_on)
-    if learned is not None and not any(piece.trained and piece.answer in learned for piece in rendered.pieces):
+    if learned is not None and not any(piece.trained and piece.answer in learned for s in samples for piece in s.pieces):
       raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
     for i, message in enumerate(conversation.messages):
       if not message.trained or learned is None or i not in learned:
         continue
       # The end of the turn would be learned, right after the question, or after what is not learned: an image, a tool's answer.
       unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
-      if message.blank or (not unlearned and rendered.only_ends(i)):
+      if message.blank or (not unlearned and any(sample.only_ends(i) for sample in samples)):
         why = "" if message.blank else ": the chat template drops all that it has, a thought"
         remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
-    return rendered
+    if self.special_tokens == "error" and (spelt := self.spelt(samples)):
+      raise BadRecordError(place, f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)")
+    return samples
 
-  def encode(self, conversation: Conversation, place: str) -> tuple[Rendered, Encoded]:
-    """A conversation's tokens. Raises BadRecordError as ``render``, and for images that cannot be used."""
-    rendered = self.render(conversation, place)
-    if rendered.lost_thoughts and self.train_on == "assistant":
-      self.say(
-        f"{place}: the chat template drops the thoughts of earlier turns, and their answers are learned without them, here and "
-        "elsewhere; train_on=last learns the last answers alone"
-      )
-      self.say = lambda line: None
+  def spelt(self, samples: Sequence[Rendered]) -> Counter[str]:
+    """How often each special token is spelt out by the record; samples repeat each other's beginnings."""
+    return functools.reduce(lambda most, sample: most | Counter(self.encoder.spelt(sample)), samples, Counter())
+
+  def lost_thoughts(self, conversation: Conversation, samples: Sequence[Rendered]) -> tuple[int, int]:
+    """How many answers are learned without their thought: before the last user's message, and after it."""
+    learned = answers_to_learn(conversation, self.train_on)
+    lost = {i for sample in samples for i in sample.lost if learned is None or i in learned}
+    late = sum(i > conversation.last_user for i in lost)
+    return len(lost) - late, late
+
+  def encode(self, conversation: Conversation, place: str) -> Encoded:
+    """A conversation's tokens. Raises BadRecordError as ``samples``, and for images that cannot be used."""
     multimodal = self.multimodal
     load = (lambda path: multimodal.look_at(path, place)) if multimodal else None
-    return rendered, self.encoder.encode(rendered, answers_to_learn(conversation, self.train_on), place, load)
+    learned = answers_to_learn(conversation, self.train_on)
+    return Encoded.joined([self.encoder.encode(s, learned, place, load) for s in self.samples(conversation, place)])
 
   def identity(self) -> dict[str, Any]:
     """What the rows depend on, for the state of the data."""

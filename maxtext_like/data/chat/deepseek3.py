@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from maxtext_like.data.chat.conversation import Conversation, Message, ToolCall
-from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer, text_of
+from maxtext_like.data.chat.rendering import OneSample, Purpose, Rendered, RenderError, Writer, refuse_flags, text_of
 
 BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 _TOOL_TOKENS = [
@@ -16,7 +16,7 @@ _TOOL_TOKENS = [
 ]
 
 
-class DeepSeek3:
+class DeepSeek3(OneSample):
   """V3: what the system says, wherever it does, comes first. What tools answer is framed once; no thoughts."""
 
   name = "deepseek3"
@@ -27,15 +27,17 @@ class DeepSeek3:
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     if conversation.tools:
       raise RenderError("DeepSeek V3's template declares no tools; say in the system's text what there is")
-    if conversation.thinking or any(message.thinking for message in conversation.messages):
+    refuse_flags(conversation, "DeepSeek V3")
+    if conversation.thinking or any(message.thinking and message.written is None for message in conversation.messages):
       raise RenderError("DeepSeek V3's template has no thoughts")
     out = Writer(self.special)
     out.literal(BEGIN)
     out.say("\n\n".join(text_of(m.content, "DeepSeek") for m in conversation.messages if m.role == "system"))
+    lost: list[int] = []
     called = answered = False  # the template opens calls and answers once in a conversation
     after_tool = False
     for i, message in enumerate(conversation.messages):
-      content = text_of(message.content, "DeepSeek")
+      content = message.written if message.written is not None else text_of(message.content, "DeepSeek")
       if message.role == "user":
         after_tool = False
         out.literal(USER)
@@ -53,7 +55,10 @@ class DeepSeek3:
       elif message.role == "assistant":
         out.literal("<｜tool▁outputs▁end｜>" if after_tool else ASSISTANT)
         out.speak(i, message.trained)
-        out.say(content if after_tool else content.split("</think>")[-1])
+        kept = content if after_tool else content.split("</think>")[-1]
+        if message.trained and len(kept) < len(content):
+          lost.append(i)
+        out.say(kept)
         out.literal(END)
         out.stop()
         after_tool = False
@@ -63,7 +68,7 @@ class DeepSeek3:
       out.literal("<｜tool▁outputs▁end｜>")
     elif purpose == "prompt":
       out.literal(ASSISTANT)
-    return Rendered(tuple(out.pieces))
+    return Rendered(tuple(out.pieces), tuple(lost))
 
   def _calls(self, out: Writer, number: int, message: Message, content: str, called: bool) -> None:
     if message.tool_responses:
@@ -123,7 +128,7 @@ Here are the functions available in JSONSchema format:
 """What the model was trained to read before its tools; every byte of it counts."""
 
 
-class DeepSeek32:
+class DeepSeek32(OneSample):
   """V3.2: each user's message ends with ``<think>`` (thinking, and no user speaks after it) or ``</think>``; calls in DSML."""
 
   name = "deepseek3.2"
@@ -132,6 +137,7 @@ class DeepSeek32:
   special = frozenset({*needed, "<think>", "</think>", "｜DSML｜", "<｜▁pad▁｜>"})
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    refuse_flags(conversation, "DeepSeek V3.2")
     messages, shift = list(conversation.messages), 0
     if conversation.tools and messages[0].role not in ("system", "developer"):
       messages.insert(0, Message("system", ""))
@@ -140,7 +146,7 @@ class DeepSeek32:
     thinks = conversation.thinks
     if conversation.thinking is None:
       thinks = any(message.thinking for message in messages[last_user + 1 :])
-    lost = sum(bool(m.thinking and m.trained) for i, m in enumerate(messages) if i <= last_user)
+    lost = [i + shift for i, message in enumerate(messages) if i <= last_user and message.thinking and message.trained]
     if purpose == "prompt" and messages[-1].role not in ("user", "developer", "tool"):
       raise RenderError("DeepSeek V3.2 answers a user or a tool, and the last message is of neither")
     if thinks and any(message.role == "developer" for message in messages[:last_user]):
@@ -169,7 +175,7 @@ class DeepSeek32:
         self._answer(out, i + shift, message, content, thinks and i > last_user)
     if purpose == "prompt" and messages[-1].role == "tool" and out.pieces[-1].kind != "special":
       raise RenderError("a call of the last message of the assistant has no answer yet")
-    return Rendered(tuple(out.pieces), lost)
+    return Rendered(tuple(out.pieces), tuple(lost))
 
   def _tools(self, out: Writer, conversation: Conversation) -> None:
     out.literal("\n\n" + _TOOLS)

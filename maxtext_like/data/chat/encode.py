@@ -1,7 +1,8 @@
 """A rendered conversation to token ids, each known to be trained on or not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -21,18 +22,45 @@ TrainOn = Literal["assistant", "all", "last"]
 
 @dataclass(frozen=True)
 class Encoded:
-  """Token ids of a conversation; `trained`: bool for each, whether it is learned; where images stand."""
+  """Token ids of a conversation.
+
+  Attributes:
+    ids: of all its samples, one after the other.
+    trained: bool for each, whether it is learned.
+    images: where they stand.
+    ends: where each sample ends in ``ids``; empty if there is one.
+  """
 
   ids: list[int]
   trained: np.ndarray
   images: tuple[ImageSpan, ...] = ()
+  ends: tuple[int, ...] = ()
+
+  @classmethod
+  def joined(cls, samples: Sequence["Encoded"]) -> "Encoded":
+    """Several samples as one document."""
+    if len(samples) == 1:
+      return samples[0]
+    ends = tuple(accumulate(len(sample.ids) for sample in samples))
+    images = (
+      ImageSpan(span.start + begin, span.end + begin, span.image)
+      for begin, sample in zip((0, *ends), samples, strict=False)
+      for span in sample.images
+    )
+    ids = [token for sample in samples for token in sample.ids]
+    return cls(ids, np.concatenate([sample.trained for sample in samples]), tuple(images), ends)
 
 
 def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset[int] | None:
-  """The numbers of the messages that are learned: every answer; the last user's alone; None: all text, whoever says it."""
+  """The numbers of the messages that are learned, before the marks of the record.
+
+  Returns:
+    Every answer (``assistant``), the answers to the last user's message (``last``), or None for all text (``all``). The answers
+    in the prompt of a record of prompt and completion are questions, not answers.
+  """
   if train_on == "all":
     return None
-  answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+  answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and not message.given]
   if train_on == "assistant" or not answers:
     return frozenset(answers)
   asked = max((i for i, m in enumerate(conversation.messages[: answers[-1]]) if m.role in ("user", "developer")), default=-1)
@@ -43,12 +71,22 @@ class ChatEncoder:
   """Encodes what one renderer writes with one tokenizer.
 
   Text between special tokens is encoded in one piece, as a server does with the whole prompt; only where the assistant begins
-  to speak it is divided, as a server's prompt ends there. What text spells is text: where a tokenizer would find one of the
-  renderer's tokens in it, the spelling is taken apart.
+  to speak it is divided, as a server's prompt ends there. What text spells is text, unless it is parsed: where a tokenizer
+  would find one of the renderer's tokens in it, the spelling is encoded as letters.
   """
 
-  def __init__(self, renderer: Renderer, tokenizer: Tokenizer, vision: VisionConfig | None = None):
-    """Raises UserError: the tokenizer lacks the tokens that the renderer cannot do without (bytes spell them out)."""
+  def __init__(self, renderer: Renderer, tokenizer: Tokenizer, vision: VisionConfig | None = None, *, parse: bool = False):
+    """Sets up the tokens of a renderer.
+
+    Args:
+      renderer: of the conversations.
+      tokenizer: of the model.
+      vision: the ``vision:`` section.
+      parse: the spelling of a special token in a text of the record is that token, as in Hugging Face.
+
+    Raises:
+      UserError: the tokenizer lacks the tokens that the renderer cannot do without (bytes spell them out).
+    """
     found = {spelling: tokenizer.find(spelling) for spelling in renderer.special}
     self._ids: Mapping[str, int] = {spelling: i for spelling, i in found.items() if i is not None}
     missing = [spelling for spelling in renderer.needed if spelling not in self._ids]
@@ -58,9 +96,19 @@ class ChatEncoder:
         f"({tokenizer.fingerprint})\n  fix: the model's own tokenizer, or another chat_template"
       )
     self._tokenizer = tokenizer
+    self._parse = parse
     self._vision = vision if vision is not None and vision.use_multimodal else None
     self._forbidden = frozenset(self._ids.values()) | frozenset(tokenizer.special.values())
     self._spellings = Spellings({**tokenizer.special, **self._ids})
+
+  def spelt(self, rendered: Rendered) -> list[str]:
+    """The special tokens that texts of the record spell in a rendered conversation."""
+    return [spelling for piece in rendered.pieces if piece.kind == "text" for spelling in self._spellings.find(piece.text)]
+
+  @property
+  def special(self) -> Mapping[str, int]:
+    """Ids of the special tokens of the tokenizer and the renderer, by spelling."""
+    return self._spellings.special
 
   @property
   def spellings(self) -> dict[int, str]:
@@ -78,7 +126,7 @@ class ChatEncoder:
 
     Args:
       rendered: by the renderer.
-      learned: numbers of the answers that are learned (``answers_to_learn``); None: all text.
+      learned: numbers of the answers that are learned (``answers_to_learn``); None: all text except excluded answers.
       place: names the record in errors.
       load: an image, of its path.
 
@@ -93,13 +141,14 @@ class ChatEncoder:
 
     def flush() -> None:
       if run:
-        new = self._plain("".join(run), place)
+        text = "".join(run)
+        new = self._tokenizer.encode_special(text) if self._parse else self._plain(text, place)
         ids.extend(new)
         trained.extend([of_run] * len(new))
         run.clear()
 
     for piece in rendered.pieces:
-      learn = learned is None or (piece.trained and piece.answer in learned)
+      learn = (piece.trained or piece.answer < 0) if learned is None else piece.trained and piece.answer in learned
       token = self._ids.get(piece.text) if piece.kind == "special" else None
       if piece.kind == "image":
         if self._vision is None or load is None:

@@ -1,11 +1,14 @@
 """Conversations as Gemma 3 knows them: user and model in turn, what the system says before the first user's text."""
 
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture
-from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
+from maxtext_like.data.chat.rendering import OneSample, Purpose, Rendered, RenderError, Writer, refuse_flags
 
 
-class Gemma3:
-  """Text is stripped, images are ``<start_of_image>``. No tools, no thoughts; roles that do not alternate are refused."""
+class Gemma3(OneSample):
+  """Text is stripped, images are ``<start_of_image>``. No tools, no thoughts; roles that do not alternate are refused.
+
+  A thought that the record spells inside an answer is text of the answer, as in the published template.
+  """
 
   name = "gemma3"
   needed = ("<start_of_turn>", "<end_of_turn>")
@@ -15,7 +18,8 @@ class Gemma3:
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     if conversation.tools or any(m.tool_calls or m.tool_responses or m.role == "tool" for m in conversation.messages):
       raise RenderError("Gemma 3 has no tools")
-    if conversation.thinking or any(message.thinking for message in conversation.messages):
+    refuse_flags(conversation, "Gemma 3")
+    if conversation.thinking or any(message.thinking and message.written is None for message in conversation.messages):
       raise RenderError("Gemma 3 has no thoughts")
     first, *rest = conversation.messages
     prefix, shift = "", 0
@@ -38,7 +42,7 @@ class Gemma3:
         out.say(prefix)
       if message.role == "assistant":
         out.speak(i + shift, message.trained)
-      for part in message.parts:
+      for part in message.spelt_parts:
         if isinstance(part, Picture):
           out.image("<start_of_image>", part.path)
         else:

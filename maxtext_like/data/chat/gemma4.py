@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture
-from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
+from maxtext_like.data.chat.rendering import OneSample, Purpose, Rendered, RenderError, Writer, refuse_flags
 
 _EMPTY_THOUGHT = "<|channel>thought\n<channel|>"
 _STANDARD = ("description", "type", "properties", "required", "nullable")
 
 
 @dataclass(frozen=True)
-class Gemma4:
+class Gemma4(OneSample):
   """``empty_thought``: without thinking, a prompt ends with an empty thought. 26B and 31B do so, E2B and E4B do not."""
 
   empty_thought: bool
@@ -34,6 +34,8 @@ class Gemma4:
     return "gemma4" if self.empty_thought else "gemma4-small"
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
+    refuse_flags(conversation, "Gemma 4", ("preserve_thinking",))
+    preserve = conversation.template_kwargs.get("preserve_thinking")
     out = Writer(self.special)
     messages, thinks, shift = list(conversation.messages), conversation.thinks, 0
     out.literal("<bos>")
@@ -54,7 +56,8 @@ class Gemma4:
       out.literal("<turn|>\n")
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     speakers = [i for i, message in enumerate(messages) if message.role != "tool"]
-    lost, ended = 0, ""  # what the last message ended with: "call", "response", or a turn
+    lost: list[int] = []
+    ended = ""  # what the last message ended with: "call", "response", or a turn
     for at, i in enumerate(speakers):
       message = messages[i]
       before = messages[speakers[at - 1]].role if at else None
@@ -68,10 +71,10 @@ class Gemma4:
         out.literal("<|turn>model\n")
         if purpose == "training" and self.empty_thought and not thinks and i > last_user:
           out.literal(_EMPTY_THOUGHT)
-      if message.thinking and i > last_user:
+      if message.thinking and (i > last_user or (preserve and message.tool_calls)):
         said.thought(after_tool=before == "assistant" and ended == "response")
-      elif message.thinking and message.trained:
-        lost += 1
+      elif message.trained and (message.thinking or _spells_thought(message)):
+        lost.append(i + shift)
       said.calls()
       responded = said.responses(messages[i + 1 : speakers[at + 1] if at + 1 < len(speakers) else None])
       content = said.content()
@@ -91,7 +94,7 @@ class Gemma4:
           out.literal(_EMPTY_THOUGHT)
       elif ended == "response" and thinks:
         out.literal("<|channel>thought\n")
-    return Rendered(tuple(out.pieces), lost)
+    return Rendered(tuple(out.pieces), tuple(lost))
 
 
 class _Said:
@@ -173,6 +176,11 @@ def _system(out: Writer, message: Message) -> None:
     if isinstance(part, Picture):
       raise RenderError("Gemma 4 takes no images of the system")
     out.say(part.strip() + " ")
+
+
+def _spells_thought(message: Message) -> bool:
+  """Whether an answer spells out a channel, which the template does not write."""
+  return message.role == "assistant" and any(isinstance(part, str) and "<|channel>" in part for part in message.parts)
 
 
 def _without_thoughts(text: str) -> str:

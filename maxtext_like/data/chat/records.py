@@ -6,10 +6,12 @@ images is at the end.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from maxtext_like import strict_json
+from maxtext_like.data.chat import exclusions
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
 from maxtext_like.data.documents import BadRecordError, check_text
 from maxtext_like.data.image_names import ImageFields, check_all, located
@@ -25,14 +27,13 @@ _SPEAKERS: dict[str, Role] = {
 """ShareGPT's names of who speaks."""
 _CALLERS = ("function_call", "tool_call")  # the assistant, whose value is the JSON of calls
 _LISTS = ("messages", "conversations", "conversation", "prompt", "completion")
-_READ = frozenset({
-  *_LISTS, "instruction", "input", "context", "output", "response", "history", "system", "tools", "chat_template_kwargs",
-  "enable_thinking",
+_OF_ANY_FORM = frozenset({"tools", "chat_template_kwargs", "enable_thinking"})
+_OF_MESSAGE = frozenset({
+  "role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "function_call", "tool_responses", "name",
+  "tool_call_id", *exclusions.MARKS, *exclusions.UNCLEAR,
 })  # fmt: skip
-_READ_OF_MESSAGE = frozenset({
-  "role", "content", "from", "value", "reasoning", "reasoning_content", "thinking", "weight", "tool_calls", "function_call",
-  "tool_responses", "name", "tool_call_id",
-})  # fmt: skip
+_OF_TURN = frozenset({"from", "value", *exclusions.MARKS, *exclusions.UNCLEAR})
+_NOTHING = (None, "", [], {}, ())
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 
 
@@ -51,11 +52,6 @@ def read_conversation(record: object, place: str, folder: str, fields: ImageFiel
   return _Reader(place, folder, fields or ImageFields()).read(record)
 
 
-def _shown(value: object) -> str:
-  """A value as JSON, in which "0" is no 0."""
-  return strict_json.printable(json.dumps(value, ensure_ascii=False, default=str))
-
-
 class _Reader:
   def __init__(self, place: str, folder: str, fields: ImageFields):
     self._place, self._folder, self._fields = place, folder, fields
@@ -70,16 +66,17 @@ class _Reader:
     # Tables have a column for every field of any row: what is null is not there.
     record = {key: value for key, value in record.items() if value is not None}
     if "messages" in record:
-      messages = self._messages(record["messages"], "messages")
+      messages, read = self._messages(record["messages"], "messages"), {"messages"}
     elif "conversations" in record or "conversation" in record:
       field = "conversations" if "conversations" in record else "conversation"
-      messages = self._turns(record[field], field)
+      messages, read = self._turns(record[field], field), {field, "system"}
       if isinstance(record.get("system"), str) and record["system"].strip():
         messages.insert(0, Message("system", self._text(record["system"], "system")))
     elif "prompt" in record and "completion" in record:
-      messages = self._side(record["prompt"], "prompt", "user") + self._side(record["completion"], "completion", "assistant")
+      prompt = [replace(message, given=True) for message in self._side(record["prompt"], "prompt", "user")]
+      messages, read = prompt + self._side(record["completion"], "completion", "assistant"), {"prompt", "completion"}
     elif "instruction" in record and ("output" in record or "response" in record):
-      messages = self._alpaca(record)
+      messages, read = self._alpaca(record)
     else:
       fields = ", ".join(f"'{strict_json.printable(key)}'" for key in list(record)[:8]) or "none"
       raise self._bad(
@@ -88,15 +85,40 @@ class _Reader:
       )
     if not messages:
       raise self._bad("the conversation has no messages")
-    messages = self._with_images(messages, record)
+    try:
+      learned, marks = exclusions.of_record(record)
+    except ValueError as error:
+      raise self._bad(str(error)) from None
+    read |= _OF_ANY_FORM | marks
+    messages = self._with_images(messages, record, read)
     self._check(messages)
     given = self._json(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(given, Mapping):
       raise self._bad(f"chat_template_kwargs is {type(given).__name__}, expected an object")
     thinking = record.get("enable_thinking", given.get("enable_thinking"))
     if thinking is not None and not isinstance(thinking, bool):
-      raise self._bad(f"enable_thinking is {_shown(thinking)}, expected true or false")
-    return Conversation(tuple(messages), self._tools(record.get("tools")), thinking)
+      raise self._bad(f"enable_thinking is {exclusions.shown(thinking)}, expected true or false")
+    return Conversation(
+      tuple(messages),
+      self._tools(record.get("tools")),
+      thinking,
+      {key: value for key, value in self._checked(given, "chat_template_kwargs").items() if key != "enable_thinking"},
+      excluded=learned is False,
+      unread=tuple(dict.fromkeys(self._unread_fields(record, read))),
+    )
+
+  def _unread_fields(self, record: Mapping[str, Any], read: set[str]) -> Iterator[str]:
+    """Names of the fields with a value that nothing reads, of the record and of its messages."""
+    images = self._fields.listed(record)[0]
+    yield from (key for key, value in record.items() if key not in read and key != images and value not in _NOTHING)
+    for field in _LISTS:
+      for item in record[field] if field in read and isinstance(record.get(field), list | tuple) else ():
+        known = _OF_TURN if "from" in item and field.startswith("conversation") else _OF_MESSAGE
+        yield from (f"{field}[].{key}" for key, value in item.items() if key not in known and value not in _NOTHING)
+        role = item.get("role", item.get("from"))
+        if _ROLES.get(role, _SPEAKERS.get(role, "assistant")) != "assistant":  # such a message is never learned
+          marked = (key for key in exclusions.MARKS if item.get(key) in (1,))
+          yield from (f"{field}[].{key} of role {role}" for key in marked)
 
   def _text(self, text: object, field: str) -> str:
     return check_text(text, self._place, field)
@@ -134,11 +156,11 @@ class _Reader:
     elif content is not None:
       content = self._text(content, of_content)
     thinking = next((value[key] for key in ("reasoning", "reasoning_content", "thinking") if value.get(key)), None)
+    written = None
     if thinking is not None:
       thinking = self._text(thinking, f"{where}.reasoning_content")
     elif role == "assistant" and isinstance(content, str) and (found := _THOUGHT.fullmatch(content)):
-      thinking, content = found[1] or None, found[2]
-    weight = self._weight(value, where)
+      thinking, content, written = found[1] or None, found[2], content
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
     if older := value.get("function_call"):
       if calls:
@@ -154,17 +176,18 @@ class _Reader:
       tuple(self._response(item, where) for item in self._list(responses, f"{where}.tool_responses")),
       self._text(value["name"], f"{where}.name") if "name" in value else None,
       self._id(value.get("tool_call_id"), f"{where}.tool_call_id"),
-      weight,
-      where,
-      weighable,
+      self._trained(value, where),
+      written=written,
+      where=where,
+      weighable=weighable,
     )
 
-  def _weight(self, value: Mapping[str, Any], where: str) -> bool:
-    """Whether an answer is learned."""
-    weight = value.get("weight")
-    if weight not in (None, 0, 1):
-      raise self._bad(f"{where}.weight is {_shown(weight)}, expected 0 or 1")
-    return weight != 0
+  def _trained(self, value: Mapping[str, Any], where: str) -> bool:
+    """Whether an answer is learned: no mark of the message excludes it."""
+    try:
+      return exclusions.of_message(value, where) is not False
+    except ValueError as error:
+      raise self._bad(str(error)) from None
 
   def _part(self, part: object, where: str) -> str | Picture:
     if isinstance(part, Mapping):
@@ -222,23 +245,25 @@ class _Reader:
   # The other forms
 
   def _turns(self, values: object, field: str) -> list[Message]:
-    """ShareGPT: from, value and what OpenAI has as weight, or OpenAI's messages under its name."""
+    """ShareGPT: from, value and marks as ``weight``, or OpenAI's messages under its name."""
     messages = []
     for i, turn in enumerate(self._list(values, field)):
       where = f"{field}[{i}]"
       if not isinstance(turn, Mapping) or "from" not in turn:
         messages.append(self._message(turn, where))
         continue
+      turn = {key: item for key, item in turn.items() if item is not None}
       text = self._text(turn.get("value"), f"{where}.value")
       speaker = turn["from"] if isinstance(turn["from"], str) else ""
       if speaker in _CALLERS:
         calls = self._json(text, where)
         calls = calls if isinstance(calls, list) else [calls]
         made = tuple(self._call(call, where) for call in calls)
-        messages.append(Message("assistant", None, tool_calls=made, trained=self._weight(turn, where), where=where))
+        messages.append(Message("assistant", None, tool_calls=made, trained=self._trained(turn, where), where=where))
       elif speaker in _SPEAKERS:
-        said = {"role": _SPEAKERS[speaker], "content": text, "weight": turn.get("weight")}
-        messages.append(self._message(said, where))
+        said = {"role": _SPEAKERS[speaker], "content": text}
+        marks = {key: item for key, item in turn.items() if key in _OF_TURN}
+        messages.append(self._message(said | marks, where))
       else:
         known = ", ".join((*_SPEAKERS, *_CALLERS))
         raise self._bad(f"{where} is from {strict_json.printable(turn['from'])!r}, expected one of {known}")
@@ -250,7 +275,8 @@ class _Reader:
       return [self._message({"role": role, "content": value}, field, weighable=False)]
     return self._messages(value, field)
 
-  def _alpaca(self, record: Mapping[str, Any]) -> list[Message]:
+  def _alpaca(self, record: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
+    """The messages, and the names of the fields that they are made of."""
     messages = []
     if isinstance(record.get("system"), str) and record["system"].strip():
       messages.append(Message("system", self._text(record["system"], "system")))
@@ -264,7 +290,7 @@ class _Reader:
     asked = [self._text(record.get(field) or "", field) for field in fields]
     messages.append(Message("user", "\n".join(text for text in asked if text)))
     messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, weighable=False))
-    return messages
+    return messages, {"system", "history", *fields, answer}
 
   # Images, and what holds for all
 
@@ -274,13 +300,13 @@ class _Reader:
     except ValueError as error:
       raise self._bad(f"{where}: {error}") from None
 
-  def _with_images(self, messages: list[Message], record: Mapping[str, Any]) -> list[Message]:
+  def _with_images(self, messages: list[Message], record: Mapping[str, Any], read: set[str]) -> list[Message]:
     """The messages with the images that the record lists, where messages have places for them."""
     pictures = [part for message in messages for part in message.parts if isinstance(part, Picture)]
     marks = Picture("") in pictures
     field, given = self._fields.listed(record, singular=not pictures or marks)
     paths = [self._path(image, field) for image in given]
-    if not pictures and not paths and self._spells_places(messages) and (other := self._unread(record)):
+    if not pictures and not paths and self._spells_places(messages) and (other := self._unread(record, read)):
       raise self._bad(self._fields.unread_reason(*other))
     left = iter(paths)
     placed, used = [], 0
@@ -300,7 +326,7 @@ class _Reader:
       changed = any(isinstance(part, Picture) for part in parts)
       placed.append(Message(**{**vars(message), "content": tuple(parts)}) if changed else message)
     if used != len(paths):
-      other = None if paths else self._unread(record)
+      other = None if paths else self._unread(record, read)
       hint = f", but '{strict_json.printable(other[0])}' looks like images ({self._fields.remedy(other[1])})" if other else ""
       raise self._bad(f"the messages have {used} places for images, and '{field}' lists {len(paths)}{hint}")
     try:
@@ -313,13 +339,13 @@ class _Reader:
     """Whether a text has the placeholder."""
     return any(isinstance(part, str) and self._fields.placeholder in part for m in messages for part in m.parts)
 
-  def _unread(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A field that looks like images, of those that nobody reads: its name in errors, and in the record; "": a message's."""
-    if name := self._fields.unread(record, _READ | {self._fields.field}):
+  def _unread(self, record: Mapping[str, Any], read: set[str]) -> tuple[str, str] | None:
+    """A field that looks like images, of those that nothing reads: its name in errors, and in the record; "": a message's."""
+    if name := self._fields.unread(record, read | {self._fields.field}):
       return name, name
     for field in _LISTS:
       for i, message in enumerate(record[field] if isinstance(record.get(field), list | tuple) else ()):
-        if isinstance(message, Mapping) and (name := self._fields.unread(message, _READ_OF_MESSAGE)):
+        if isinstance(message, Mapping) and (name := self._fields.unread(message, _OF_MESSAGE | _OF_TURN)):
           return f"{field}[{i}].{name}", ""
     return None
 

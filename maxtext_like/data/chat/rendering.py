@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.strict_json import printable
 
 Purpose = Literal["history", "prompt", "training"]
 """history: the conversation as the published template has it; prompt: with what asks the model for its next answer;
@@ -44,11 +45,16 @@ class Rendered:
 
   Attributes:
     pieces: in order.
-    lost_thoughts: answers that are trained on without the thought that the record has: templates drop those of earlier turns.
+    lost: numbers of the answers to learn whose thought, or a part of it, the template does not write.
   """
 
   pieces: tuple[Piece, ...]
-  lost_thoughts: int = 0
+  lost: tuple[int, ...] = ()
+
+  @property
+  def lost_thoughts(self) -> int:
+    """How many answers are learned without the thought that the record has."""
+    return len(self.lost)
 
   @property
   def text(self) -> str:
@@ -85,6 +91,30 @@ class Renderer(Protocol):
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     """Raises RenderError."""
     ...
+
+  def samples(self, conversation: Conversation, learned: frozenset[int] | None) -> tuple[Rendered, ...]:
+    """The texts that a run learns from a conversation.
+
+    Args:
+      conversation: of the record.
+      learned: numbers of the answers to learn; None: all text, except answers that the record excludes.
+
+    Returns:
+      One text, the complete conversation; or several if the template writes an answer differently once more messages follow.
+      Each answer to learn is marked as trained in one of them.
+
+    Raises:
+      RenderError: the template does not have this conversation.
+    """
+    ...
+
+
+class OneSample:
+  """Of a renderer that writes every answer of a conversation in one text."""
+
+  def samples(self: "Renderer", conversation: Conversation, learned: frozenset[int] | None) -> tuple[Rendered, ...]:
+    del learned
+    return (self.render(conversation, "training"),)
 
 
 class Writer:
@@ -123,6 +153,16 @@ class Writer:
   def image(self, placeholder: str, path: str) -> None:
     """An image of the record; `placeholder`: what stands for it in the template's text. Never trained on."""
     self.pieces.append(Piece(placeholder, "image", image=path))
+
+
+def refuse_flags(conversation: Conversation, who: str, known: Iterable[str] = ()) -> None:
+  """Raises RenderError if the record's ``chat_template_kwargs`` have a variable that the template does not know."""
+  if unknown := sorted(set(conversation.template_kwargs) - set(known)):
+    names, has = ", ".join(map(printable, unknown)), ", ".join(("enable_thinking", *known))
+    raise RenderError(
+      f"chat_template_kwargs has {names}, which the template of {who} does not read (it reads {has}); fix: remove it, or "
+      "chat_template=FILE with a template that reads it"
+    )
 
 
 def text_of(content: object, who: str) -> str:

@@ -15,9 +15,10 @@ from PIL import Image
 
 from maxtext_like.config.load import load_config
 from maxtext_like.data.pack import LOSSES
-from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.data.tokenizer import BytesTokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
+from tests.generation.letters import write_letters
 
 CHAT = {
   "data_format": "chat",
@@ -229,12 +230,80 @@ def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, weighab
     assert learned(next(make(**CHAT, dataset_path=write(tmp_path, [record])))) == "Yes.<end_of_turn>"
 
 
-def test_thoughts_that_are_lost_are_told_once(make, tmp_path, caplog):
+@pytest.mark.parametrize(("train_on", "told"), [("assistant", 1), ("last", 0)])
+def test_thoughts_that_are_lost_are_counted_once(train_on, told, make, tmp_path, caplog):
   record = said("a", "b", "c", "d")
   record["messages"][1]["reasoning_content"] = "Hm."
+  settings = CHAT | {"chat_template": "gemma4", "train_on": train_on}
   with caplog.at_level(logging.WARNING):
-    next(make(**CHAT | {"chat_template": "gemma4"}, dataset_path=write(tmp_path, [record] * 3)))
-  assert caplog.text.count("drops the thoughts of earlier turns, and their answers are learned without them") == 1
+    next(make(**settings, dataset_path=write(tmp_path, [record] * 3)))
+  lost = "3 answers are learned without their thoughts: 3 before the last user's message, where the template drops thoughts"
+  assert caplog.text.count(lost) == told
+  assert caplog.text.count("without their thoughts") == told
+
+
+def test_a_thought_that_a_template_drops_from_the_last_answer_is_counted_as_such(make, tmp_path, caplog):
+  """As DeepSeek V3's template does with all that is before </think>."""
+  record = said("a", "<think>Hm.</think>b")
+  with caplog.at_level(logging.WARNING):
+    row = next(make(**CHAT | {"chat_template": "deepseek3"}, dataset_path=write(tmp_path, [record] * 2)))
+  assert learned(row).startswith("b<")
+  assert "2 answers are learned without their thoughts: 2 after it" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_records_marked_as_bad_are_left_out_and_counted(kind, make, tmp_path, caplog):
+  """KTO's label, and marks on every answer; what is left is learned, and fields that nothing reads are listed once."""
+  marked = said("e", "f")
+  marked["messages"][1]["train"] = False
+  records = [
+    {"prompt": "a", "completion": "b", "label": False, "id": 1, "messages": None},
+    {"prompt": "c", "completion": "d", "label": True, "id": 2},
+    marked,
+    said("g", "h") | {"label": False},
+  ]
+  with caplog.at_level(logging.WARNING):
+    data = make(**CHAT, dataset=kind, dataset_path=write(tmp_path, records, kind), split="train", epochs=1)
+    assert [learned(next(data)), learned(next(data))] == ["d<end_of_turn>", ""]
+  assert data.counts()["excluded"] == 3
+  assert data.rows == 1
+  assert caplog.text.count("is left out because its record marks it as not to be learned") == 1
+  assert caplog.text.count("fields of the records that are not used: 'id' in 2 records") == 1
+  with pytest.raises(UserError, match=r"no tokens in any of the 1 documents.*1 marked by their records as not to be learned"):
+    make(**CHAT, dataset_path=write(tmp_path, records[:1]))
+
+
+def test_excluded_answers_are_not_learned_with_train_on_all(make, tmp_path):
+  record = said("a", "wrong", "c", "right")
+  record["messages"][1]["loss"] = False
+  text = learned(next(make(**CHAT | {"train_on": "all"}, dataset_path=write(tmp_path, [record]))))
+  assert "wrong" not in text
+  assert "right" in text
+  assert "user\na" in text
+
+
+def test_a_history_in_the_prompt_is_no_answer(make, tmp_path):
+  """As TRL with completion_only_loss: the completion alone; all tokens with train_on=all."""
+  record = {"prompt": said("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}
+  path = write(tmp_path, [record])
+  assert learned(next(make(**CHAT, dataset_path=path))) == "d<end_of_turn>"
+  assert "model\nb<end_of_turn>" in learned(next(make(**CHAT | {"train_on": "all"}, dataset_path=path)))
+
+
+@pytest.mark.parametrize(("key", "tokens"), [(None, 0), ("literal", 0), ("parse", 2), ("error", None)])
+def test_special_tokens_in_what_is_said(key, tokens, make, tmp_path, caplog):
+  """The same key and rule as for text: the token's id for each speaker with parse, letters and a warning by default."""
+  tokenizer = load_tokenizer(str(write_letters(tmp_path)))
+  path = write(tmp_path, [said("a <eos>", "b <eos> c")] * 2)
+  settings = CHAT | {"special_tokens_in_text": key, "tokenizer": str(tmp_path), "vocab_size": 2**10, "packing": False}
+  if tokens is None:
+    with pytest.raises(UserError, match="the text spells special tokens: '<eos>' 2 times"):
+      make(**settings, dataset_path=path)
+    return
+  with caplog.at_level(logging.WARNING):
+    row = next(make(**settings, dataset_path=path))
+  assert (row["tokens"] == tokenizer.find("<eos>")).sum() == tokens
+  assert caplog.text.count("2 of 2 documents spell special tokens in their text ('<eos>' 4 times") == (key is None)
 
 
 def test_more_images_than_a_row_has_places_for(make, tmp_path, caplog):
@@ -250,7 +319,7 @@ def test_more_images_than_a_row_has_places_for(make, tmp_path, caplog):
     data = make(**settings, vision=vision, dataset_path=path)
     assert learned(next(data)) == "Blue.<end_of_turn>"
   counts = data.counts()
-  assert {name: counts[name] for name in LOSSES} == {"truncated": 0, "cut_at_image": 1, "unlearned": 1}
+  assert {name: counts[name] for name in LOSSES} == {"truncated": 0, "cut_at_image": 1, "unlearned": 1, "excluded": 0}
   assert "a conversation has more images than max_images_per_row=1: it ends before the next one" in caplog.text
   by_epoch = make(**settings, vision=vision, dataset_path=path, epochs=1)
   assert by_epoch.rows == 2

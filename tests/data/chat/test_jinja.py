@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxtext_like.data import worker_process
@@ -109,6 +110,108 @@ def test_prompts_and_thoughts_that_are_dropped(tokenizer):
   assert (rendered.lost_thoughts, "Greet." in rendered.text) == (1, False)
 
 
+# As Qwen3-Instruct-2507 has it: no thoughts, every message as it is.
+PLAIN = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def encoded(tokenizer: Tokenizer, record: dict[str, Any], source: str, *, parse: bool = False, learn: Any = "assistant"):
+  """The learned text of each sample, and all ids."""
+  renderer = Jinja(source, "x.jinja", tokenizer)
+  read = read_conversation(record, "", "/")
+  answers = answers_to_learn(read, learn)
+  encoder = ChatEncoder(renderer, tokenizer, parse=parse)
+  found = [encoder.encode(sample, answers, "") for sample in renderer.samples(read, answers)]
+  return [tokenizer.decode(np.array(each.ids)[each.trained]) for each in found], [each.ids for each in found]
+
+
+@pytest.mark.parametrize("content", ["<think>\nAdd.\n</think>\n\n4", "Add.</think>4", "\n<think></think>4"])
+def test_a_thought_in_the_content_is_written_by_a_template_without_thoughts(content, tokenizer):
+  """With the tokens of the tokenizer, as transformers gives them for the rendered text."""
+  messages = [ASK, {"role": "assistant", "content": content}]
+  text = f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{content}<|im_end|>\n"
+  _, (ids,) = encoded(tokenizer, {"messages": messages}, PLAIN)
+  assert ids == tokenizer.encode_special(text)
+  assert learned(tokenizer, *messages, source=PLAIN) == [f"{content}<|im_end|>"]
+  field = [ASK, {"role": "assistant", "content": "4", "reasoning_content": "Add."}]
+  rendered = Jinja(PLAIN, "x.jinja", tokenizer).render(read_conversation({"messages": field}, "", "/"), "training")
+  assert rendered.lost == (1,)
+
+
+def test_a_part_of_an_answer_that_the_template_drops_is_an_error(tokenizer):
+  """Qwen3's template keeps what is after the last </think>."""
+  source = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+  for content in ("a<think>b</think>c<think>d</think>e", "<think>a</think>b</think>c"):
+    with pytest.raises(RenderError, match="the template drops or changes a part of it"):
+      learned(tokenizer, ASK, {"role": "assistant", "content": content}, source=source)
+
+
+HERMES = {
+  "messages": [
+    ASK,
+    {"role": "assistant", "content": '<tool_call>\n{"name": "w"}\n</tool_call>'},
+    {"role": "user", "content": "<tool_response>\nrain\n</tool_response>"},
+    {"role": "assistant", "content": "It rains. <think>"},
+  ]
+}
+
+
+def test_special_tokens_in_an_answer_are_letters_or_tokens(tokenizer):
+  text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in HERMES["messages"])
+  said, (ids,) = encoded(tokenizer, HERMES, PLAIN, parse=True)
+  assert ids == tokenizer.encode_special(text)
+  assert ids.count(tokenizer.find("<tool_call>")) == ids.count(tokenizer.find("<think>")) == 1
+  letters, (ids,) = encoded(tokenizer, HERMES, PLAIN + "{# <tool_call> #}")
+  assert said == letters == ['<tool_call>\n{"name": "w"}\n</tool_call>It rains. <think>']
+  assert not {tokenizer.find("<tool_call>"), tokenizer.find("<think>")} & set(ids)
+
+
+def test_a_template_sees_the_spellings_of_the_record(tokenizer):
+  """Qwen3's template takes a user's message that is a tool's answer for no question."""
+  source = CHATML.replace("m.role == 'user'", "m.role == 'user' and not m.content.endswith('<tool_call>')")
+  asked = [ASK, ANSWER, {"role": "user", "content": "It is <tool_call>"}, ANSWER]
+  assert "<think>\n\n</think>\n\nHi.<|im_end|>\n<|im_start|>user\nIt is <tool_call>" in (
+    Jinja(source, "x.jinja", tokenizer).render(read_conversation({"messages": asked}, "", "/")).text
+  )
+
+
+def test_variables_of_a_record_reach_the_template(tokenizer):
+  source = "{% if shout %}LOUD {% endif %}" + PLAIN
+  record = {"messages": [ASK, ANSWER], "chat_template_kwargs": {"shout": True}}
+  renderer = Jinja(source, "x.jinja", tokenizer)
+  assert renderer.render(read_conversation(record, "", "/")).text.startswith("LOUD <|im_start|>")
+  for name, reason in (("whisper", "whisper, which the chat template does not read"), ("messages", "is not a flag")):
+    with pytest.raises(RenderError, match=reason):
+      renderer.render(read_conversation(record | {"chat_template_kwargs": {name: True}}, "", "/"))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+AGENT = [
+  ASK, CALL | {"reasoning_content": "Look."}, {"role": "tool", "content": "1"}, ANSWER | {"reasoning_content": "Tell."},
+  MORE[0], MORE[1] | {"reasoning_content": "Part."},
+]  # fmt: skip
+
+
+def test_an_agent_whose_earlier_thoughts_are_dropped_is_learned_as_several_samples(tokenizer):
+  """What stands before "Hi." differs once the user speaks again: each turn is learned after what it would be asked with."""
+  renderer = Jinja(CHATML, "x.jinja", tokenizer)
+  read = read_conversation({"messages": AGENT}, "", "/")
+  first, second = renderer.samples(read, answers_to_learn(read, "assistant"))
+  assert first.text == renderer.render(read_conversation({"messages": AGENT[:4]}, "", "/")).text
+  assert second.text == renderer.render(read).text
+  last = "<think>\nPart.\n</think>\n\nBye."
+  said, _ = encoded(tokenizer, {"messages": AGENT}, CHATML)
+  assert said == ["<think>@Look.@</think>@@<tool_call>f{}<think>@Tell.@</think>@@Hi.".replace("@", "\n"), last]
+  said, _ = encoded(tokenizer, {"messages": AGENT}, CHATML, learn="last")
+  assert said == [last]
+  (whole,), (ids,) = encoded(tokenizer, {"messages": AGENT}, CHATML, learn="all")
+  assert whole == tokenizer.decode(ids)
+  excluded = [*AGENT[:3], AGENT[3] | {"weight": 0}, *AGENT[4:]]
+  said, _ = encoded(tokenizer, {"messages": excluded}, CHATML)
+  assert said == [f"<tool_call>f{{}}{last}"]
+
+
 def test_spelt_tokens_are_text(tokenizer):
   spelt = "<|im_end|>\n<|im_start|>assistant\n<think> <tool_call>"
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
@@ -125,7 +228,7 @@ def test_spelt_tokens_are_text(tokenizer):
 @pytest.mark.parametrize(
   ("source", "reason"),
   [
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", "in message 2 cannot.*does not stand before it"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "in message 2 cannot.*does not match the text before it"),
     ("{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", "depends on what"),
     ("{% for m in messages %}<|im_start|>{{ m.content }} end{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
      "no special token ends it"),

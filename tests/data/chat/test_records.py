@@ -54,6 +54,48 @@ def test_forms(record, expected):
   assert read(record).messages == expected
 
 
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+@pytest.mark.parametrize("name", ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight"])
+def test_answers_that_other_trainers_leave_out(name, value):
+  record = {"messages": [*BOTH, BOTH[0], BOTH[1] | {name: value}]}
+  assert [message.trained for message in read(record).messages] == [True, True, True, False]
+  turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", name: value}]
+  assert [message.trained for message in read({"conversations": turns}).messages] == [True, False]
+  assert read({"messages": [BOTH[0], BOTH[1] | {name: 1}]}).messages[1].trained
+  assert read({"messages": BOTH, name: value}).excluded
+  assert not read({"messages": BOTH, name: True}).excluded
+
+
+@pytest.mark.parametrize("form", [{"prompt": "Hi", "completion": "Hello"}, {"messages": BOTH}])
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+def test_a_label_of_kto(form, name):
+  assert read(form | {name: False}).excluded
+  assert not read(form | {name: True}).excluded
+  assert not read(form | {name: "sports"}).excluded  # the class of a text
+  assert read(form | {name: "sports"}).unread == (name,)
+
+
+def test_fields_that_nothing_reads():
+  message = BOTH[1] | {"score": 1, "empty": [], "name": "x"}
+  record = {"messages": [BOTH[0] | {"train": True}, message], "id": 7, "prompt": "Hi", "none": None, "tools": [], "images": []}
+  assert read(record).unread == ("id", "prompt", "messages[].train of role user", "messages[].score")
+  assert read({"conversations": [{"from": "human", "value": "a", "id": 1}, {"from": "gpt", "value": "b"}]}).unread == (
+    "conversations[].id",
+  )
+  assert read({"instruction": "a", "output": "b", "text": "a b"}).unread == ("text",)
+
+
+def test_the_prompt_of_a_prompt_and_completion_has_no_answer():
+  found = read({"prompt": [*BOTH, BOTH[0]], "completion": BOTH[1:]}).messages
+  assert [message.given for message in found] == [True, True, True, False]
+
+
+def test_variables_of_the_template():
+  kwargs = {"enable_thinking": True, "preserve_thinking": True}
+  found = read({"messages": BOTH, "chat_template_kwargs": kwargs})
+  assert (found.thinks, found.template_kwargs) == (True, {"preserve_thinking": True})
+
+
 def test_arguments_as_text_and_as_object():
   assert read(call({"x": [1, None]})).messages[1].tool_calls == (CALL,)
   assert read(call('{"x": [1, null]}')).messages[1].tool_calls[0].arguments == CALL.arguments
@@ -143,6 +185,13 @@ def test_images_with_their_bytes():
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "../z.png"}]}]}, "leads out of the folder"),
     ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 places for images.* lists 2"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 places for images.* lists 0"),
+    ({"messages": [BOTH[0], BOTH[1] | {"train": "false"}]}, r'messages\[1\].train is "false", expected 0 or 1'),
+    ({"messages": [BOTH[0], BOTH[1] | {"loss_weight": 0.5}]}, r"messages\[1\].loss_weight is 0.5, expected 0 or 1"),
+    ({"messages": [BOTH[0], BOTH[1] | {"train_detail": [{"train": False}]}]}, r"messages\[1\].train_detail is .* not clear"),
+    ({"messages": [BOTH[0], BOTH[1] | {"train": False, "weight": 1}]}, r"contradict each other: weight=true, train=false"),
+    ({"messages": BOTH, "label": 0}, "label is 0: expected true for a good answer or false for a bad one"),
+    ({"messages": BOTH, "weight": 0.5}, "weight is 0.5, expected 0 or 1"),
+    ({"messages": BOTH, "loss_mask": [0, 1]}, r"loss_mask is \[0, 1\], expected 0 or 1"),
     ({"messages": BOTH, "enable_thinking": "yes"}, 'enable_thinking is "yes"'),
     ({"messages": BOTH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs: not valid JSON"),
     ({"messages": BOTH, "chat_template_kwargs": [1]}, "chat_template_kwargs is list, expected an object"),

@@ -1,0 +1,90 @@
+"""Marks in a record that say which answers are learned, under the names that other trainers use.
+
+Open this file to add a name. A mark is honoured where its meaning is clear (true, false, 1, 0) and refused otherwise, so that
+an answer that somebody marked as bad is never learned as a good one.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from maxtext_like import strict_json
+
+MARKS = (
+  "weight", "loss_weight", "loss_mask", "loss_scale", "loss", "compute_loss", "train", "training", "trainable", "trained",
+  "learn",
+)  # fmt: skip
+"""Of a message or a turn: 1 or true is learned, 0 or false is not."""
+LABELS = ("label", "kto_tag", "desirable")
+"""Of a record, as KTO has them: true is a good answer, false a bad one."""
+UNCLEAR = ("train_detail", "mask", "masked")
+"""Of a message: names that mark parts of an answer, or whose true means "learned" here and "left out" there."""
+_ALSO_MEASURED = frozenset({"loss", "training", "trained", "learn"})
+"""Names that on a record are often a measurement or a comment; only a clear value is taken for a mark there."""
+_OF_RECORD = frozenset({*MARKS, *LABELS})
+
+
+def shown(value: object) -> str:
+  """A value as JSON, so that the text "0" differs from the number 0 in a message."""
+  return strict_json.printable(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def of_message(message: Mapping[str, Any], where: str) -> bool | None:
+  """Whether a message is marked as learned.
+
+  Args:
+    message: an object of the record, without fields that are null.
+    where: names it in errors.
+
+  Returns:
+    True, False, or None if it has no mark.
+
+  Raises:
+    ValueError: the meaning of a mark is not clear, or two marks contradict each other.
+  """
+  for name in UNCLEAR:
+    if message.get(name) not in (None, "", [], {}, ()):
+      raise ValueError(
+        f"{where}.{name} is {shown(message[name]):.60}, and its meaning here is not clear: an answer is learned completely or "
+        f'not at all; fix: remove {name}, and write "train": false on each answer that is not to be learned'
+      )
+  return _agreed({name: _clear(message[name], f"{where}.{name}") for name in MARKS if name in message}, where)
+
+
+def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
+  """Whether a record as a whole is marked as learned, and the names of its fields that say so.
+
+  Raises:
+    ValueError: as ``of_message``.
+  """
+  found: dict[str, bool] = {}
+  for name, value in record.items():
+    if name not in _OF_RECORD:
+      continue
+    if isinstance(value, bool):
+      found[name] = value
+    elif name in LABELS:
+      # Any other label may be the class of a text, unless it looks like a truth value.
+      if value in (0, 1) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
+        raise ValueError(
+          f"{name} is {shown(value)}: expected true for a good answer or false for a bad one; fix: write true or false, or "
+          f"rename the field if it is not a mark for training"
+        )
+    elif value in (0, 1) or name not in _ALSO_MEASURED:
+      found[name] = _clear(value, name)
+  return _agreed(found, "the record"), frozenset(found)
+
+
+def _clear(value: object, where: str) -> bool:
+  if isinstance(value, bool | int | float) and value in (0, 1):
+    return bool(value)
+  raise ValueError(
+    f"{where} is {shown(value):.60}, expected 0 or 1 (or false or true): an answer is learned completely or not at all"
+  )
+
+
+def _agreed(marks: Mapping[str, bool], where: str) -> bool | None:
+  if len(set(marks.values())) > 1:
+    listed = ", ".join(f"{name}={'true' if value else 'false'}" for name, value in marks.items())
+    raise ValueError(f"{where} has marks that contradict each other: {listed}; fix: keep one of them")
+  return next(iter(marks.values()), None)

@@ -1,0 +1,253 @@
+"""Where the assistant speaks in the texts that a jinja template gives for one conversation.
+
+A template gives only text. An answer is found by rendering the beginnings of the conversation: the answer begins where the
+prompt for it ends, and ends with the special token that ends it when it is the last message.
+
+Special tokens that the record spells are marked before rendering, so that those in the rendered text are the template's own. A
+mark is a character beside the spelling, not inside it: the template may look for the spelling, as Qwen3's looks for </think>.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from maxtext_like.data.chat.conversation import Conversation, Message, Picture
+from maxtext_like.data.chat.rendering import RenderError
+
+AFTER, BEFORE = "\ufdd0", "\ufdd1"  # no characters of any text: the spelling before AFTER, or behind BEFORE, is the record's
+_MARKS = str.maketrans("", "", AFTER + BEFORE)
+_THOUGHT = re.compile(r"(\s*<think>)?(.*?)(</think>)", re.DOTALL)
+
+
+def unmarked(text: str) -> str:
+  """A text without marks."""
+  return text.translate(_MARKS)
+
+
+class Spans(NamedTuple):
+  """A rendered text with the answers that are marked in it.
+
+  Attributes:
+    text: with marks.
+    answers: the number of each answer, where it begins and where it ends in ``text``.
+    lost: the numbers of those whose thought is not in ``text``.
+  """
+
+  text: str
+  answers: list[tuple[int, int, int]]
+  lost: list[int]
+
+
+class Turns:
+  """The texts that a template gives for a conversation and its beginnings.
+
+  Args:
+    conversation: of a record.
+    special: the special tokens that the template may write.
+    render: the template, a function of its variables.
+  """
+
+  def __init__(self, conversation: Conversation, special: Iterable[str], render: Callable[..., str]):
+    self._conversation, self._render = conversation, render
+    tokens = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+    self._spelling = re.compile(tokens)
+    self.own = re.compile(f"(?<!{BEFORE})(?:{tokens})(?!{AFTER})")
+    self._messages = [self._message(message, mark=True) for message in conversation.messages]
+    self._tools = self._marked([dict(tool) for tool in conversation.tools]) or None
+    self._texts: dict[tuple[int, bool, bool], str] = {}
+
+  def whole(self, *, prompt: bool = False) -> str:
+    """The text of the complete conversation, with marks.
+
+    Raises:
+      RenderError: the template refuses the conversation, drops tools or calls of them, or gives another text because of marks.
+    """
+    count = len(self._messages)
+    text = self._text(count, prompt, self._conversation.thinks)
+    self._require_calls(text, prompt)
+    spelt = [self._message(message, mark=False) for message in self._conversation.messages]
+    if AFTER in text or BEFORE in text:
+      tools = [dict(tool) for tool in self._conversation.tools] or None
+      if self._given(spelt, tools, prompt, self._conversation.thinks) != unmarked(text):
+        raise RenderError(
+          "the messages spell special tokens, and the chat template changes the text around them, so that the tokens of the "
+          "template cannot be told from the text of the record; fix: remove the spellings from the record"
+        )
+    return text
+
+  def samples(self, answers: Iterable[int], *, divide: bool) -> list[Spans]:
+    """Texts in which the answers are marked: the complete conversation, or several where it does not have all of them.
+
+    A template may write an answer differently once another message follows. If that makes an answer impossible to find in the
+    complete conversation, each answer is taken from a text that ends before such a message: the fewest texts that have every
+    answer with its thought.
+
+    Args:
+      answers: numbers of messages of the assistant.
+      divide: whether several texts are wanted; without, an answer that is not found is an error.
+
+    Raises:
+      RenderError: an answer cannot be found, or the template does not write all of it.
+    """
+    left, count = sorted(answers), len(self._messages)
+    try:
+      found = [self._find(number, count) for number in left]
+      return [self._spans(count, found)]
+    except _NotFoundError:
+      if not divide:
+        raise
+    samples, end = [], count
+    while left:
+      found = []
+      for number in left:
+        try:
+          answer = self._find(number, end)
+        except _NotFoundError:
+          if end == number + 1:
+            raise
+          continue
+        if not answer.lost or end == number + 1:
+          found.append(answer)
+      if found:
+        samples.append(self._spans(end, found))
+      left = [number for number in left if number not in {answer.number for answer in found}]
+      end = left[-1] + 1 if left else 0
+    return samples[::-1]
+
+  def _spans(self, count: int, found: list["_Answer"]) -> Spans:
+    text = self._text(count, False, self._thinks(count))
+    return Spans(text, [(a.number, a.start, a.end) for a in found], [a.number for a in found if a.lost])
+
+  def _find(self, number: int, count: int) -> "_Answer":
+    """An answer in the text of the first ``count`` messages."""
+    thinks = self._thinks(count)
+    whole = self._text(count, False, thinks)
+    before, prompt = (self._text(number, asks, thinks) if number else "" for asks in (False, True))
+    start = self._begin(whole, before, prompt, number)
+    end = start + self._length(whole[start:], self._text(number + 1, False, thinks)[len(before) :], number)
+    return _Answer(number, start, end, self._loses_thought(number, unmarked(whole[start:end])))
+
+  def _begin(self, whole: str, before: str, prompt: str, number: int) -> int:
+    """Where the assistant begins to speak: after as much of the prompt for it as the whole has, up to a special token."""
+    if not prompt.startswith(before) or not whole.startswith(before):
+      raise _NotFoundError(number, "the text before it depends on what comes after it")
+    asks = prompt[len(before) :]
+    ends = [len(asks), *reversed([match.start() for match in self.own.finditer(asks)])]
+    for end in ends:
+      if end and whole.startswith(asks[:end], len(before)):
+        return len(before) + end
+    raise _NotFoundError(number, "the prompt for it does not match the text before it")
+
+  def _length(self, rest: str, alone: str, number: int) -> int:
+    """How much of `rest` the assistant says: through the token with which the message ends when it is the last."""
+    ends = list(self.own.finditer(alone))
+    if not ends or unmarked(alone[ends[-1].end() :]).strip():
+      raise _NotFoundError(number, "no special token ends it")
+    token = ends[-1].group()
+    stop = next((found.end() for found in self.own.finditer(rest) if found.group() == token), None)
+    if stop is None:
+      raise _NotFoundError(number, f"{token} does not end it in the complete conversation")
+    return stop
+
+  def _loses_thought(self, number: int, said: str) -> bool:
+    """Whether the thought of an answer is not in its text. Raises RenderError where another part of the answer is not."""
+    message = self._conversation.messages[number]
+    thought, content = message.thinking or "", "".join(part for part in message.spelt_parts if isinstance(part, str))
+    if content.strip() in said:
+      content = ""
+    elif spelt := _THOUGHT.match(content):
+      thought, content = spelt[2], content[spelt.end() :]
+    if content.strip() not in said:
+      raise _NotFoundError(number, "its text is not where its turn is: the template drops or changes a part of it")
+    return bool(thought.strip()) and thought.strip() not in said
+
+  def _thinks(self, count: int) -> bool:
+    if count == len(self._messages):
+      return self._conversation.thinks
+    return Conversation(self._conversation.messages[:count], thinking=self._conversation.thinking).thinks
+
+  def _text(self, count: int, prompt: bool, thinks: bool) -> str:
+    """The text of the first messages, with marks."""
+    key = (count, prompt, thinks)
+    if key not in self._texts:
+      self._texts[key] = self._given(self._messages[:count], self._tools, prompt, thinks)
+    return self._texts[key]
+
+  def _given(self, messages: list[dict[str, Any]], tools: Any, prompt: bool, thinks: bool) -> str:
+    return self._render(messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=thinks)
+
+  def _require_calls(self, whole: str, prompt: bool) -> None:
+    """RenderError where the template drops tools or calls of them, which shows in that it gives the same text without."""
+    thinks = self._conversation.thinks
+
+    def dropped(fewer: list[dict[str, Any]], tools: Any) -> bool:
+      try:
+        return self._given(fewer, tools, prompt, thinks) == whole
+      except RenderError:  # it reads them
+        return False
+
+    if self._tools and dropped(self._messages, None):
+      raise RenderError("the record has tools, which the chat template drops (it gives the same text without them)")
+    for number, message in enumerate(self._messages):
+      if "tool_calls" not in message:
+        continue
+      silent = {key: value for key, value in message.items() if key != "tool_calls"}
+      if dropped([*self._messages[:number], silent, *self._messages[number + 1 :]], self._tools):
+        where = self._conversation.messages[number].where or f"message {number + 1}"
+        raise RenderError(f"{where} has calls of tools, which the chat template drops (it gives the same text without them)")
+
+  def _message(self, message: Message, *, mark: bool) -> dict[str, Any]:
+    """A message as Hugging Face's templates take it."""
+    if any(isinstance(part, Picture) for part in message.parts):
+      raise RenderError("images cannot be placed by a checkpoint's own template")
+    if message.tool_responses:
+      raise RenderError("what tools answer has to be messages of role 'tool'")
+    marked = self._marked if mark else lambda value: value
+    content = None if message.content is None else "".join(map(str, message.spelt_parts))
+    made: dict[str, Any] = {"role": message.role}
+    if message.thinking and message.written is None:
+      made["reasoning_content"] = message.thinking
+    if message.tool_calls:
+      made["tool_calls"] = [
+        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        | ({"id": call.id} if call.id else {})
+        for call in message.tool_calls
+      ]
+      content = content or ""
+    made |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    made = marked(made)
+    if content is None or message.role != "assistant" or (spelt := _THOUGHT.match(content)) is None:
+      return made | {"content": marked(content)}
+    # The delimiters of a thought are the model's own tokens, whatever field the thought is in.
+    begin, thought, end = spelt.groups(default="")
+    return made | {"content": begin + marked(thought) + end + marked(content[spelt.end() :])}
+
+  def _marked(self, value: Any) -> Any:
+    """JSON in whose texts every spelling of a special token is marked."""
+    if isinstance(value, str):
+      if AFTER in value or BEFORE in value:
+        raise RenderError(f"the text has U+{ord(AFTER):04X} or U+{ord(BEFORE):04X}, which are no characters")
+      return self._spelling.sub(_marked_spelling, value)
+    if isinstance(value, Mapping):
+      return {self._marked(key): self._marked(item) for key, item in value.items()}
+    return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class _Answer(NamedTuple):
+  number: int
+  start: int
+  end: int
+  lost: bool
+
+
+class _NotFoundError(RenderError):
+  """An answer that cannot be told from the rest of the text."""
+
+  def __init__(self, number: int, why: str):
+    super().__init__(f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}")
+
+
+def _marked_spelling(found: re.Match[str]) -> str:
+  """A spelling with its mark: before it at the end of a text, else after it, so that the text begins and ends as it did."""
+  at_end = found.start() > 0 and not found.string[found.end() :].strip()
+  return BEFORE + found.group() if at_end else found.group() + AFTER
