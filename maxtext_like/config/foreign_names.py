@@ -194,7 +194,21 @@ NAMES: dict[str, Foreign] = {
   **_renamed("indexer_topk", "index_topk"),
   **_renamed("indexer_head_dim", "index_head_dim"),
   **_renamed("indexer_n_heads", "index_n_heads"),
-  **_renamed("load_balance_loss_weight", "router_aux_loss_coef", "aux_loss_alpha", "moe_aux_loss_coeff"),
+  **{
+    name: Foreign(
+      f"here a load-balancing loss has a definition and a weight; this key's definition is {definition}",
+      f"load_balance_loss={definition} load_balance_loss_weight={{value}}",
+    )
+    for name, definition in {
+      "router_aux_loss_coef": "huggingface", "aux_loss_alpha": "deepseek_sequence", "moe_aux_loss_coeff": "switch"
+    }.items()
+  },
+  **_renamed("router_z_loss_weight", "moe_z_loss_coeff"),
+  **_told(
+    "the z-loss of routers is the sum over layers, where transformers takes the mean over layers",
+    "router_z_loss_weight=W, which is router_z_loss_coef divided by the number of layers with experts",
+    "router_z_loss_coef",
+  ),
   # What is not here, where a family of names below would be too wide or a name of ours too near.
   **_renamed("lora_rank", "lora_r", "lora_dim"),
   **{

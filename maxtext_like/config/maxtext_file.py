@@ -106,6 +106,9 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
     if key in said or key in idle or values[key] == theirs or (LEAVES[key][0] == "model" and not decoder):
       continue
     rows.append((key, to_text(values[key]), theirs if isinstance(theirs, str) else to_text(theirs)))
+  definition = values["load_balance_loss"]
+  if values["load_balance_loss_weight"] and definition != "maxtext" and "load_balance_loss" not in said:
+    rows.append(("load_balance_loss", str(definition), "maxtext"))
   if values["use_multimodal"]:
     if not values["trainable_parameters_mask"] and values["vision_tower"] is None:
       rows.append(("vision_tower", "trained", "projector (freeze_vision_encoder_params)"))
@@ -128,6 +131,8 @@ def _completed(entries: list[Entry], file: ModelFile, family: str) -> list[Entry
   if "num_experts" in file.given and file.number("num_experts") == 1:
     file.dropped.add("num_experts")  # MaxText's number for a dense model
     file.assumed["num_experts"] = 0
+  if file.number("num_experts") > 1:
+    file.assumed["load_balance_loss"] = "maxtext"  # which load_balance_loss_weight is for there
   if family in FAMILIES:
     FAMILIES[family].maxtext.complete(file)
   said = {RENAMED.get(key, key) for key in file.given} - file.dropped

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
+from maxtext_like.layers.load_balance import Definition, RouterLosses
 
 RopeType = Literal["default", "linear", "yarn"]
 Part = Literal["experts", "indexer", "vision pooler"]
 """Parts of a model that not every one has, and that keys of ``precision:`` act on."""
+
+ROUTER_LOSSES = ("load_balance_loss", "load_balance_loss_weight", "router_z_loss_weight")
+"""Keys of the routers' auxiliary losses, which count in training alone: two models that differ in them are the same model."""
 
 SCORE_CAPS = (1e-4, 65504.0)
 """The least and the largest soft cap of attention scores: numbers that float16 holds with all their digits."""
@@ -150,7 +154,14 @@ class ExpertsConfig(ModelConfig):
   num_experts_per_tok: int
   moe_mlp_dim: int
   norm_topk_prob: bool
+  load_balance_loss: Definition
   load_balance_loss_weight: float
+  router_z_loss_weight: float
+
+  @property
+  def router_losses(self) -> RouterLosses:
+    """The auxiliary losses of the routers."""
+    return RouterLosses(self.load_balance_loss, self.load_balance_loss_weight, self.router_z_loss_weight)
 
   def has(self, part: Part, layer: int | None = None) -> bool:
     """Whether the model, or one of its layers, has a part."""
@@ -159,7 +170,8 @@ class ExpertsConfig(ModelConfig):
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values, each with the keys that take part."""
     yield from super().problems()
-    yield from at_least(self, 0, "num_experts", "num_experts_per_tok", "moe_mlp_dim", "load_balance_loss_weight")
+    yield from at_least(self, 0, "num_experts", "num_experts_per_tok", "moe_mlp_dim")
+    yield from at_least(self, 0, "load_balance_loss_weight", "router_z_loss_weight")
     E, k = self.num_experts, self.num_experts_per_tok
     if E == 0:
       return

@@ -48,6 +48,8 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.last_step:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}: from there the learning rate stays {rate:.3g}")
+  if balanced := load_balance(program):
+    lines.append(f"note    {balanced}")
   if (copied := program.model.copied_heads) is not None:
     lines.append(f"note    {copied}")
   if program.adapter is not None:
@@ -69,6 +71,20 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if low := float8_products.in_words(program.model.decoder):
     lines.append(f"kernel  {low}")
   return "\n".join(lines)
+
+
+def load_balance(program: TrainProgram) -> str | None:
+  """Which load-balancing loss the routers have, and what it takes; None if they have none."""
+  losses, _ = program.model.decoder.router_losses
+  if not losses.weight:
+    return None
+  parts = program.config.training.gradient_accumulation_steps
+  passes = (
+    f": of the complete batch, for which each of the {parts} microbatches takes a forward pass more (maxtext and "
+    "deepseek_sequence need none)"
+  )
+  said = f"load_balance_loss={losses.definition} with load_balance_loss_weight={losses.weight:g}"
+  return said + (passes if parts > 1 and losses.needs_batch_load else "")
 
 
 def passes(program: TrainProgram, data: DataSource, begun: int) -> str:

@@ -313,10 +313,10 @@ def make_program(
 
 def _summed_once(decoder: Decoder, spec: Any, mesh: Mesh) -> tuple[str, ...]:
   """The mesh axes that split rows and no parameter; none where that cannot be had: two ways of splitting the rest of a program
-  whose rows are split by hand abort XLA's partitioner (JAX 0.10 and 0.12), and what balances the load of experts is no sum over
-  rows, but a product of two means over all rows of a microbatch."""
+  whose rows are split by hand abort XLA's partitioner (JAX 0.10 and 0.12), and a load-balancing loss of means over the complete
+  batch is no sum over the devices' rows."""
   rules = decoder.cfg.rules
   split = {axis for p in jax.tree.leaves(spec) for entry in rules.spec(p.shape, p.axes, mesh) for axis in axes_of(entry)}
   axes = tuple(axis for axis in rules.mesh_axes("batch", mesh) if axis not in split)
-  balanced = any(e is not None and e.load_balance_loss_weight for e in (layer.cfg.ffn.experts for layer in decoder.layers))
+  balanced = decoder.router_losses[0].needs_batch_load
   return () if balanced or len({*free_axes(mesh)} - {*axes}) > 1 else axes

@@ -16,7 +16,7 @@ told, and never saved.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext_like.layers import dropout
 from maxtext_like.layers.context import PROBED
+from maxtext_like.layers.load_balance import LOAD
 from maxtext_like.layers.param import in_stored_order
 from maxtext_like.layers.partition import on_tpu
 from maxtext_like.layers.probe import sinks
@@ -50,6 +51,26 @@ from maxtext_like.training.trainable import Selection, merge
 State = dict[str, Any]
 Batch = dict[str, jax.Array]
 Metrics = dict[str, Any]
+
+
+class Sizes(NamedTuple):
+  """Float32 scalars that a complete batch is divided by, each at least 1.
+
+  Attributes:
+    weight: ``Objective.weight``.
+    tokens: positions that are no padding.
+    rows: rows with such a position.
+  """
+
+  weight: jax.Array
+  tokens: jax.Array
+  rows: jax.Array
+
+
+def _rows(batch: Batch) -> jax.Array:
+  """Int32 scalar: rows that have a token."""
+  return jnp.sum(jnp.any(batch["segments"] > 0, axis=-1))
+
 
 UNKNOWN = np.full(2, np.inf, np.float32)  # ``known`` of a state that no step has left
 
@@ -261,34 +282,34 @@ class TrainStep:
       return self.rounding(moved, params, step, row, begin)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
 
-  def total(self, apply, params, batch: Batch, weight, present, scale, sink=None) -> tuple[jax.Array, dict[str, Any]]:
+  def total(self, apply, params, batch: Batch, sizes: Sizes, scale, sink=None) -> tuple[jax.Array, dict[str, Any]]:
     """What is differentiated, a float32 scalar, and its terms.
 
     Args:
       apply: the objective's call.
       params: all of them.
-      batch: a part of the whole one.
-      weight: of the whole batch, float32 scalar.
-      present: tokens of the whole batch, float32 scalar.
+      batch: a part of the complete one.
+      sizes: divisors, those of the complete batch.
       scale: as of ``gradients``.
       sink: where cotangents at the probes go; empty or None: nothing is probed.
     """
-    cotangent = (1.0 if scale is None else scale) / weight
+    cotangent = (1.0 if scale is None else scale) / sizes.weight
     loss, _, aux = apply(params, batch, cotangent, sink)
-    # Terms that are means over the tokens of a microbatch count by its share of the tokens.
-    share = jnp.sum(batch["segments"] > 0) / present
-    means = {name: value * share for name, value in aux["means"].items()}
-    total = loss / weight + sum(means.values())
-    terms = {name: value / weight for name, value in aux["terms"].items()} | means
+    # A mean over the tokens of a microbatch counts by its share of the tokens, a mean over its rows by its share of the rows.
+    share, share_of_rows = jnp.sum(batch["segments"] > 0) / sizes.tokens, _rows(batch) / sizes.rows
+    by_row = self.objective.decoder.router_losses[0].by_row
+    means = {name: value * (share_of_rows if name in by_row else share) for name, value in aux["means"].items()}
+    total = loss / sizes.weight + sum(means.values())
+    terms = {name: value / sizes.weight for name, value in aux["terms"].items()} | means
     out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
     if "moe_load" in aux:
       out["moe_load"] = aux["moe_load"] * share
     return total if scale is None else total * scale, jax.lax.stop_gradient(out)
 
-  def sizes(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """``weight`` and ``present`` of ``total``, of a whole batch."""
-    weight = jnp.maximum(self.objective.weight(batch), 1).astype(jnp.float32)
-    return weight, jnp.maximum(jnp.sum(batch["segments"] > 0), 1).astype(jnp.float32)
+  def sizes(self, batch: Batch) -> Sizes:
+    """Of a complete batch."""
+    counts = self.objective.weight(batch), jnp.sum(batch["segments"] > 0), _rows(batch)
+    return Sizes(*(jnp.maximum(n, 1).astype(jnp.float32) for n in counts))
 
   def keyed(self, batch: Batch, step: jax.Array) -> Batch:
     """The batch with the keys of its rows, where there is dropout."""
@@ -308,20 +329,21 @@ class TrainStep:
     Returns:
       Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
     """
-    weight, present = self.sizes(batch)
+    sizes = self.sizes(batch)
 
-    def scaled_loss(trained, batch, frozen, weight, present, scale):
+    def scaled_loss(trained, batch, frozen, sizes, scale, of_batch):
       params, sink = trained
-      return self.total(self.apply, merge(params, frozen), batch, weight, present, scale, sink)
+      return self.total(self.apply, merge(params, frozen), batch | of_batch, sizes, scale, sink)
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
     trained = (params, sinks(PROBED, (layers,)) if self.probed_stacks else {})
     if self.parts == 1:
-      (_, out), (grads, cotangents) = value_and_grad(trained, batch, frozen, weight, present, scale)
+      (_, out), (grads, cotangents) = value_and_grad(trained, batch, frozen, sizes, scale, {})
       seen = {"forward": out.pop("probes"), "backward": cotangents}
     else:
-      (out, grads), seen = self._accumulated(value_and_grad, trained, batch, frozen, weight, present, scale)
+      of_batch = self._of_batch(params, frozen, batch, sizes)
+      (out, grads), seen = self._accumulated(value_and_grad, trained, batch, frozen, sizes, scale, of_batch)
     out["probes"] = seen
     if scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
@@ -334,6 +356,31 @@ class TrainStep:
       return grads
     spec, _ = self.selection.split(self.objective.params())
     return in_stored_order(grads, {name: spec[name] for name in grads}, self.objective.decoder.cfg.rules)
+
+  def _microbatches(self, batch: Batch) -> Batch:
+    """Every array with a leading axis of microbatches. Row r is in microbatch r % parts, so that every microbatch is spread
+    over all devices as the batch is."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
+
+  def _of_batch(self, params, frozen, batch: Batch, sizes: Sizes) -> Batch:
+    """Arrays that every microbatch takes from the complete batch: its load, if a loss needs it.
+
+    A load-balancing loss that is a product of two means over the batch is no sum over microbatches: the gradient of the mean
+    probabilities is multiplied by the load of the complete batch, which no microbatch knows. The load has no gradient, so a
+    forward pass over all microbatches finds it before the first gradient is taken. The result is that of one large batch.
+    """
+    if not self.objective.decoder.router_losses[0].needs_batch_load:
+      return {}
+
+    def add(load, part):
+      _, _, aux = self.apply(merge(params, frozen), part)
+      return load + aux[LOAD] * jnp.sum(part["segments"] > 0) / sizes.tokens, None
+
+    split = self._microbatches(batch)
+    (shape, _) = jax.eval_shape(lambda part: add(0.0, part), jax.tree.map(lambda x: x[0], split))
+    with jax.named_scope("balance_load"):
+      load, _ = jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), split)
+    return {LOAD: jax.lax.stop_gradient(load)}
 
   def _accumulated(self, value_and_grad, trained, batch: Batch, *given) -> tuple[tuple[dict[str, Any], Any], Any]:
     """Sums over the microbatches: (terms, gradients in float32), and what the probes saw.
@@ -358,8 +405,7 @@ class TrainStep:
       zero_grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained[0])
       return jax.lax.scan(add, ((zeros, zero_grads), unseen), split)[0]
 
-    # Row r goes to microbatch r % parts, so that every microbatch lies on all devices as the batch does.
-    split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
+    split = self._microbatches(batch)
     if not self.summed_once:
       return sums(trained, split, *given)
 

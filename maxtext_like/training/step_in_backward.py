@@ -320,7 +320,7 @@ class _Pass:
       collected = [(s, jax.tree.map(lambda *x: jnp.concatenate(x), *found[s.name])) for s in decoder.stacks]
       given = {f.name: getattr(decoder, f.name) for f in dataclasses.fields(decoder)}
       ran = _Ran(**given, result=lambda p: decoder.leave(p, carry, collected, first, ctx))
-      return step.total(step.objective.with_decoder(ran), merge(outside, kept), batch, *step.sizes(batch), self.scale)
+      return step.total(step.objective.with_decoder(ran), merge(outside, kept), batch, step.sizes(batch), self.scale)
 
     total, pull_leave, out = jax.vjp(leave, outside, carry, floats, has_aux=True)
     d_outside, last, handed_out = pull_leave(jnp.ones_like(total))

@@ -48,6 +48,7 @@ class Context:
     capture: names of ``CAPTURES`` to hand out in aux.
     rules: how activations are split over the mesh in use.
     grouped: the kernel that multiplies tokens with their experts.
+    balance_load: ``load_balance.LOAD`` of the complete batch, where the rows are a part of it; None: they are all of it.
     cache: what this layer holds of earlier tokens, in generation; empty where it borrows another's.
     probes: float32 [2] for each of ``PROBED`` (see ``layers.probe``); None: nothing is probed.
     per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
@@ -64,6 +65,7 @@ class Context:
   capture: frozenset[str] = field(default=frozenset(), metadata={"static": True})
   rules: Rules = field(default=RULES, metadata={"static": True})
   grouped: Name = field(default="ragged_dot", metadata={"static": True})
+  balance_load: jax.Array | None = None
   cache: dict[str, jax.Array] | None = None
   probes: dict[str, jax.Array] | None = None
   per_layer_input: jax.Array | None = None

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.block import Block, Carry
 from maxtext_like.layers.cache import Step
-from maxtext_like.layers.context import CAPTURES, PROBED, Aux, Context
+from maxtext_like.layers.collected import captured, totals
+from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
 from maxtext_like.layers.kernels.grouped.registry import Name
+from maxtext_like.layers.load_balance import LOAD, RouterLosses
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
@@ -130,6 +132,12 @@ class Decoder:
     return any(precision.dtype == "float16" for precision in (self.precision, *(layer.precision for layer in self.layers)))
 
   @property
+  def router_losses(self) -> tuple[RouterLosses, int]:
+    """The auxiliary losses of the routers, which are the same in all layers, and experts a token."""
+    experts = [layer.cfg.ffn.experts for layer in self.layers if layer.cfg.ffn.experts is not None]
+    return (experts[0].losses, experts[0].num_experts_per_tok) if experts else (RouterLosses(), 0)
+
+  @property
   def _embedding(self) -> Embedding:
     return Embedding(self.cfg.embedding, self.precision)
 
@@ -241,7 +249,7 @@ class Decoder:
       cache, step: see ``extend``.
       probes: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
 
-    aux always: "rescued" int32, the tower's too; with experts "moe_load" [MoE layers, E] and "load_balance_loss"; with an
+    aux always: "rescued" int32, the tower's too; with experts "moe_load" [MoE layers, E] and ``RouterLosses.totals``; with an
     indexer "indexer_loss", the mean over layers; with probes "probes" {name: [L, 2]}. By capture: "hidden.embed",
     "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx",
     "ple.layerNN", "vision.*".
@@ -276,6 +284,7 @@ class Decoder:
       capture=frozenset(capture),
       rules=self.cfg.rules,
       grouped=self.cfg.grouped,
+      balance_load=batch.get(LOAD),
     )
 
   def enter(self, p: dict, batch: dict, ctx: Context, cache: dict | None = None) -> tuple[Carry, jax.Array | None, Aux]:
@@ -393,7 +402,7 @@ class Decoder:
       ctx: ``context`` of the batch.
     """
     x = named(self._final_norm, p, "final_norm", carry["x"])
-    aux = _totals(collected) | _captured(collected)
+    aux = totals(collected, self.router_losses, ctx.balance_load) | captured(collected)
     aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.get("rescued", 0)
     aux |= {name: value for name, value in first.items() if name != "rescued"}
     return x, aux | ({"hidden.final_norm": x} if "hidden" in ctx.capture else {})
@@ -466,35 +475,3 @@ class Decoder:
         carry, aux = self.run_row(s, layers, carry, tree.unflatten(other) | {"params": own}, ctx)
       outs.append(aux)
     return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
-
-
-def _totals(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
-  """Statistics over the whole model: sums, means, and the loads in the order of the layers."""
-  found: dict[str, list[jax.Array]] = {}
-  probes = [f"probe.{name}" for name in PROBED]
-  for _, aux in collected:
-    layers = list(aux.values())
-    for key in ("rescued", "load_balance_loss", "indexer_loss", "moe_load", *probes):
-      values = [a[key] for a in layers if key in a]
-      if values:
-        together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
-        found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
-  joined = {key: jnp.concatenate(values) for key, values in found.items()}
-  reduce = {"rescued": jnp.sum, "load_balance_loss": jnp.sum, "indexer_loss": jnp.mean}
-  seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
-  totals = {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
-  return totals | ({"probes": seen} if seen else {})
-
-
-def _captured(collected: list[tuple[Stack, dict[str, Aux]]]) -> dict:
-  """Captured arrays of single layers: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
-  out = {}
-  for s, aux in collected:
-    for row in range(s.repeats):
-      for j in range(len(s.layers)):
-        number = f"layer{s.first + row * len(s.layers) + j:02d}"
-        for key, value in aux[f"layer_{j}"].items():
-          kind, _, rest = key.partition(".")
-          if kind in CAPTURES:
-            out[f"{kind}.{number}" + (f".{rest}" if rest else "")] = value[row]
-  return out

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.expert_parallel import Layout, travel
 from maxtext_like.layers.kernels.grouped.registry import Name
+from maxtext_like.layers.load_balance import NAMES, RouterLosses
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
@@ -40,7 +41,7 @@ class MoEConfig:
     n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
     selection_bias: the sigmoid router has a bias for the choice.
     shared_experts: experts that see every token, as one MLP of this many times F.
-    load_balance_loss_weight: of the auxiliary loss E * sum(load * mean probability) (Fedus et al. 2021); 0 is off.
+    losses: auxiliary losses of the router.
   """
 
   emb_dim: int
@@ -57,7 +58,7 @@ class MoEConfig:
   topk_groups: int = 1
   selection_bias: bool = True
   shared_experts: int = 0
-  load_balance_loss_weight: float = 0.0
+  losses: RouterLosses = RouterLosses()
 
   def __post_init__(self):
     if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -119,20 +120,22 @@ class Router:
 
     Returns:
       weights [B, T, k] float32, experts [B, T, k] int32, and aux: "scores" [B, T, E] (softmax probabilities, or raw
-      logits) and "probs" [B, T, E], which sum to one over experts.
+      logits) and "probs" [B, T, E], which sum to one over experts. With a load-balancing loss also "balanced", the
+      probabilities [B, T, E] and the choices [B, T, k] of its definition; with a z-loss "logits" [B, T, E].
     """
     c = self.cfg
     if c.router == "softmax":
       if c.router_norm:
         x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
         x = x * in_float32(p["scale"]).astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
-      probs = jax.nn.softmax(self._logits(p, x).astype(jnp.float32), axis=-1)
+      logits = self._logits(p, x)
+      probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
       weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
       if c.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
       if c.per_expert_scale:
         weights = weights * in_float32(p["per_expert_scale"])[experts]
-      return weights, experts, {"scores": probs, "probs": probs}
+      return weights, experts, {"scores": probs, "probs": probs} | self._for_losses(logits, probs, experts)
     logits = self._logits(p, x)
     scores = jax.nn.sigmoid(logits)
     experts = self._choose(scores + p["bias"].astype(scores.dtype) if c.selection_bias else scores)
@@ -141,7 +144,34 @@ class Router:
     if c.norm_topk_prob:
       weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     probs = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
-    return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs}
+    balanced = self._balanced(p, logits, scores, probs, experts) if c.losses.weight else (probs, experts)
+    return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs} | self._for_losses(logits, *balanced)
+
+  def _for_losses(self, logits: jax.Array, probs: jax.Array, experts: jax.Array) -> dict:
+    """Entries of aux that the losses of the router read."""
+    losses = self.cfg.losses
+    return ({"balanced": (probs, experts)} if losses.weight else {}) | ({"logits": logits} if losses.z_weight else {})
+
+  def _balanced(
+    self, p: dict, logits: jax.Array, scores: jax.Array, probs: jax.Array, experts: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and choices of the load-balancing loss of the sigmoid router.
+
+    Args:
+      p: parameters.
+      logits, scores, probs: [B, T, E]; the scores are sigmoids, the probabilities are scores divided by their sum.
+      experts: [B, T, k], the router's choices.
+    """
+    definition = self.cfg.losses.definition
+    if definition == "switch":
+      return probs, experts
+    if definition == "maxtext":  # MaxText's softmax reads what MaxText chooses by: scores with their bias
+      bias = p["bias"].astype(jnp.float32) if self.cfg.selection_bias else 0
+      return jax.nn.softmax(scores + bias, axis=-1), experts
+    if definition == "huggingface":
+      probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    # Both count the largest values, whatever bias and groups the router chooses with.
+    return probs, jax.lax.top_k(jax.lax.stop_gradient(probs), self.cfg.num_experts_per_tok)[1]
 
   def _choose(self, biased: jax.Array) -> jax.Array:
     """The k best of the biased scores [B, T, E] within the best groups; ties go to the lower index."""
@@ -310,7 +340,7 @@ class MoE:
   def alone(
     self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, real: jax.Array | None = None
   ) -> tuple[jax.Array, Aux]:
-    """The layer by itself, as a face calls it: the output and all that it notes and taps.
+    """Runs the layer outside a decoder, as a face does: the output, all that it notes and taps, and the router's losses.
 
     Args:
       p, x_BTD, router_input: as in the call.
@@ -318,7 +348,13 @@ class MoE:
     """
     tokens = Tokens(None if real is None else real.astype(jnp.int32))
     ctx = Context.of(x_BTD, tokens=tokens, capture=frozenset(CAPTURES)).collecting()
-    return self(p, x_BTD, ctx, router_input), ctx.aux
+    out = self(p, x_BTD, ctx, router_input)
+    return out, {name: x for name, x in ctx.aux.items() if name not in NAMES} | self.losses(ctx.aux)
+
+  def losses(self, aux: Aux) -> dict[str, jax.Array]:
+    """The router's losses by name, for a model that has no other layer with experts; aux: noted by a call."""
+    statistics = {name: aux[name][None] for name in NAMES if name in aux}
+    return self.cfg.losses.totals(statistics, self.cfg.num_experts_per_tok)
 
   @jax.named_scope("moe")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context, router_input: jax.Array | None = None) -> jax.Array:
@@ -328,7 +364,7 @@ class MoE:
       p: parameters.
       x_BTD: normed input of the experts.
       ctx: its padding is computed and does not count in loads and losses. Noted: "moe_load" [E] share of choices,
-        "load_balance_loss" scalar, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
+        ``RouterLosses.statistics``, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
       router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
 
     Returns:
@@ -346,10 +382,10 @@ class MoE:
     counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.real is None else ctx.real.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
-    load = jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok)
-    mean_probs = jnp.einsum("BTE,BT->E", routing["probs"].astype(jnp.float32), counts) / total
-    ctx.note("moe_load", load)
-    ctx.note("load_balance_loss", c.load_balance_loss_weight * c.num_experts * jnp.sum(load * mean_probs))
+    ctx.note("moe_load", jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok))
+    probs, counted = routing.get("balanced", (routing["probs"], experts))
+    for name, value in c.losses.statistics(counts, probs, counted, routing.get("logits")).items():
+      ctx.note(name, value)
     ctx.tap("router.scores", routing["scores"])
     ctx.tap("router.topk_weights", weights)
     ctx.tap("router.topk_idx", experts)

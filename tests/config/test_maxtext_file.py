@@ -160,7 +160,8 @@ FILES = {
 DIFFERENT = {
   "gemma3": {"vocab_size": 262144},
   "gemma4": {"max_position_embeddings": 131072},
-  "deepseek": {"n_routing_groups": 1, "topk_routing_group": 1, "routed_bias_update_rate": 0.0},
+  "deepseek": {"n_routing_groups": 1, "topk_routing_group": 1, "routed_bias_update_rate": 0.0}
+  | {"load_balance_loss": "maxtext"},
 }
 UNSAID_OF_VISION = {"image_placeholder", "head_dim_for_vit"}
 E2B_CAUSAL = ("gemma4-e2b", "gemma4-e4b")  # released so; MaxText's code knows no family whose images are causal

@@ -238,7 +238,7 @@ def test_captures_are_named_by_layer(family, tiny_decoder, batch):
   expected = {"hidden.embed", "hidden.final_norm", *(f"hidden.{n}" for n in numbers)}
   if family.startswith("deepseek") or family.endswith("moe"):
     moe_layers = numbers[1:] if family.startswith("deepseek") else numbers
-    always |= {"moe_load", "load_balance_loss"}
+    always |= {"moe_load", "balance_load", "load_balance_loss"}
     expected |= {f"router.{n}.{what}" for n in moe_layers for what in ("scores", "topk_weights", "topk_idx")}
     experts = 6 if family.startswith("deepseek") else 5
     assert aux["moe_load"].shape == (len(moe_layers), experts)

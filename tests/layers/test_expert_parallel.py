@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.expert_parallel import capacity
+from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.moe import MoE, MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Dtype, Precision
@@ -21,11 +22,11 @@ from tests.layers.conftest import _random_params
 B, T, D, F, E, K = 8, 6, 16, 10, 8, 3
 SOFTMAX = MoEConfig(
   emb_dim=D, mlp_dim=F, num_experts=E, num_experts_per_tok=K, router_norm=NormConfig(dim=D, with_scale=False),
-  per_expert_scale=True, load_balance_loss_weight=0.1,
+  per_expert_scale=True, losses=RouterLosses("maxtext", 0.1, 0.01),
 )  # fmt: skip
 SIGMOID = MoEConfig(
   emb_dim=D, mlp_dim=F, num_experts=E, num_experts_per_tok=K, activation="silu", router="sigmoid", n_groups=2, topk_groups=2,
-  routed_scaling_factor=2.5, shared_experts=2, load_balance_loss_weight=0.1,
+  routed_scaling_factor=2.5, shared_experts=2, losses=RouterLosses("huggingface", 0.1, 0.01),
 )  # fmt: skip
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
@@ -40,7 +41,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
   def loss(p, x):
     ctx = Context.of(x, grouped=by, rules=RULES).collecting()
     out = layer(p, x, ctx)
-    total = jnp.sum(out * cotangent) + ctx.aux["load_balance_loss"]
+    total = jnp.sum(out * cotangent) + sum(layer.losses(ctx.aux).values())
     return total, (out, ctx.aux["moe_load"], ctx.aux["rescued"])
 
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))

@@ -14,6 +14,7 @@ from equations import dtypes, equations
 from written_out import gelu, rms, sigmoid, silu, tree64
 
 from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, Name, kernel
+from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
@@ -225,7 +226,7 @@ def test_float32_weight_sum(flag, random_params):
 @pytest.mark.parametrize("router", ROUTES)
 def test_layer_statistics_and_losses(router, random_params):
   cfg, route = ROUTES[router]
-  cfg = dataclasses.replace(cfg, load_balance_loss_weight=0.3)
+  cfg = dataclasses.replace(cfg, losses=RouterLosses(weight=0.3))
   layer = MoE(cfg, FLOAT32)
   p = random_params(layer.params())
   real = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], bool)
@@ -252,7 +253,7 @@ def test_layer_statistics_and_losses(router, random_params):
 
 
 def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
-  layer = MoE(dataclasses.replace(SOFTMAX, load_balance_loss_weight=1.0), FLOAT32)
+  layer = MoE(dataclasses.replace(SOFTMAX, losses=RouterLosses(weight=1.0)), FLOAT32)
   _, aux = jax.jit(layer.alone)(random_params(layer.params()), f32(X), real=jnp.zeros((B, T), bool))
   assert (aux["moe_load"] == 0).all()
   assert aux["load_balance_loss"] == 0
@@ -260,7 +261,7 @@ def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
 
 def test_even_routing_costs_one_times_the_weight():
   """The loss is smallest, and 1, where loads and probabilities are even."""
-  layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, load_balance_loss_weight=1.0), FLOAT32)
+  layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, losses=RouterLosses(weight=1.0)), FLOAT32)
   p = jax.tree.map(lambda q: jnp.zeros(q.shape), layer.params()) | {"router": {"kernel": 1e-4 * jnp.eye(4)}}
   _, aux = layer.alone(p, jnp.eye(4)[None])
   np.testing.assert_allclose(aux["moe_load"], [0.25] * 4)
@@ -291,6 +292,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import conftest, test_moe
 from maxtext_like.layers.context import Context
+from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.moe import MoE
 assert len(jax.devices()) == 8
 mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

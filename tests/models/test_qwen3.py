@@ -1,5 +1,6 @@
 """Qwen3, dense and with experts: a family that is one folder. Its numbers are in the golden tests, export in its own."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,21 @@ def test_what_config_json_says_and_cannot_be_trained_is_refused(file: dict, chan
 def test_a_released_config_json_is_our_model_file(name: str):
   model = load_config(name).config.model
   read = make_section("model", interpret(export_config(model, "bfloat16"), "config.json").model | {"model_name": name})
-  assert {key: read.effective(key) for key in vars(read)} == {key: model.effective(key) for key in vars(model)} | {
-    "load_balance_loss_weight": 0.0  # config.json's router_aux_loss_coef is another sum
-  }
+  assert {key: read.effective(key) for key in vars(read)} == {key: model.effective(key) for key in vars(model)} | (
+    {} if model.num_experts else {"load_balance_loss": read.load_balance_loss}
+  )
+
+
+def test_the_coefficient_of_the_load_balancing_loss_is_kept():
+  """``router_aux_loss_coef`` of transformers, whose definition it is for; 0.001 where a file leaves it out."""
+  read = lambda values: make_section("model", interpret(values, "config.json").model | {"model_name": "m"})
+  model = read(MOE | {"router_aux_loss_coef": 0.003})
+  assert (model.load_balance_loss, model.load_balance_loss_weight) == ("huggingface", 0.003)
+  assert export_config(model, "bfloat16")["router_aux_loss_coef"] == 0.003
+  assert read({k: v for k, v in MOE.items() if k != "router_aux_loss_coef"}).load_balance_loss_weight == 0.001
+  assert read(MOE | {"router_aux_loss_coef": 0}).load_balance_loss_weight == 0
+  of_maxtext = dataclasses.replace(model, load_balance_loss="maxtext")
+  assert export_config(of_maxtext, "bfloat16")["router_aux_loss_coef"] == 0.0  # another definition's weight
 
 
 def test_a_model_file_of_maxtext(tmp_path: Path):
@@ -155,4 +168,5 @@ enable_dropout: False
   (tmp_path / "qwen3-30b-a3b.yml").write_text(text)
   theirs = load_config(tmp_path / "qwen3-30b-a3b.yml").config.model
   differing = {key for key in vars(ours) if ours.effective(key) != theirs.effective(key)}
-  assert differing == {"max_position_embeddings", "pad_token_id", "bos_token_id", "load_balance_loss_weight"}
+  losses = {"load_balance_loss", "load_balance_loss_weight"}
+  assert differing == {"max_position_embeddings", "pad_token_id", "bos_token_id"} | losses

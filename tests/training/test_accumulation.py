@@ -1,8 +1,49 @@
-"""Microbatches: over axes that split rows alone, devices add gradients up once a step. Losses: test_parallelism.py."""
+"""Microbatches: the losses of routers are those of one large batch, and over axes that split rows alone, devices add gradients
+up once a step. Losses on meshes: test_parallelism.py."""
 
+import jax
+import numpy as np
 import pytest
 
+from maxtext_like.training.program import make_program
+from tests.training.small import batches, small_config
 from tests.training.test_parallelism import run
+
+TINY = ["emb_dim=16", "num_decoder_layers=2", "num_query_heads=2", "vocab_size=300", "moe_mlp_dim=8", "module_api=linen"]
+BATCH = [*TINY, "num_decoder_layers=1", "num_kv_heads=1", "head_dim=8", "load_balance_loss_weight=0.1"]
+SEQUENCE = [*TINY, "num_kv_heads=2", "mlp_dim=8", "q_lora_rank=8", "kv_lora_rank=8", "load_balance_loss_weight=0.1"]
+
+
+@pytest.mark.parametrize(
+  ("model", "words"),
+  [
+    ("qwen3-moe-tiny", BATCH),  # load_balance_loss: huggingface
+    pytest.param("deepseek3-tiny", SEQUENCE, marks=pytest.mark.slow),
+  ],
+)
+def test_losses_of_the_router_are_those_of_one_large_batch(model, words):
+  """A mean over the batch, and a mean over its rows; rows have unequal numbers of tokens, one of them none."""
+  batch = batches(4)[0]
+  empty = np.arange(16) >= np.array([[16], [9], [3], [0]])
+  batch["segments"], batch["targets"] = np.where(empty, 0, batch["segments"]), np.where(empty, -100, batch["targets"])
+
+  placed = jax.tree.map(jax.numpy.asarray, batch)
+
+  def terms_and_gradients(rows, parts):
+    config = small_config(model, *words, f"per_device_batch_size={rows}", f"gradient_accumulation_steps={parts}",
+                          "router_z_loss_weight=0.01")  # fmt: skip
+    program = make_program(config)
+    params = program.lower_init().compile()(np.uint32(1))["params"]
+    run = jax.jit(lambda params: program.step.gradients(*program.selection.split(params), placed, None))
+    grads, out = run(params)
+    return out["loss"], out["moe_load"], grads
+
+  (terms, load, grads), (other_terms, other_load, other) = terms_and_gradients(4, 1), terms_and_gradients(1, 4)
+  assert {"cross_entropy", "load_balance_loss", "router_z_loss"} <= set(terms)
+  for name in terms:
+    np.testing.assert_allclose(other_terms[name], terms[name], rtol=2e-6)
+  np.testing.assert_allclose(other_load, load, atol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, grads)
 
 
 @pytest.mark.slow

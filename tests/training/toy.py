@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
+from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.layers.rules import RULES
 from maxtext_like.models.row_norms import row_peaks, state_peaks
@@ -32,6 +33,7 @@ class ToyDecoder:
   dtype: str = "float32"
 
   cfg: ClassVar = SimpleNamespace(rules=RULES)
+  router_losses: ClassVar = RouterLosses(), 0
 
   @property
   def stacks(self):

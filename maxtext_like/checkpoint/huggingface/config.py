@@ -13,7 +13,7 @@ from typing import Any
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.tied import other_head
 from maxtext_like.config import hub
-from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.model import ROUTER_LOSSES, ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
@@ -97,9 +97,9 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   )
 
 
-# Labels, and the interval, which is a way to write layer_types.
+# Labels; the interval, which is a way to write layer_types; losses of training.
 _NOT_THE_MODEL = frozenset(
-  ["inhomogeneous_layer_cycle_interval", "model_name", "max_position_embeddings"]
+  ["inhomogeneous_layer_cycle_interval", "model_name", "max_position_embeddings", *ROUTER_LOSSES]
   + [f"{which}_token_id" for which in ("pad", "bos", "eos")]
 )
 

@@ -51,6 +51,9 @@ def _read(top: Fields) -> dict[str, Any]:
     "norm_topk_prob": top.boolean("norm_topk_prob", True, null=null_is_false),
     "routed_scaling_factor": top.number("routed_scaling_factor", 2.5),
     "routed_bias": True,
+    # Released files have both keys, for DeepSeek's own code. transformers reads neither, so an absent key means no loss.
+    "load_balance_loss": "deepseek_sequence" if top.boolean("seq_aux", True, null=True) else "switch",
+    "load_balance_loss_weight": top.number("aux_loss_alpha", 0.0, above=-1e-30, null=0.0),
     "n_routing_groups": top.integer("n_group", 8),
     "topk_routing_group": top.integer("topk_group", 4),
     "q_lora_rank": q_rank or 0,
@@ -169,6 +172,8 @@ def _write(model: Config) -> dict[str, Any]:
     }
   elif not model.rope_interleave:
     config["rope_interleave"] = False
+  if model.load_balance_loss_weight and model.load_balance_loss in ("deepseek_sequence", "switch"):
+    config |= {"aux_loss_alpha": model.load_balance_loss_weight, "seq_aux": model.load_balance_loss == "deepseek_sequence"}
   return config
 
 

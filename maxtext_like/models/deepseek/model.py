@@ -76,7 +76,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
       topk_groups=max(m.topk_routing_group, 1),
       selection_bias=m.routed_bias,
       shared_experts=m.shared_experts,
-      load_balance_loss_weight=m.load_balance_loss_weight,
+      losses=m.router_losses,
     )
   attention = _attention(m, kernel, platform)
   norm = NormConfig(dim=m.emb_dim, epsilon=m.normalization_layer_epsilon, round_before_scale=True)

@@ -70,7 +70,7 @@ def _experts(m: Config) -> MoEConfig | None:
     router_norm=dataclasses.replace(_norm(m, m.emb_dim), with_scale=False),
     per_expert_scale=True,
     norm_topk_prob=m.norm_topk_prob,
-    load_balance_loss_weight=m.load_balance_loss_weight,
+    losses=m.router_losses,
   )
 
 

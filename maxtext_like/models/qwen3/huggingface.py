@@ -62,6 +62,8 @@ def _experts(top: Fields, layers: int) -> dict[str, Any]:
     "num_experts_per_tok": top.integer("num_experts_per_tok", 8),
     "moe_mlp_dim": top.integer("moe_intermediate_size", 768),
     "norm_topk_prob": top.boolean("norm_topk_prob", False),
+    "load_balance_loss": "huggingface",
+    "load_balance_loss_weight": top.number("router_aux_loss_coef", 0.001, above=-1e-30),
   }
 
 
@@ -74,6 +76,8 @@ def _write(m: Config) -> dict[str, Any]:
     "norm_topk_prob": m.norm_topk_prob,
     "num_experts": m.num_experts,
     "num_experts_per_tok": m.num_experts_per_tok,
+    # The weight of another definition would be wrong under this name. Left out, it would be 0.001.
+    "router_aux_loss_coef": m.load_balance_loss_weight if m.load_balance_loss == "huggingface" else 0.0,
   }
   return (experts if moe else {}) | {
     "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
@@ -105,7 +109,12 @@ HUGGING_FACE = HuggingFace(
   model_types=("qwen3", "qwen3_moe"),
   read=_read,
   write=_write,
-  names={**COMMON, "mlp_activation": "hidden_act", "moe_mlp_dim": "moe_intermediate_size"},
+  names={
+    **COMMON,
+    "mlp_activation": "hidden_act",
+    "moe_mlp_dim": "moe_intermediate_size",
+    "load_balance_loss_weight": "router_aux_loss_coef",
+  },
   layer={
     "pre_attention_norm.scale": Rule("input_layernorm.weight"),
     **GROUPED_ATTENTION,

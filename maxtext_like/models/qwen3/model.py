@@ -39,7 +39,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
       num_experts_per_tok=m.num_experts_per_tok,
       activation=m.mlp_activation,
       norm_topk_prob=m.norm_topk_prob,
-      load_balance_loss_weight=m.load_balance_loss_weight,
+      losses=m.router_losses,
     )
   else:
     ffn = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)

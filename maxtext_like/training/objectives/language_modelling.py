@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from maxtext_like.errors import UserError
 from maxtext_like.layers import context_parallel
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.load_balance import LOSS, Z_LOSS
 from maxtext_like.layers.partition import on_one_gpu, own_zero
 from maxtext_like.models.placed import Model, Shapes
 from maxtext_like.targets import IGNORED
@@ -158,7 +159,7 @@ class LanguageModelling:
     """The loss summed over the real targets, their number, and aux; see ``Objective``.
 
     The terms are "cross_entropy" and, with a weight, "z_loss", without a gradient of their own. The means are the model's:
-    "load_balance_loss" with experts, "indexer_loss" with an indexer.
+    with a weight "load_balance_loss" and "router_z_loss" of the experts, "indexer_loss" with an indexer.
     """
     x_BTD, aux = self.decoder.hidden(p, batch, probes=probes or None)
 
@@ -177,7 +178,7 @@ class LanguageModelling:
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:
       del terms["z_loss"]
-    means = {name: aux.pop(name) for name in ("load_balance_loss", "indexer_loss") if name in aux}
+    means = {name: aux.pop(name) for name in (LOSS, Z_LOSS, "indexer_loss") if name in aux}
     return loss, self.weight(batch), aux | {"terms": terms, "means": means}
 
   def with_decoder(self, decoder: Decoder) -> "LanguageModelling":

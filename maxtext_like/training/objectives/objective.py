@@ -67,9 +67,9 @@ class Objective(Protocol):
     Returns:
       sum: float32 scalar, summed over what counts, so that parts of a batch add up to the whole.
       weight: of the batch.
-      aux: "terms", the sum's addends by name, and "means", losses of the model itself that are means over the tokens of the
-        batch and are added to the mean of the sum; both float32. "rescued" int32; with experts "moe_load"; where probes are
-        given, "probes".
+      aux: "terms", the sum's addends by name, and "means", losses of the model itself that are added to the mean of the sum;
+        both float32. They are means over the tokens of the batch, or over its rows (``RouterLosses.by_row``). "rescued" int32;
+        with experts "moe_load", and ``load_balance.LOAD`` where a loss needs it; where probes are given, "probes".
     """
     ...
 

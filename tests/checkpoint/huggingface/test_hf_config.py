@@ -344,3 +344,23 @@ def test_released_config_is_the_model_file_of_that_name(name: str):
   config = text if "deepseek" in name else {"text_config": text, "vision_config": None}
   found = interpret({"model_type": model_type, **config}, "config.json")
   require_same_model(found, load_config(name).config.model, GOLDEN)
+
+
+@pytest.mark.parametrize(
+  ("change", "definition", "weight"),
+  [
+    ({}, "deepseek_sequence", 0.0),
+    ({"aux_loss_alpha": 0.002}, "deepseek_sequence", 0.002),
+    ({"aux_loss_alpha": 0.002, "seq_aux": True}, "deepseek_sequence", 0.002),
+    ({"aux_loss_alpha": 0.002, "seq_aux": False}, "switch", 0.002),
+  ],
+)
+def test_deepseek_s_coefficient_of_the_load_balancing_loss_is_kept(change, definition, weight):
+  """``aux_loss_alpha`` is for the mean over sequences with ``seq_aux``, else for that over the batch."""
+  values = hub("deepseek3")
+  base = {key: value for key, value in values.items() if key not in ("aux_loss_alpha", "seq_aux")}
+  model = make_section("model", interpret(base | change, "config.json").model)
+  assert (model.load_balance_loss, model.load_balance_loss_weight) == (definition, weight)
+  again = interpret(export_config(model, "bfloat16"), "config.json").model
+  assert again["load_balance_loss_weight"] == weight
+  assert not weight or again["load_balance_loss"] == definition

@@ -1,0 +1,58 @@
+"""What the layers of a decoder hand out, put together for the model: statistics, losses, captured arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.context import CAPTURES, PROBED, Aux
+from maxtext_like.layers.load_balance import LOAD, NAMES, RouterLosses
+from maxtext_like.layers.stack import Stack
+
+Collected = list[tuple[Stack, dict[str, Aux]]]
+
+
+def totals(
+  collected: Collected, router: tuple[RouterLosses, int] = (RouterLosses(), 0), load_LE: jax.Array | None = None
+) -> dict[str, Any]:
+  """Statistics over all layers: sums, means, losses of the routers, and the loads in the order of the layers.
+
+  Args:
+    collected: of each stack, what its layers handed out, every leaf with a leading axis of ``repeats``.
+    router: the losses of the routers, and experts a token.
+    load_LE: as of ``RouterLosses.totals``.
+  """
+  found: dict[str, list[jax.Array]] = {}
+  probes = [f"probe.{name}" for name in PROBED]
+  for _, aux in collected:
+    layers = list(aux.values())
+    for key in ("rescued", "indexer_loss", "moe_load", *NAMES, *probes):
+      values = [a[key] for a in layers if key in a]
+      if values:
+        together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
+        found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
+  joined = {key: jnp.concatenate(values) for key, values in found.items()}
+  reduce = {"rescued": jnp.sum, "indexer_loss": jnp.mean}
+  seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
+  losses, k = router
+  statistics = {key: joined.pop(key) for key in NAMES if key in joined}
+  if statistics:
+    joined |= losses.totals(statistics, k, load_LE)
+  if LOAD in statistics:
+    joined[LOAD] = statistics[LOAD]
+  made = {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
+  return made | ({"probes": seen} if seen else {})
+
+
+def captured(collected: Collected) -> dict:
+  """Captured arrays of single layers: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
+  out = {}
+  for s, aux in collected:
+    for row in range(s.repeats):
+      for j in range(len(s.layers)):
+        number = f"layer{s.first + row * len(s.layers) + j:02d}"
+        for key, value in aux[f"layer_{j}"].items():
+          kind, _, rest = key.partition(".")
+          if kind in CAPTURES:
+            out[f"{kind}.{number}" + (f".{rest}" if rest else "")] = value[row]
+  return out
