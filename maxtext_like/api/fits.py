@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, GpuHost, Topology, find_gpus, find_topology
+from maxtext_like.training.chips import GIB
+from maxtext_like.training.topologies import TOPOLOGIES, GpuHost, Topology, find_machine
 
 if TYPE_CHECKING:
   from maxtext_like.analysis.audit_keys import KeyVerdict
@@ -276,7 +277,8 @@ class OnGpus:
 def compile_step(
   config: "Configuration",
   *overrides: str,
-  topology: str,
+  topology: str | None = None,
+  memory: str | None = None,
   num_slices: int = 1,
   xla_flags: str | None = None,
   machine_code: "MachineCode" = "quick",
@@ -290,7 +292,8 @@ def compile_step(
   Args:
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
-    topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8".
+    topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2".
+    memory: of a GPU, as "24GB", in the place of what the table has; without a topology it is one GPU of any kind.
     num_slices: of TPUs: how many such slices, joined by the data-center network.
     xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
     machine_code: False: of TPUs the compiler is stopped once memory is laid out, which is a tenth of the work; all but its own
@@ -302,18 +305,18 @@ def compile_step(
     UserError: no such topology, a mesh that does not fit it, no libtpu.
   """
   given = words(overrides, keys, compile_step)
-  host = find_gpus(topology)
-  if host is not None and (xla_flags is not None or num_slices != 1):
+  target = find_machine(topology, memory)
+  if isinstance(target, GpuHost) and (xla_flags is not None or num_slices != 1):
     what = f"xla_flags={xla_flags}" if xla_flags is not None else f"num_slices={num_slices}"
-    raise UserError(f"compile: {what} is for TPUs, {host.name} is not\n  fix: leave it out")
+    raise UserError(f"compile: {what} is for TPUs, {target.name} is not\n  fix: leave it out")
   if not isinstance(machine_code, bool) and machine_code != "quick":
     raise UserError(f"compile: machine_code={machine_code!r}\n  fix: True, False or 'quick'")
   if num_slices < 1:
     raise UserError(f"compile: num_slices={num_slices}\n  fix: 1 or more")
-  target = host or find_topology(topology, GPU_NAMES)
   c = load_config(config, *given).config
   if isinstance(target, GpuHost):
     return _on_gpus(c, target, machine_code)
+  assert isinstance(target, Topology), "find_machine without CPUs"
   from maxtext_like.training import ahead_of_time
 
   target = replace(target, slices=num_slices)
@@ -330,7 +333,7 @@ def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
   counted = memory.for_gpus(c, host)
   if not compiled:
     return OnGpus(host, *counted, why_not="machine_code=false")
-  if why := gpus_ahead_of_time.why_not(c):
+  if why := gpus_ahead_of_time.why_not(c, host):
     return OnGpus(host, *counted, why_not=why)
   return OnGpus(host, *counted, gpus_ahead_of_time.compile_step(c, host))
 

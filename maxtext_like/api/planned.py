@@ -7,7 +7,7 @@ from maxtext_like.api.arguments import words
 from maxtext_like.api.configuration import load_config
 from maxtext_like.api.fits import columns, host_rows, run_rows, size_words, work_rows
 from maxtext_like.errors import UserError
-from maxtext_like.training.topologies import GPU_NAMES, Topology, find_cpus, find_gpus, find_topology
+from maxtext_like.training.topologies import Topology, find_machine
 
 if TYPE_CHECKING:
   from maxtext_like.api.configuration import Configuration
@@ -50,6 +50,7 @@ class Planned:
           flops=p.flops, model_flops=p.model_flops, memory_bytes=int(p.memory_bytes), transfers=p.transfers, roofline=p.roofline
         )
       ),
+      *([] if p.roofline else [("at least", "not known: this device is in no table of speeds")]),
       ("by arithmetic", "nothing was compiled; transfers of layers count as hidden, which xla_flags=all or a GPU makes them"),
       ("verdict", "nobody knows what there is" if p.limit is None else "fits" if p.fits else "does not fit"),
     ]
@@ -96,15 +97,22 @@ def _in_a_line(p: "Plan", configured: "Plan") -> str:
 
 
 def plan(
-  config: "Configuration", *overrides: str, topology: str, num_slices: int = 1, search: bool = False, **keys: Any
+  config: "Configuration",
+  *overrides: str,
+  topology: str | None = None,
+  memory: str | None = None,
+  num_slices: int = 1,
+  search: bool = False,
+  **keys: Any,
 ) -> Planned:
   """The table that ``compile_step`` makes, from arithmetic on shapes: memory by class, products, transfers, bounds. In seconds.
 
   Args:
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
-    topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", or CPU devices, as "cpu-8", of which memory and speed are not
-      known.
+    topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU devices, as
+      "cpu-8", whose speed is not known.
+    memory: of a GPU or CPU device, as "24GB", in the place of what the table has; without a topology it is one GPU of any kind.
     num_slices: of TPUs: how many such slices.
     search: also tries meshes, rows a device and remat policies; what fits comes back, best bound first.
     keys: values laid over it.
@@ -113,7 +121,7 @@ def plan(
     UserError: no such topology, a mesh that does not fit it.
   """
   given = words(overrides, keys, plan)
-  target = find_gpus(topology) or find_cpus(topology) or find_topology(topology, (*GPU_NAMES, "cpu-8"))
+  target = find_machine(topology, memory, cpus=True)
   if isinstance(target, Topology):
     if num_slices < 1:
       raise UserError(f"plan: num_slices={num_slices}\n  fix: 1 or more")

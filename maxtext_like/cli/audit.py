@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxtext_like import load_config
 from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
+from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.training.topologies import TOPOLOGIES
@@ -29,17 +30,16 @@ EXAMPLES = """examples:
 def run(argv: list[str]) -> int:
   """Audits; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like audit", add_help=False, allow_abbrev=False, exit_on_error=False)
-  for option in ("platform", "topology"):
-    parser.add_argument(f"--{option}")
   parser.add_argument("--json", type=new_file)
   own, words = parse_words(parser, argv, {})
-  config, overrides = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
+  config, words = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
+  machine, overrides = split_own(words, "audit", ("platform", "topology"))
   loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   on_the_host()
   from maxtext_like import audit
 
-  found = audit(loaded, platform=own.platform, topology=own.topology)
+  found = audit(loaded, **machine)
   print(found)
   if own.json:
     Path(own.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")

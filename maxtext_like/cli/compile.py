@@ -10,7 +10,9 @@ from maxtext_like import load_config
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES, find_gpus, find_topology
+from maxtext_like.training.topologies import find_machine, machines
+
+LIST = "\n                    ".join(machines(cpus=False).split("; "))
 
 DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
 (pip install -e '.[tpu]'), and prints the memory that one chip needs, what lies there, what the step does (products, bytes,
@@ -18,8 +20,8 @@ transfers between chips) and the time that this takes at least. Nothing runs, no
 other values. For GPUs it prints the estimate that train makes before it allocates anything and, with JAX's CUDA libraries
 (pip install -e '.[cuda]'; no GPU is needed), what XLA's compiler for CUDA says.
 
-  topology=NAME     a slice: {", ".join(TOPOLOGIES)}
-                    GPUs of a host: a100-1 (80 GB), h100-8, h200-8, b200-8, h200 for one
+  topology=NAME     {LIST}
+  memory=SIZE       of a GPU, as 24GB, in the place of what the table has; alone it is one GPU of any kind
   num_slices=N      TPU: so many such slices, joined by the data-center network (the mesh: dcn_data_parallelism=N)
   machine_code=false  TPU: stop once memory is laid out, after a tenth of the work; all but the compiler's own peak and its
                     objections to kernels is known then. GPUs: the estimate alone
@@ -45,11 +47,7 @@ def run(argv: list[str]) -> int:
   options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)
-  if "topology" not in own:
-    raise UserError(f"compile: no topology\n  fix: add topology=NAME, one of {', '.join((*TOPOLOGIES, *GPU_NAMES))}")
-  # Errors of the topology and of the configuration come before JAX, at once.
-  if find_gpus(own["topology"]) is None:
-    find_topology(own["topology"], GPU_NAMES)
+  find_machine(own.get("topology"), own.get("memory"))  # its errors and those of the configuration come before JAX, at once
   loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -63,17 +61,23 @@ def run(argv: list[str]) -> int:
 
 
 def split_own(
-  words: list[str], verb: str = "compile", names: tuple[str, ...] = ("topology", "xla_flags", "num_slices", "machine_code")
+  words: list[str],
+  verb: str = "compile",
+  names: tuple[str, ...] = ("topology", "memory", "xla_flags", "num_slices", "machine_code"),
 ) -> tuple[dict[str, Any], list[str]]:
-  """The words that are a verb's own (``topology=``, ``xla_flags=``, ..., with dashes or without), and all others in order."""
+  """The words that are a verb's own (``topology=NAME``, ``--topology=NAME``, ``--topology NAME``), and all others in order."""
   own: dict[str, Any] = {}
   others = []
-  for word in words:
+  left = list(words)
+  while left:
+    word = left.pop(0)
     key, equals, value = word.partition("=")
     name = key.lstrip("-").replace("-", "_")
     if name not in names:
       others.append(word)
       continue
+    if not equals and key.startswith("--") and left and not left[0].startswith("-"):
+      equals, value = "=", left.pop(0)
     if not equals or not value:
       raise UserError(f"command line {word!r}: no value\n  fix: write {name}=VALUE, see maxtext-like {verb} --help")
     try:
@@ -85,6 +89,8 @@ def split_own(
 
 _OWN = {
   "topology": str,
+  "memory": str,
+  "platform": str,
   "xla_flags": str,
   "num_slices": int,
   "machine_code": {"true": True, "false": False, "quick": "quick"}.__getitem__,

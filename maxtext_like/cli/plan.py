@@ -10,14 +10,16 @@ from maxtext_like.cli.arguments import parse_words, print_notes, split_configura
 from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.training.topologies import GPU_NAMES, TOPOLOGIES
+from maxtext_like.training.topologies import find_machine, machines
+
+LIST = "\n                    ".join(machines(cpus=True).split("; "))
 
 DESCRIPTION = f"""Prints the table of maxtext-like compile from arithmetic on shapes, in seconds and without libtpu: memory of
 a device by class, products, transfers between devices, and the time that a step takes at least. docs/compile.md has both side
 by side.
 
-  topology=NAME     a slice: {", ".join(TOPOLOGIES)}
-                    GPUs of a host, as h100-8 or h200; CPU devices, as cpu-8, whose memory and speed are not known
+  topology=NAME     {LIST}
+  memory=SIZE       of a GPU or CPU device, as 24GB, in the place of what the table has; alone it is one GPU of any kind
   num_slices=N      TPU: so many such slices (the mesh: dcn_data_parallelism=N)
   --search          also tries meshes, rows a device and remat policies, and prints those that fit with the best bounds
   --json FILE       also writes all of it as JSON
@@ -26,6 +28,8 @@ Exit code 0: fits, 4: does not fit, 2: wrong usage."""
 EXAMPLES = """examples:
   maxtext-like plan gemma4-31b topology=v6e-32
   maxtext-like plan gemma3-27b topology=h200-8 --search
+  maxtext-like plan gemma3-4b recipes/qlora.yml topology=rtx4090
+  maxtext-like plan gemma3-4b recipes/lora.yml memory=16GB
   maxtext-like plan gemma4-31b topology=v6e-256 num_slices=2 dcn_data_parallelism=2"""
 
 
@@ -42,9 +46,8 @@ def run(argv: list[str]) -> int:
       f"plan: nothing is compiled, so {' and '.join(compiles)} is for maxtext-like compile alone\n  fix: leave it out; "
       "transfers of layers count as hidden, which xla_flags=all makes them on a TPU"
     )
-  own, overrides = split_own(words, "plan", ("topology", "num_slices"))
-  if "topology" not in own:
-    raise UserError(f"plan: no topology\n  fix: add topology=NAME, one of {', '.join((*TOPOLOGIES, *GPU_NAMES, 'cpu-8'))}")
+  own, overrides = split_own(words, "plan", ("topology", "num_slices", "memory"))
+  find_machine(own.get("topology"), own.get("memory"), cpus=True)  # its errors come before JAX, at once
   loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"

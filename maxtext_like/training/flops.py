@@ -16,10 +16,10 @@ from maxtext_like.training.chips import find_chip
 from maxtext_like.training.trainable import Selection
 
 
-def peak_tflops(device_kind: str) -> float | None:
-  """Dense bf16 TFLOP/s of a device, None where it is not known."""
+def peak_tflops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+  """Dense TFLOP/s of a device by which mfu is counted: in float16 with that dtype, else in bfloat16. None if not known."""
   chip = find_chip(device_kind)
-  return None if chip is None else chip.tflops
+  return None if chip is None else chip.peak("float16" if dtype == "float16" else "bfloat16")
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:

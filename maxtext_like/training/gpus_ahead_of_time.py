@@ -51,8 +51,10 @@ def installed() -> str | None:
   return None if name is None else f"{name.replace('_', '-')} {importlib.metadata.version(name.replace('_', '-'))}"
 
 
-def why_not(config: Config) -> str | None:
-  """Why nothing can be compiled for a configuration here; None: it can."""
+def why_not(config: Config, host: GpuHost) -> str | None:
+  """Why nothing can be compiled for a configuration and GPUs here; None: it can."""
+  if host.key not in _DESIGNS:
+    return f"XLA's description of this card is not in the table ({', '.join(_DESIGNS)} are)"
   if config.training.optimizer_memory_host_offload:
     return f"{on_host.KEY} = true: in JAX the GPUs of a topology have no host's memory"
   if installed() is None:
@@ -73,7 +75,7 @@ def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.program import make_program
 
-  if why := why_not(config):
+  if why := why_not(config, host):
     raise UserError(f"topology={host.name}: {why}\n  fix: machine_code=false, or plan, which estimate")
   start = time.monotonic()
   try:
@@ -122,8 +124,10 @@ class _Design:
 # and CUDA's own deviceQuery have them.
 _DESIGNS = {
   "a100": _Design(multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41),
+  "a100-40gb": _Design(multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41),
   "h100": _Design(multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=50 << 20, clock=1.98),
   "h200": _Design(multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=60 << 20, clock=1.98),
+  "gh200": _Design(multiprocessors=132, float32_units=128, shared_memory=228 << 10, second_level=60 << 20, clock=1.98),
   "b200": _Design(multiprocessors=148, float32_units=128, shared_memory=228 << 10, second_level=126 << 20, clock=1.965),
 }
 
@@ -135,7 +139,7 @@ _XLA_SHARE = 0.8
 
 def _target(host: GpuHost) -> str:
   """The card as XLA's ``GpuTargetConfigProto`` in text."""
-  design = _DESIGNS[host.name.partition("-")[0]]
+  design = _DESIGNS[host.key]
   chip = find_chip(host.card)
   assert chip is not None
   assert chip.memory is not None

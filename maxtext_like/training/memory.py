@@ -403,7 +403,7 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
     raise UserError(f"topology={host.name}: {error}") from error
   with assumed_gpu():
     need = estimate(program)
-  return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of an {host.card}")
+  return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of one {host.card}")
 
 
 def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[MemoryEstimate, Limit | None]:

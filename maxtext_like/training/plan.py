@@ -135,6 +135,8 @@ def plan(config: Config, target: Target) -> Plan:
       transfers=travels,
       model_flops=model_flops,
       float8_flops=low,
+      dtype=config.precision.dtype,
+      precision=config.precision.matmul_precision,
     )
   return Plan(
     config=config,

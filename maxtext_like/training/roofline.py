@@ -27,7 +27,7 @@ class Roofline:
       things go in the forward pass and come back in the backward pass, so both ways are added up.
     waiting: transfers that nothing is computed beside.
     step: the largest bound and the waiting.
-    mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time.
+    mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time, or of the float16 peak with float16.
     binds: what is longest.
     float8: some products are, at a peak of their own.
   """
@@ -49,6 +49,8 @@ def roofline(
   transfers: Iterable[Transfer],
   model_flops: float,
   float8_flops: float = 0.0,
+  dtype: str = "bfloat16",
+  precision: str = "default",
 ) -> Roofline:
   """The bounds of one device.
 
@@ -60,20 +62,20 @@ def roofline(
     transfers: of a step.
     model_flops: of the model on this device's share of the batch.
     float8_flops: of ``flops``, those of float8 products.
+    dtype: dtype of all other products.
+    precision: a value of ``matmul_precision``, for float32 products.
   """
-  links = links_of(chip, devices)
+  peak = chip.peak(dtype, precision)
   assert chip.memory is not None
-  assert links is not None
-  assert chip.network is not None
-  products = (flops - float8_flops) / chip.tflops + float8_flops / (chip.float8 or chip.tflops)
+  products = (flops - float8_flops) / peak + float8_flops / (chip.float8 or peak)
   bounds = {"matrix units": products / 1e12, "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0, "host": 0.0}
   waiting = 0.0
   for t in transfers:
     if t.kind in HOST_COPIES:
-      assert chip.host is not None
       unit, rate = "host", chip.host
     else:
-      unit, rate = ("DCN", chip.network) if t.between_slices else ("ICI", links)
+      unit, rate = ("DCN", chip.network) if t.between_slices else ("ICI", links_of(chip, devices))
+    assert rate is not None, (chip.kind, unit)
     seconds = t.bytes / rate
     if t.asynchronous:
       bounds[unit] += seconds
@@ -85,7 +87,7 @@ def roofline(
     bounds=bounds,
     waiting=waiting,
     step=step,
-    mfu=model_flops / (chip.tflops * 1e12) / step,
+    mfu=model_flops / (chip.peak("float16" if dtype == "float16" else "bfloat16") * 1e12) / step,
     binds="transfers that nothing hides" if waiting > bounds[longest] else longest,
     float8=float8_flops > 0,
   )

@@ -285,7 +285,7 @@ class _Run:
       flops=train_flops(
         program.model.decoder, program.spec, program.selection, program.global_batch, c.training.max_target_length
       ),
-      peak_tflops=peak_tflops(program.model.devices[0].device_kind),
+      peak_tflops=peak_tflops(program.model.devices[0].device_kind, c.precision.dtype),
       failed=self._explainer(program, directory.home, say) if c.training.replay_failed_step else None,
       watchdog=self._watchdog,
       goodput=self._goodput,

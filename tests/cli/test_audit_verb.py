@@ -19,7 +19,7 @@ SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_inter
     (["gemma4-tiny", "--platform", "gpu"], "platform gpu is none of tpu, cuda, cpu"),
     (["gemma4-tiny", "--topology", "v6e-23"], "did you mean v6e-32"),
     (["gemma4-tiny", "--topology=v6e-8", "--platform=cuda"], "topology v6e-8 is a TPU slice, platform cuda is not"),
-    (["gemma4-tiny", "--platform"], "expected one argument"),
+    (["gemma4-tiny", "--platform"], "no value"),
     (["--platform", "tpu"], "no configuration named"),
     (["gemma4-tiny", "--platform", "tpu", "stepz=3"], "did you mean 'steps'"),
     (["gemma4-tiny", "--platform", "cpu", "attention=splash", "dtype=bfloat16"], "it runs on TPUs, not on cpu"),

@@ -46,7 +46,12 @@ def test_topologies_are_what_their_names_say():
       "GPUs of one host are planned and compiled for, 1 to 8 of them; a run may have several hosts\n  fix: topology=h200-8",
     ),
     (["gemma4-tiny", "topology=h100-0"], "GPUs of one host are planned"),
-    (["gemma4-tiny", "topology=H200_8"], "did you mean h200-8"),
+    (["gemma4-tiny", "topology=h202-8"], "did you mean h200-8"),
+    (["gemma4-tiny", "topology=rtx4091"], "did you mean rtx4090-1"),
+    (["gemma4-tiny", "topology=gpu"], "the memory of a card that is not in the table has to be given\n  fix: add memory=24GB"),
+    (["gemma4-tiny", "memory=24"], "memory=24: not the memory of a device\n  fix: memory=24GB"),
+    (["gemma4-tiny", "topology=v6e-8", "memory=24GB"], "memory=24GB is for GPUs; a chip of v6e-8 has 31.25 GiB"),
+    (["gemma4-tiny", "topology=cpu-8"], "unknown topology"),
     (["gemma4-tiny", "topology=h200", "xla_flags=all"], "xla_flags=all is for TPUs"),
     (["gemma4-tiny", "topology=h200", "num_slices=2"], "num_slices=2 is for TPUs"),
     (["gemma4-tiny", "topology=v6e-8", "num_slices=0"], "num_slices=0"),
@@ -64,6 +69,7 @@ def test_own_words_in_every_spelling():
   own, others = command.split_own(
     ["a.yml", "--topology=v6e-8", "steps=3", "xla-flags=all", "num-slices=2", "machine_code=false"]
   )
+  assert command.split_own(["--topology", "h200-8", "--memory", "24GB", "a.yml"])[0] == {"topology": "h200-8", "memory": "24GB"}
   assert own == {"topology": "v6e-8", "xla_flags": "all", "num_slices": 2, "machine_code": False}
   assert others == ["a.yml", "steps=3"]
 
@@ -126,6 +132,17 @@ def test_gpus_are_what_their_names_say(monkeypatch):
   assert all((host := find_gpus(name)) and host.name == name for name in GPU_NAMES)
   assert not set(GPU_NAMES) & set(TOPOLOGIES)
   assert find_gpus("v6e-8") is find_gpus("h200-x") is None
+  for spelled, name in {
+    "RTX 4090": "rtx4090-1", "4090-2": "rtx4090-2", "NVIDIA GeForce RTX 3090": "rtx3090-1", "rtx-5090-8": "rtx5090-8",
+    "H200_8": "h200-8", "A100-80GB": "a100-1", "a100-sxm4-40gb": "a100-40gb-1", "a100-40gb-4": "a100-40gb-4", "L40S": "l40s-1",
+    "Tesla T4": "t4-1", "v100-16gb-2": "v100-2", "NVIDIA RTX A6000": "rtxa6000-1", "rtx 6000 ada": "rtx6000ada-1",
+  }.items():  # fmt: skip
+    assert (host := find_gpus(spelled)) is not None, spelled
+    assert host.name == name
+  assert find_gpus("a10-0x") is find_gpus("rtx4090ti") is None
+  for size, count in {"24GB": 24 * 10**9, "22.5 GiB": 22.5 * GIB, "16384mib": 16 * GIB}.items():
+    assert (host := find_gpus("gpu-2", size)) is not None
+    assert (host.card_bytes, host.gpus, host.capability) == (count, 2, "8.0")
   # What JAX 0.11.2 gave with this share on the cards themselves, which rounds it up to its blocks.
   for card, limit in {"h100": 78_217_478_144, "h200": 138_101_653_504}.items():
     host = find_gpus(card)
@@ -162,7 +179,7 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   assert main(words) == 4
   too_big = capsys.readouterr().out
   for part in (
-    "60.04 GB  (0.4 of the 150.11 GB of an NVIDIA H200)",
+    "60.04 GB  (0.4 of the 150.11 GB of one NVIDIA H200)",
     "does not fit by estimate: 115%",
     "per_device_batch_size=1 (now 2)",
   ):

@@ -9,7 +9,7 @@ from maxtext_like.cli.compile import split_own
 from maxtext_like.cli.main import VERBS
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
-from maxtext_like.training.topologies import find_gpus, find_topology
+from maxtext_like.training.topologies import find_machine
 
 ROOT = configs_folder().parent
 PAGES = ("tpu/README.md", "gpu/README.md", "docs/compile.md")
@@ -43,8 +43,8 @@ def test_a_command_of_the_pages_is_understood(start, words, monkeypatch):
   if start in ("maxtext-like compile", "maxtext-like plan"):
     verb = start.split()[1]
     words = [word for word in words if verb == "compile" or word != "--search"]
-    own, words = split_own(words, verb, ("topology", "num_slices")) if verb == "plan" else split_own(words)
-    assert find_gpus(own["topology"]) or find_topology(own["topology"])
+    own, words = split_own(words, verb, ("topology", "memory", "num_slices")) if verb == "plan" else split_own(words)
+    find_machine(own.get("topology"), own.get("memory"))
   assert (load_config(words[0], words[1:]).config.training.steps or 0) >= 1
 
 

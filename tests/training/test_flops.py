@@ -79,3 +79,8 @@ def test_the_dense_warm_up_has_a_backward_pass_in_the_indexer_only():
 )  # fmt: skip
 def test_peaks(kind, peak):
   assert peak_tflops(kind) == peak
+
+
+def test_the_peak_of_float16_is_that_of_its_units():
+  assert [peak_tflops("Tesla T4", dtype) for dtype in ("bfloat16", "float16")] == [8.1, 65.0]
+  assert peak_tflops("NVIDIA H200", "float32") == 989.0

@@ -144,6 +144,22 @@ def test_every_kind_of_machine():
   assert host.classes["parameters"] == cards.classes["parameters"]
 
 
+def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
+  """Of its memory JAX takes a share; its speed is not known."""
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+  assert main(["plan", "gemma3-tiny", "memory=24GB"]) == 0
+  shown = capsys.readouterr().out
+  assert "gpu-1, 1 devices" in shown
+  assert f" of {12e9 / GIB:.2f} GiB (" in shown
+  assert "not known: this device is in no table of speeds" in shown
+  assert main(["plan", "gemma3-4b", "--topology", "rtx 4090", "--memory", "1GB"]) == 4
+  shown = capsys.readouterr().out
+  assert "rtx4090-1, 1 devices" in shown
+  assert f" of {5e8 / GIB:.2f} GiB (" in shown
+  assert "MFU" in shown
+
+
 def test_what_is_kept_makes_way_for_gradients_where_a_gpu_unrolls():
   """The parts are those of the estimate, and none is less than nothing."""
   words = ("remat_policy=none", "scan_layers=false", "ici_fsdp_parallelism=1", "num_vocab_tiling=4")
@@ -228,6 +244,8 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
   assert "does not fit" in capsys.readouterr().out
   for words, message in {
     ("topology=v6e-9",): "did you mean v6e-",
+    ("memory=24",): "fix: memory=24GB",
+    ("topology=gpu-2",): "add memory=24GB",
     (): "no topology",
     ("topology=cpu-8", "num_slices=2"): "num_slices=2 is for TPUs",
     ("topology=v6e-8", "xla_flags=all"): "xla_flags is for maxtext-like compile alone",

@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training.chips import CHIPS, find_chip, links_of
+from maxtext_like.training.chips import CARDS, CHIPS, Card, find_chip, links_of
 from maxtext_like.training.compiled_program import HOST_COPIES, Array, Operation, Transfer
 from maxtext_like.training.flops import visible_pairs
 from maxtext_like.training.program import make_program
@@ -20,6 +20,67 @@ def test_chips():
   assert find_chip("TPU v6 lite") == CHIP
   assert (CHIP.tflops, CHIP.memory, CHIP.links, CHIP.network) == (918.0, 1.64e12, LINKS, NETWORK)
   assert links_of(CHIP, 256) == 2 * (links_of(CHIP, 128) or 0)
+
+
+@pytest.mark.parametrize(
+  ("kind", "gb", "bandwidth", "bfloat16", "float16", "float32", "exact", "float8"),
+  [
+    # Typed from the data sheets: GB on the card, GB/s, dense TFLOP/s with float32 sums.
+    ("NVIDIA L4", 24, 300, 121, 121, 60, 30.3, 242),
+    ("NVIDIA L40S", 48, 864, 362.05, 362.05, 183, 91.6, 733),
+    ("NVIDIA A10", 24, 600, 125, 125, 62.5, 31.2, None),
+    ("NVIDIA A10G", 24, 600, 70, 70, 35, 31.5, None),
+    ("NVIDIA GeForce RTX 3090", 24, 936, 71, 71, 35.6, 35.6, None),
+    ("NVIDIA GeForce RTX 4090", 24, 1008, 165.2, 165.2, 82.6, 82.6, 330.3),
+    ("NVIDIA GeForce RTX 5090", 32, 1792, 209.5, 209.5, 104.8, 104.8, 419),
+    ("NVIDIA A100-SXM4-40GB", 40, 1555, 312, 312, 156, 19.5, None),
+    ("NVIDIA A100-SXM4-80GB", 80, 2039, 312, 312, 156, 19.5, None),
+    ("NVIDIA GH200 480GB", 96, 4000, 989, 989, 494.5, 67, 1979),
+    ("NVIDIA B200", 180, 8000, 2250, 2250, 1100, 80, 4500),
+    ("Tesla T4", 16, 320, 8.1, 65, 8.1, 8.1, None),
+    ("Tesla V100-SXM2-32GB", 32, 900, 15.7, 125, 15.7, 15.7, None),
+  ],
+)
+def test_published_numbers_of_cards(kind, gb, bandwidth, bfloat16, float16, float32, exact, float8):
+  card = find_chip(kind)
+  assert isinstance(card, Card)
+  assert card.card == kind
+  assert card.memory == bandwidth * 1e9
+  assert [card.peak(dtype) for dtype in ("bfloat16", "float16", "float32")] == [bfloat16, float16, float32]
+  assert (card.peak("float32", "highest"), card.float8) == (exact, float8)
+  # CUDA gives out less than all of the memory, of which a data sheet's GB may have 2**30 bytes.
+  assert 0.9 * gb * 2**30 < card.bytes < gb * 2**30
+
+
+def test_a_card_is_not_taken_for_its_namesake():
+  kinds = {
+    "NVIDIA L40": "l40",
+    "NVIDIA A100-PCIE-40GB": "a100-.*40gb",
+    "NVIDIA H100 PCIe": "h100 pcie",
+    "TPU v5 lite": "tpu v5 lite",
+  }
+  for device, kind in kinds.items():
+    assert (chip := find_chip(device)) is not None
+    assert chip.kind == kind
+  for other in (
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA GB200",
+    "NVIDIA GeForce RTX 4090 D",
+  ):
+    assert find_chip(other) is None
+  for card in CARDS.values():
+    assert find_chip(card.card) is card
+
+
+def test_a_float32_product_takes_longer():
+  card = find_chip("NVIDIA L4")
+  assert card is not None
+  seconds = lambda **how: roofline(card, 1, flops=121e12, memory_bytes=0, transfers=(), model_flops=121e12, **how)
+  assert seconds().step == pytest.approx(1)
+  assert seconds(dtype="float32").step == pytest.approx(121 / 60)
+  assert seconds(dtype="float32", precision="highest").mfu == pytest.approx(30.3 / 121)  # of the bfloat16 peak
+  assert CHIP.peak("float32") / CHIP.peak("float32", "highest") == 6
 
 
 def bounds(*transfers: Transfer, flops: float = 918e12, memory: float = 0.82e12):

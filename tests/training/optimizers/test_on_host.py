@@ -121,11 +121,11 @@ def test_a_host_without_the_room_is_told_which_key(monkeypatch, words, smaller):
 def test_gpus_that_are_not_there_have_no_host(monkeypatch):
   monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: "jax-cuda13-plugin 0.11.2")
   config = load_config("qwen3-tiny", [*WORDS, AWAY]).config
-  why = gpus_ahead_of_time.why_not(config)
-  assert why is not None
-  assert "no host's memory" in why
   host = find_gpus("h200")
   assert host is not None
+  why = gpus_ahead_of_time.why_not(config, host)
+  assert why is not None
+  assert "no host's memory" in why
   with pytest.raises(
     UserError, match=r"topology=h200-1: optimizer_memory_host_offload = true: [^\n]*\n  fix: machine_code=false"
   ):

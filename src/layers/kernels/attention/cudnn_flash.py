@@ -1,5 +1,7 @@
 """cuDNN's fused attention: float32 scores and softmax by construction, on NVIDIA GPUs."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 
@@ -61,6 +63,12 @@ def _refuses(case: Case) -> list[str]:
   reasons = whole_rows(case)
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
+  # Older GPUs run neither, JAX says (cudnn/fused_attention_stablehlo.py).
+  known = re.fullmatch(r"(\d+)\.(\d+)", case.capability or "")
+  if known and int(known[1]) < 8:
+    reasons.append(f"it is for GPUs of compute capability 8.0 or higher, not {case.capability}")
+  elif known and int(known[1]) < 9 and case.head_dim > 128:
+    reasons.append(f"head_dim {case.head_dim} is more than 128, which needs compute capability 9.0, not {case.capability}")
   if case.head_dim > 256 or case.head_dim % 8:
     reasons.append(f"head_dim {case.head_dim} is not a multiple of 8 up to 256")
   if case.value_dim > case.head_dim:

@@ -24,6 +24,13 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
   ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
+  ("cudnn_flash", GPU, {"capability": "7.5"}, "compute capability 8.0 or higher, not 7.5"),
+  (
+    "cudnn_flash",
+    GPU,
+    {"capability": "8.9", "head_dim": 256},
+    "256 is more than 128, which needs compute capability 9.0, not 8.9",
+  ),
   ("cudnn_flash", GPU, {"soft_cap": 50.0}, "hands cuDNN no soft cap"),
   ("mosaic_flash", HOPPER, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
   ("mosaic_flash", HOPPER, {"capability": "8.0"}, "GPUs of compute capability 9.0, not 8.0"),
@@ -107,7 +114,8 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   assert [choose("auto", dataclasses.replace(case, documents=d)).name for d in (False, True)] == ["cudnn_flash", "mosaic_flash"]
   assert choose("auto", case, without).name == "cudnn_flash"
   assert choose("auto", case, ("cudnn_flash", *without)).name == "dot_product"
-  assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "cudnn_flash"
+  assert choose("auto", dataclasses.replace(case, capability="8.0", head_dim=128, value_dim=128)).name == "cudnn_flash"
+  assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "dot_product"  # 256 is too wide for cuDNN there
   # Heads of 192 are filled up for it, which pays where a query sees all before it; not in a window.
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
