@@ -67,6 +67,7 @@ def _record(record: "ShownRecord", length: int, colour: bool) -> str:
 
 
 def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
+  from maxtext_like.cli.main import printable
   from maxtext_like.data.inspection import unread_fields
 
   of = f"{c.documents:,} of {c.available:,}" if c.documents < c.available else f"{c.documents:,}"
@@ -83,8 +84,9 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
     lines.append(f"note      {unread_fields(c.unread)}")
   if not c.learned:
     lines += ["nothing is learned: train refuses this", f"  fix: {_more_to_learn(c, length)}"]
-  lines += [f"bad       {reason}" for reason in c.reasons]
-  return lines + ([f"bad       ... and {c.bad - len(c.reasons):,} more"] if c.bad > len(c.reasons) else [])
+  lines += [f"bad       {printable(reason)}" for reason in c.reasons]
+  lines += [f"bad       ... and {c.bad - len(c.reasons):,} more"] if c.bad > len(c.reasons) else []
+  return lines + ([f"  fix: {printable(c.fix)}"] if c.bad and c.learned else [])
 
 
 def _more_to_learn(c: "SourceCounts", length: int) -> str:
@@ -92,4 +94,4 @@ def _more_to_learn(c: "SourceCounts", length: int) -> str:
     return f"max_target_length above {length}, in which the first learned token is to come, or train_on=all"
   if c.excluded:
     return "dataset_path with records that are not marked as bad (label, weight, train, ... in the records)"
-  return "dataset_path, data_format and text_field that name records with text"
+  return c.fix or "dataset_path=FILES of records that have text: these are empty"

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from maxtext_like import strict_json
-from maxtext_like.data import input_files, tf_example
+from maxtext_like.data import input_files, named_fields, tf_example
 from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
@@ -160,7 +160,9 @@ class ArrayRecord:
       if self._make is not None:
         return self._make(record, place, folder)
       if not isinstance(record, dict) or self._field not in record:
-        raise BadRecordError(place, f"no object with the field '{self._field}' (data.text_field)")
+        names, texts = (list(record), named_fields.text_fields(record)) if isinstance(record, dict) else ([], [])
+        reason = f"no object with the field '{self._field}' (data.text_field); fields: {named_fields.shown(names)}"
+        raise BadRecordError(place, reason, named_fields.fix_of_missing(names, texts))
       text = check_text(record[self._field], place, self._field)
       return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
     try:
@@ -179,7 +181,7 @@ def _feature(data: bytes, name: str) -> bytes:
   """The one value of a feature of bytes."""
   found = tf_example.features(data)
   if name not in found:
-    raise tf_example.NotExampleError(f"no feature '{name}'; features: {', '.join(found) or 'none'}")
+    raise tf_example.NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
   kind, encoded = found[name]
   texts = tf_example.values(encoded) if kind == "bytes" else []
   if len(texts) != 1:

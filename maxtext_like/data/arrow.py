@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from maxtext_like.data import input_files
+from maxtext_like.data import input_files, named_fields
 from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record, locate
@@ -110,7 +110,10 @@ class Arrow:
     found = schema.get_all_field_indices(self._field)
     if len(found) != 1:
       what = "no column" if not found else f"{len(found)} columns"
-      raise UserError(f"{path}: {what} '{self._field}' (data.text_field); columns: {', '.join(schema.names)}")
+      texts = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
+      fix = "a file whose columns have different names" if found else named_fields.fix_of_missing(schema.names, texts)
+      listed = named_fields.shown(schema.names)
+      raise UserError(f"{path}: {what} '{self._field}' (data.text_field); columns: {listed}\n  fix: {fix}")
     kind = schema.field(found[0]).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
       raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data import named_fields
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.data.image_names import ImageFields, check_all, located, means_images
 
@@ -74,8 +75,9 @@ class Captions:
     """The record of an object, as a row of a table. Raises BadRecordError."""
     field = self._text_field
     if not isinstance(record, Mapping) or field not in record:
-      fields = ", ".join(f"'{name}'" for name in list(record)[:8]) if isinstance(record, Mapping) else type(record).__name__
-      raise BadRecordError(place, f"no field '{field}' (data.text_field); fields: {fields or 'none'}")
+      fields = list(record) if isinstance(record, Mapping) else []
+      fix = named_fields.fix_of_missing(fields, named_fields.text_fields(record) if isinstance(record, Mapping) else [])
+      raise BadRecordError(place, f"no field '{field}' (data.text_field); fields: {named_fields.shown(fields)}", fix)
     if record[field] is None:
       raise BadRecordError(place, f"field '{field}' is null")
     text = check_text(record[field], place, field)

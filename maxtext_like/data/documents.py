@@ -31,11 +31,17 @@ ReadRecord = Callable[[object, str, str], Record]
 
 
 class BadRecordError(Exception):
-  """One record cannot be used: `place` (file:line), `reason`. The data.on_bad_record policy decides what follows."""
+  """One record cannot be used. The data.on_bad_record policy decides what follows.
 
-  def __init__(self, place: str, reason: str):
+  Attributes:
+    place: file and line.
+    reason: what is wrong.
+    fix: what to type if all records are like this one; "" if only the record itself can be repaired.
+  """
+
+  def __init__(self, place: str, reason: str, fix: str = ""):
     super().__init__(f"{place}: {reason}")
-    self.place, self.reason = place, reason
+    self.place, self.reason, self.fix = place, reason, fix
 
 
 class Documents(Protocol):

@@ -1,19 +1,27 @@
 """From data.dataset_path (a path, a list or globs) to a sorted list of files, and what identifies their contents."""
 
+import contextlib
 import glob
 import io
+import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from maxtext_like import local_copies
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.storage import Entry, Place, failed, is_remote
+from maxtext_like.strict_json import printable
+
+logger = logging.getLogger(__name__)
 
 HASH_CONTENTS_UP_TO = 64 * 2**20  # reading this much takes a fraction of a second; larger sets go by size and time
+SLOW_SECONDS = 3.0  # without a line, of a search for files
 LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
 UNPACKED_UP_TO = 256 * 2**20  # compressed data may always become so many bytes,
 EXPANSION_UP_TO = 200  # and beyond that so many times their own; text is packed 3 to 10 times, repetitive text up to 100
@@ -46,19 +54,46 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
     if os.path.lexists(path):
       matches = [path]
     else:
-      matches = glob.glob(path, recursive=True)
+      with saying_if_slow(f"data.{key} {entry!r}: looking for files" + ", in every folder below" * ("**" in path)):
+        matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
         raise UserError(f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})")
-    files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
+    with saying_if_slow(f"data.{key} {entry!r}: looking for files in folders"):
+      files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
       raise UserError(f"data.{key} {entry!r}: {len(matches)} match(es), but no {kind} file in them")
     found.update(files)
   for file in sorted(found):
+    if not file.isprintable():  # a line break in it would forge lines of logs and errors
+      raise UserError(
+        f"data.{key}: {printable(file)}: the name has a line break or another character that cannot be printed\n"
+        "  fix: rename the file"
+      )
     if not os.access(file, os.R_OK):
       raise UserError(f"{file}: no permission to read it (data.{key})")
   return sorted(found)
+
+
+@contextlib.contextmanager
+def saying_if_slow(what: str) -> Iterator[None]:
+  """Logs ``what`` and the time that it has taken after SLOW_SECONDS, and then less and less often, while the block runs."""
+  begin, done = time.monotonic(), threading.Event()
+
+  def say() -> None:
+    wait = SLOW_SECONDS
+    while not done.wait(wait):
+      logger.warning("%s (%.0f s so far)", what, time.monotonic() - begin)
+      wait = min(2 * wait, 60.0)
+
+  thread = threading.Thread(target=say, name="saying_if_slow", daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    done.set()
+    thread.join()
 
 
 def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:

@@ -29,10 +29,11 @@ from maxtext_like.strict_json import printable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # of a kept entry, and of the rules: what an older one says may not hold any more
+FORMAT = 4  # of a kept entry, and of the rules: what an older one says may not hold any more
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
 UNREAD_KEPT = 1000  # names of fields that nothing reads
 SHOWN = 10
+FIXES_KEPT = 10
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
@@ -50,6 +51,7 @@ class Findings:
     lost_early: answers before the last user's message that are learned without the thought that the record has.
     lost_late: answers after it, of a template that has no thoughts.
     lost_first: the first document with such an answer; None: there is none.
+    fixes: what to type against bad records, as ``BadRecordError.fix`` says, and for how many of them.
   """
 
   bad: tuple[tuple[int, str], ...] = ()
@@ -61,6 +63,7 @@ class Findings:
   lost_early: int = 0
   lost_late: int = 0
   lost_first: int | None = None
+  fixes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
   unread: Counter[str] = Counter()
   lost_early = lost_late = 0
   lost_first: int | None = None
+  fixes: Counter[str] = Counter()
   bad_count, spelt_documents, first, lasting = 0, 0, None, True
   told = lived = time.monotonic()
   for number, record in enumerate(islice(documents.scan(), count)):
@@ -184,6 +188,7 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
           raise
     except BadRecordError as error:
       bad_count += 1
+      fixes[error.fix] += 1
       if len(bad) < BAD_KEPT:
         bad.append((number, error.reason))
     now = time.monotonic()
@@ -193,10 +198,16 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
     if now - told > TELL_SECONDS:
       told = now
       logger.warning("looking at every record, once for these data: %s of %s so far", f"{number + 1:,}", f"{count:,}")
-  return Findings(
+  found = Findings(
     tuple(bad), bad_count, tuple(spelt.most_common()), spelt_documents, first, tuple(unread.most_common()), lost_early,
-    lost_late, lost_first,
-  ), lasting  # fmt: skip
+    lost_late, lost_first, tuple(fixes.most_common(FIXES_KEPT)),
+  )  # fmt: skip
+  return found, lasting
+
+
+def most_skipped(count: int) -> int:
+  """How many bad records among so many documents on_bad_record=skip accepts."""
+  return max(10, min(10_000, count // 100))
 
 
 def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_bad: bool, bad_max: int, asked: bool) -> None:
@@ -214,20 +225,16 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
   Raises:
     UserError: bad records, with file, line and reason.
   """
-  if found.bad_count and not skip_bad:
-    lines = "".join(f"\n  {line}" for line in _shown(found, documents))
+  skipped = found.bad_count <= bad_max and found.bad_count < count  # what on_bad_record=skip accepts
+  if found.bad_count and not (skip_bad and skipped):
+    fix = fix_of_bad(dict(found.fixes), found.bad_count, count, "on_bad_record=skip leaves them out and counts them" * skipped)
     if found.bad_count == 1:
-      remedy = "Repair the record, or on_bad_record=skip leaves such records out and counts them"
-      raise UserError(f"{next(_shown(found, documents))}. {remedy}")
-    raise UserError(
-      f"{found.bad_count} bad records among the {count} of data.{key}:{lines}\n"
-      "Repair them, or on_bad_record=skip leaves such records out and counts them"
+      raise UserError(f"{next(_shown(found, documents))}\n  fix: {fix}")
+    too_many = f", more than on_bad_record=skip accepts ({bad_max}: 1 % of the documents, at least 10)" * (
+      skip_bad and found.bad_count > bad_max
     )
-  if found.bad_count > bad_max:
-    raise UserError(
-      f"{found.bad_count} bad records, more than on_bad_record=skip accepts ({bad_max}: 1 % of the documents, at least 10); "
-      f"the first one: {next(_shown(found, documents))}"
-    )
+    lines = "".join(f"\n  {line}" for line in _shown(found, documents))
+    raise UserError(f"{found.bad_count} bad records among the {count} of data.{key}{too_many}:{lines}\n  fix: {fix}")
   if found.bad_count:
     first = next(_shown(found, documents))
     logger.warning("data.%s: %d of %d records are bad and left out; the first: %s", key, found.bad_count, count, first)
@@ -239,7 +246,6 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
       "warning, =error refuses such records",
       key, found.spelt_documents, count, listed(dict(found.spelt)), documents.place(found.spelt_first),
     )  # fmt: skip
-
   if found.unread:
     logger.warning("data.%s: %s", key, unread_fields(dict(found.unread)))
   if found.lost_first is not None:
@@ -260,6 +266,23 @@ def unread_fields(counts: Mapping[str, int]) -> str:
   names = [f"'{printable(name)}' in {count:,}" for name, count in counts.items()]
   more = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
   return f"fields of the records that are not used: {', '.join(names[:SHOWN])}{more} records"
+
+
+def fix_of_bad(fixes: Mapping[str, int], bad: int, count: int, skip: str) -> str:
+  """What to type against bad records.
+
+  Args:
+    fixes: ``BadRecordError.fix`` of each, and how many have it.
+    bad: bad records,
+    count: and all.
+    skip: says how they can be skipped; "" if they cannot.
+  """
+  fix, most = max(fixes.items(), key=lambda item: item[1], default=("", 0))
+  if fix and 2 * most > bad and (bad == count or not skip):
+    return fix if most == bad else f"{fix} (for {most:,} of them)"
+  if bad == count:
+    return "repair the records, or dataset_path=FILES of others: none of these can be used"
+  return f"repair the record{'s' * (bad > 1)}, or {skip}" if skip else "repair the records: they are too many to be skipped"
 
 
 def _shown(found: Findings, documents: Documents) -> Iterator[str]:
@@ -291,7 +314,7 @@ def _kept(entry: Path) -> Findings | None:
     if stored["sum"] != _sum(stored["findings"]):
       return None
     found = stored["findings"]
-    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "spelt", "unread")}
+    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "spelt", "unread", "fixes")}
     return Findings(**{**found, **pairs})
   except (OSError, ValueError, KeyError, TypeError):  # the data are looked at again, and the entry is written anew
     return None

@@ -1,15 +1,17 @@
 """JSON-lines files as documents, plain or compressed."""
 
+import csv
+import io
 import logging
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from maxtext_like import strict_json
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import input_files
+from maxtext_like.data import input_files, named_fields
 from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
@@ -43,7 +45,7 @@ class JsonLines:
     """`files`: paths; `captions`: finds the images of a text; None: it has none; `key`: where the files are named; `read`:
     makes records of the objects, in place of text and images.
 
-    Raises UserError when they hold no line at all, or one list in place of lines.
+    Raises UserError when they hold no line at all, or one list or a table (CSV) in place of lines.
     """
     self._files = list(files)
     self._field, self._captions, self._make = text_field, captions, read
@@ -63,6 +65,7 @@ class JsonLines:
       )
     for lines in self._lines:
       _refuse_one_list(lines)
+      _refuse_table(lines)
 
   def __len__(self) -> int:
     return self._stops[-1]
@@ -101,15 +104,16 @@ class JsonLines:
       reason = str(error)
       if row == len(lines) - 1 and not lines.index.terminated:
         reason += " (the last line, and it has no newline: was the file cut off?)"
-      raise BadRecordError(place, reason) from None
+      raise BadRecordError(place, reason, fix="dataset_path=FILES with one JSON object on each line") from None
     if self._make is not None:
       return self._make(record, place, os.path.dirname(os.path.abspath(self._files[file])))
     if not isinstance(record, dict):
-      raise BadRecordError(place, f"the line is {type(record).__name__}, expected an object with the field "
-                                  f"'{self._field}'")  # fmt: skip
+      reason = f"the line is {type(record).__name__}, expected an object with the field '{self._field}'"
+      raise BadRecordError(place, reason, fix="dataset_path=FILES with one JSON object on each line")
     if self._field not in record:
-      keys = ", ".join(f"'{key}'" for key in list(record)[:8]) or "none"
-      raise BadRecordError(place, f"no field '{self._field}' (data.text_field); fields: {keys}")
+      fix = named_fields.fix_of_missing(list(record), named_fields.text_fields(record))
+      reason = f"no field '{self._field}' (data.text_field); fields: {named_fields.shown(list(record))}"
+      raise BadRecordError(place, reason, fix)
     text = check_text(record[self._field], place, self._field)
     if self._captions is None:
       return Record(text)
@@ -137,6 +141,30 @@ def _refuse_one_list(lines: LineFile) -> None:
   raise UserError(
     f"{lines.path}: begins with '[', as a file that is one JSON list: dataset=jsonl wants an object a line\n"
     f"  fix: {command} > {made}"
+  )
+
+
+def _refuse_table(lines: LineFile) -> None:
+  """UserError for a file of comma- or tab-separated values: its first two lines are no JSON and have equally many fields."""
+  head = lines.head().removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+  if head.lstrip()[:1] in ("", "{", "["):
+    return
+  delimiter = max((",", "\t", ";"), key=head.partition("\n")[0].count)
+  try:
+    first = list(islice(csv.reader(io.StringIO(head), delimiter=delimiter), 2))
+  except csv.Error:
+    return
+  if not first or len(first[0]) < 2 or len(first[-1]) != len(first[0]):
+    return
+  folder, name = os.path.split(lines.path)
+  source, made = shlex.quote(lines.path), shlex.quote(os.path.join(folder, f"{name.split('.')[0]}.converted.jsonl"))
+  kind = f", delimiter={delimiter!r}".replace('"', "'") if delimiter != "," else ""
+  read = "import csv,json,sys; sys.stdin.reconfigure(encoding='utf-8-sig', newline='')"
+  program = f'python -c "{read}; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{kind})]"'
+  command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
+  raise UserError(
+    f"{lines.path}: a table (CSV or the like) with the columns {named_fields.shown(first[0])}, and dataset=jsonl reads one "
+    f"JSON object on each line\n  fix: {command} > {made}; then dataset_path={made}"
   )
 
 

@@ -23,7 +23,7 @@ from maxtext_like.data import going_on
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.epochs import Ending, Outlines
-from maxtext_like.data.inspection import Rules, inspect, judge
+from maxtext_like.data.inspection import Rules, inspect, judge, most_skipped
 from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Share, Split, seed_for
@@ -228,7 +228,7 @@ def _open_part(
       f"the {split} split has none of {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction}); add documents"
       + (" or raise eval_fraction" if split == "eval" and not whole else "")
     )
-  bad_max = max(10, min(10_000, used // 100))
+  bad_max = most_skipped(used)
   if split == "train" or whole:  # both splits of one data set are looked at together
     _inspect(data, documents, used, rules, bad_max, dotted(key, name), alive)
   seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed

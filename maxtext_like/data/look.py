@@ -10,7 +10,7 @@ import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents, Record
-from maxtext_like.data.inspection import Rules
+from maxtext_like.data.inspection import Rules, fix_of_bad, most_skipped
 from maxtext_like.data.loader import make_rules
 from maxtext_like.data.order import Order, Share
 from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
@@ -63,6 +63,7 @@ class SourceCounts:
     filled: share of the places in them that are no padding.
     reasons: of the first bad records.
     unread: in how many records each field has a value that nothing reads.
+    fix: what to type against the bad records; "" if there are none.
   """
 
   documents: int
@@ -79,6 +80,7 @@ class SourceCounts:
   filled: float
   reasons: tuple[str, ...]
   unread: dict[str, int]
+  fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,10 @@ def _parts(
 def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Rules, length: int, most: int) -> SourceCounts:
   available = min(len(documents), data.dataset_documents_max or len(documents))
   reasons: list[str] = []
+  fixes: Counter[str] = Counter()
 
   def note(bad: BadRecordError) -> None:
+    fixes[bad.fix] += 1
     if len(reasons) < BAD_SHOWN:
       reasons.append(str(bad))
 
@@ -238,6 +242,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     filled=filled / max(1, rows * length),
     reasons=tuple(reasons),
     unread=dict(counting.unread.most_common()),
+    fix=fix_of_bad(fixes, got["bad"], got["documents"] - got["empty"], _skip(got["bad"], available)) if got["bad"] else "",
   )
 
 
@@ -256,6 +261,10 @@ class _CountsUnread:
     if record.conversation is not None:
       self.unread.update(record.conversation.unread)
     return record
+
+
+def _skip(bad: int, available: int) -> str:
+  return "on_bad_record=skip leaves them out and counts them" if bad <= most_skipped(available) else ""
 
 
 def _rows(packer: Packer) -> Iterator[Row]:

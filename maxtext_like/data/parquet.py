@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from maxtext_like.data import input_files
+from maxtext_like.data import input_files, named_fields
 from maxtext_like.data.arrow_rows import row_object
 from maxtext_like.data.captions import Captions
 from maxtext_like.data.chat.dataset import record_reader
@@ -101,7 +101,11 @@ class Parquet:
   def _check_column(self, reader: Any, path: str) -> None:
     schema = reader.schema_arrow
     if self._field not in schema.names:
-      raise UserError(f"{path}: no column '{self._field}' (data.text_field); columns: {', '.join(schema.names)}")
+      texts = [name for name in schema.names if "string" in str(schema.field(schema.names.index(name)).type)]
+      raise UserError(
+        f"{path}: no column '{self._field}' (data.text_field); columns: {named_fields.shown(schema.names)}\n"
+        f"  fix: {named_fields.fix_of_missing(schema.names, texts)}"
+      )
     kind = schema.field(self._field).type
     types = self._arrow.types
     plain = kind.value_type if types.is_dictionary(kind) else kind

@@ -137,9 +137,10 @@ def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str)
   others = [suffix for suffix, kind in suffixes.items() if kind != dataset] + [".json"] * (dataset == "jsonl")
   for folder in [paths] if isinstance(paths, str) else paths or ():
     ends: Counter[str] = Counter()
-    for _, folders, names in os.walk(os.path.expanduser(folder)):  # of what is no folder: nothing
-      folders[:] = [name for name in folders if not name.startswith(".")]
-      ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
+    with input_files.saying_if_slow(f"data.{named} {folder!r}: looking for files of other kinds"):
+      for _, folders, names in os.walk(os.path.expanduser(folder)):  # of what is no folder: nothing
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
     for suffix, count in sorted(ends.items()):
       _tell_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, dataset is {dataset}")
 

@@ -106,7 +106,11 @@ def _require_data(data: DataConfig, key: str) -> None:
         input_files.find_remote(entry, (), named)
         continue
       path = os.path.expanduser(entry)
-      if not os.path.lexists(path) and next(glob.iglob(path, recursive=True), None) is None:
+      if os.path.lexists(path):
+        continue
+      with input_files.saying_if_slow(f"data.{named} {entry!r}: looking for files"):
+        found = next(glob.iglob(path, recursive=True), None)
+      if found is None:
         input_files.find(entry, (), data.dataset, named)
 
 

@@ -101,7 +101,7 @@ def test_the_three_forms(tmp_path, form, options, monkeypatch):
 def test_bad_records(tmp_path, monkeypatch):
   wrong = {
     "tf.train.Example": [
-      (example(body="x"), "no feature 'text'; features: body"),
+      (example(body="x"), "no feature 'text'; features: 'body'"),
       (example(text=3), "integers where one text"),
     ],
     "JSON": [

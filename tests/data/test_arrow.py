@@ -148,7 +148,7 @@ def test_bad_values(tmp_path, monkeypatch):
 def test_wrong_files(tmp_path):
   path = write(tmp_path / "a.arrow", ["a"], name="body")
   assert Arrow([path], "body").read(0).text == "a"
-  with pytest.raises(UserError, match=r"no column 'text' \(data.text_field\); columns: id, body"):
+  with pytest.raises(UserError, match=r"no column 'text' \(data.text_field\); columns: 'id', 'body'\n  fix: text_field=body"):
     Arrow([path], "text")
   with pytest.raises(UserError, match=r"column 'id' .* is int64, expected a string"):
     Arrow([path], "id")

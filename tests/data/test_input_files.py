@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 
@@ -58,3 +59,28 @@ def test_a_file_that_a_fifo_takes_the_place_of_between_look_and_open(tmp_path, m
   monkeypatch.setattr(input_files.os, "stat", lambda *_: regular)
   with pytest.raises(input_files.NotRegularError, match="a FIFO"):
     input_files.open_regular(path)
+
+
+@pytest.mark.parametrize("name", ["a\nerror: forged.jsonl", "a\x1b[2J.jsonl", "a\rb.jsonl"])
+def test_names_that_would_forge_lines_are_refused(name, tmp_path):
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "folder" / name).write_text('{"text": "a"}\n')
+  for paths in (str(tmp_path), str(tmp_path / "**/*.jsonl"), str(tmp_path / "folder" / name)):
+    with pytest.raises(UserError, match="the name has a line break or another character") as refused:
+      input_files.find(paths, (".jsonl",), "jsonl")
+    assert name not in str(refused.value)
+    assert name.encode("unicode_escape").decode() in str(refused.value)
+
+
+def test_a_long_search_is_told(tmp_path, monkeypatch, caplog):
+  def slow(*_: object, **__: object) -> list[str]:
+    time.sleep(0.3)
+    return []
+
+  monkeypatch.setattr(input_files, "SLOW_SECONDS", 0.05)
+  monkeypatch.setattr(input_files.glob, "glob", slow)
+  with pytest.raises(UserError, match="the glob matches nothing"):
+    input_files.find("/**/*.x", (".x",), "text")
+  first, second, *_ = caplog.messages
+  assert first.startswith("data.dataset_path '/**/*.x': looking for files, in every folder below (")
+  assert first == second or first.partition("(")[0] == second.partition("(")[0]

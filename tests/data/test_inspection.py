@@ -46,9 +46,9 @@ def test_every_bad_record_is_listed_at_once(make, tmp_path):
   assert lines[0] == "12 bad records among the 400 of data.dataset_path:"
   reason = "field 'text' is int, expected a string"
   assert lines[1:11] == [f"  {path}:{301 + i}: {reason}" for i in range(10)]
-  assert lines[11:] == ["  ... and 2 more", "Repair them, or on_bad_record=skip leaves such records out and counts them"]
+  assert lines[11:] == ["  ... and 2 more", "  fix: repair the records: they are too many to be skipped"]
   path = write(tmp_path / "b.jsonl", spoilt(300))
-  with pytest.raises(UserError, match=f"^{path}:301: {reason}. Repair the record, or on_bad_record=skip"):
+  with pytest.raises(UserError, match=f"^{path}:301: {reason}\n  fix: repair the record, or on_bad_record=skip"):
     make(dataset_path=path)
   make(dataset_path=path, dataset_documents_max=300)
 
@@ -61,7 +61,9 @@ def test_skipping_is_told_with_the_number_and_has_its_limit(make, tmp_path, capl
   for _ in range(50):
     next(source)
   assert source.counts()["bad"] == 10
-  with pytest.raises(UserError, match="11 bad records, more than on_bad_record=skip accepts"):
+  with pytest.raises(
+    UserError, match=r"11 bad records among the 400 of data.dataset_path, more than on_bad_record=skip accepts \(10"
+  ):
     make(dataset_path=write(tmp_path / "b.jsonl", spoilt(*range(20, 31))), on_bad_record="skip")
 
 
@@ -136,3 +138,35 @@ def test_a_long_look_is_told_and_counts_as_alive(make, tmp_path, monkeypatch, ca
     make(dataset_path=write(tmp_path / "a.jsonl", GOOD), alive=lambda: lived.append(True))
   assert len(lived) == 400
   assert "looking at every record, once for these data: 100 of 400 so far" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("record", "keys", "fix"),
+  [
+    ({"content": "a", "id": "1"}, {}, "text_field=content"),
+    ({"chapter": "a", "number": 1}, {}, "text_field=chapter"),
+    ({"a": "a", "b": "b", "n": 1}, {}, "text_field=NAME, one of 'a', 'b'"),
+    ({"number": 1}, {}, "dataset_path=FILES of records that have a text"),
+    ({"messages": [{"role": "user", "content": "a"}]}, {}, "maxtext-like sft in place of train, or data_format=chat"),
+    ({"prompt": "a", "completion": "b", "text": 1}, {}, "repair the records, or dataset_path=FILES of others"),
+    ({"text": "a"}, {"data_format": "chat", "chat_template": "gemma3"}, "data_format=text, or train in place of sft"),
+    ({"n": 1}, {"data_format": "chat", "chat_template": "gemma3"}, "dataset_path=FILES of conversations"),
+  ],
+)
+@pytest.mark.parametrize(("count", "skip"), [(3, "error"), (3, "skip"), (300, "error"), (300, "skip")])
+def test_advice_fits_the_reason_for_which_all_records_are_bad(record, keys, fix, count, skip, make, tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text(f"{json.dumps(record)}\n" * count)
+  with pytest.raises(UserError) as refused:
+    make(dataset_path=str(path), on_bad_record=skip, **keys)
+  said, _, advice = str(refused.value).partition("\n  fix: ")
+  assert said.startswith(f"{count} bad records among the {count} of data.dataset_path")
+  assert advice.startswith(fix), advice
+  assert "skip" not in advice
+
+
+def test_a_field_that_some_records_lack_is_advice_for_those_alone(make, tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"text": "good"}\n' * 30 + '{"content": "a"}\n' * 20 + "{\n" * 5)
+  with pytest.raises(UserError, match=r"fix: text_field=content \(for 20 of them\)$"):
+    make(dataset_path=str(path))

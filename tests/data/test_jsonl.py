@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -147,3 +149,40 @@ def test_several_files_and_another_field(tmp_path):
   (tmp_path / "c.jsonl").write_bytes(b'\n{"body": "d"}\n')
   after = JsonLines([str(tmp_path / f"{name}.jsonl") for name in "abc"], "body").fingerprint()
   assert {name for name in before if before[name] != after[name]} == {"c.jsonl"}
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "columns"),
+  [
+    ("a.csv", b'question,answer\r\n"1,1?",2\r\n', "'question', 'answer'"),
+    ("a.csv", "\ufeffid;text\n1;é\n".encode(), "'id', 'text'"),
+    ("a.jsonl", b"id\ttext\n1\ta\n2\tb\n", "'id', 'text'"),
+    ("a b.csv", b"id,text\n", "'id', 'text'"),
+    ("a.csv", b",".join(b"c%d" % i for i in range(300)) + b"\n", "'c0', 'c1', 'c2', 'c3', 'c4', 'c5', 'c6', 'c7' and 292 more"),
+  ],
+)
+def test_a_table_is_no_json_lines_and_is_converted_by_the_fix(tmp_path, name, content, columns):
+  with pytest.raises(UserError) as refused:
+    lines(tmp_path / name, content)
+  said, _, fix = str(refused.value).partition("\n  fix: ")
+  said = said.removeprefix(f"{tmp_path / name}: a table (CSV or the like) with the columns ")
+  assert said == f"{columns}, and dataset=jsonl reads one JSON object on each line"
+  command, _, then = fix.partition("; then dataset_path=")
+  done = subprocess.run(command, shell=True, env={"PATH": f"{Path(sys.executable).parent}:/bin"}, check=False)
+  assert done.returncode == 0
+  made = (tmp_path / f"{name.partition('.')[0]}.converted.jsonl").read_text()
+  assert then == shlex.quote(str(tmp_path / f"{name.partition('.')[0]}.converted.jsonl"))
+  assert [json.loads(line) for line in made.splitlines()] == list(TABLES.get(content, []))
+
+
+TABLES = {
+  b'question,answer\r\n"1,1?",2\r\n': [{"question": "1,1?", "answer": "2"}],
+  b"id\ttext\n1\ta\n2\tb\n": [{"id": "1", "text": "a"}, {"id": "2", "text": "b"}],
+  "\ufeffid;text\n1;é\n".encode(): [{"id": "1", "text": "é"}],
+}
+
+
+@pytest.mark.parametrize("content", [b'"a", "b"\n{"text": "a"}\n', b"one\ntwo\n", b"Hello, world\nHow are you?\n"])
+def test_what_is_no_table_has_bad_lines(tmp_path, content):
+  with pytest.raises(BadRecordError, match="not valid JSON"):
+    lines(tmp_path / "a.jsonl", content).read(0)

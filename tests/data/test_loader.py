@@ -318,10 +318,12 @@ def test_bad_records_end_to_end(make, tmp_path, caplog):
 def test_too_many_bad_records(make, tmp_path):
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"text": "good"}\n' + "{\n" * 30)
-  with pytest.raises(UserError, match="30 bad records, more than on_bad_record=skip accepts"):
+  with pytest.raises(
+    UserError, match=r"30 bad records among the 31 of data.dataset_path, more than on_bad_record=skip accepts"
+  ):
     make(dataset_path=str(bad), on_bad_record="skip")
   bad.write_text("{\n" * 3)
-  with pytest.raises(UserError, match="no tokens in any of the 3 documents: 3 bad"):
+  with pytest.raises(UserError, match=r"3 bad records among the 3 of data.dataset_path:\n"):
     make(dataset_path=str(bad), on_bad_record="skip")
 
 

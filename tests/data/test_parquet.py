@@ -52,7 +52,7 @@ def test_bad_values(tmp_path, monkeypatch):
 def test_columns(tmp_path):
   path = write(tmp_path / "a.parquet", ["a"], name="body")
   assert Parquet([path], "body").read(0).text == "a"
-  with pytest.raises(UserError, match=r"no column 'text' \(data.text_field\); columns: body, id"):
+  with pytest.raises(UserError, match=r"no column 'text' \(data.text_field\); columns: 'body', 'id'\n  fix: text_field=body"):
     Parquet([path], "text")
   with pytest.raises(UserError, match=r"column 'id' .* is int64, expected a string"):
     Parquet([path], "id")

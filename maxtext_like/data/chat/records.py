@@ -56,8 +56,8 @@ class _Reader:
   def __init__(self, place: str, folder: str, fields: ImageFields):
     self._place, self._folder, self._fields = place, folder, fields
 
-  def _bad(self, reason: str) -> BadRecordError:
-    return BadRecordError(self._place, reason)
+  def _bad(self, reason: str, fix: str = "") -> BadRecordError:
+    return BadRecordError(self._place, reason, fix)
 
   def read(self, record: object) -> Conversation:
     if not isinstance(record, Mapping):
@@ -81,7 +81,10 @@ class _Reader:
       fields = ", ".join(f"'{strict_json.printable(key)}'" for key in list(record)[:8]) or "none"
       raise self._bad(
         "no conversation: expected 'messages', 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
-        f"fields: {fields}"
+        f"fields: {fields}",
+        fix="data_format=text, or train in place of sft"
+        if isinstance(record.get("text"), str)
+        else "dataset_path=FILES of conversations",
       )
     if not messages:
       raise self._bad("the conversation has no messages")
