@@ -1,5 +1,8 @@
 """SIGTERM, Ctrl-C and a terminal that goes away ask the loop to stop after its step; asked twice, the process ends at once.
 
+A SIGTERM within a second of a SIGTERM or Ctrl-C is the same request. The system sends two within milliseconds to a process
+whose launcher is killed, and supervisors signal a process group as well as its leader.
+
 Python runs signal handlers between two bytecodes of the main thread, which may sit in a compilation or a collective for
 minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there. No other one takes
 these signals: the system hands one to a single thread, and while that waits for a dead disk nobody hears of it. Work in which
@@ -10,6 +13,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
@@ -24,6 +28,7 @@ from maxtext_like.typed_command import VARIABLE, typed_command
 
 _QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
 _SIGNALS = (*_QUITTING, signal.SIGHUP)
+_SAME_REQUEST_SECONDS = 1.0
 _STACK_BYTES = 64 << 20  # of threads that trace and compile; by default they may have a quarter of the main thread's
 T = TypeVar("T")
 
@@ -57,6 +62,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     self._agreement, self._asked_at, self._agreed = agreement, -1, False
     self._between: Agreement | None = None
     self._heard: signal.Signals | None = None  # by this process
+    self._heard_at = 0.0
     self.requested: signal.Signals | None = None
     self.training = False
     self._before: dict[signal.Signals, Any] = {}
@@ -95,11 +101,13 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
         continue
       received = signal.Signals(byte)
       if self._heard in _QUITTING and received in _QUITTING:
+        if received == signal.SIGTERM and time.monotonic() - self._heard_at < _SAME_REQUEST_SECONDS:
+          continue
         say_on_stderr(f"\n{received.name} again: quitting now, without a checkpoint")
         os._exit(128 + received)
       first = self._heard is None
       if first or received in _QUITTING:
-        self._heard = received
+        self._heard, self._heard_at = received, time.monotonic()
         if self._agreement is None or not self.training:
           self.requested = received
       if first:

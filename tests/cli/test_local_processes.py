@@ -72,14 +72,26 @@ def test_too_few_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
-def test_a_launcher_that_is_killed_leaves_nobody(tmp_path):
-  stays = f"import time; open('{tmp_path}/pids', 'a').write(str(os.getpid()) + ' '); time.sleep(600)"
-  program = f"from maxtext_like.cli import local_processes as l; l._PROGRAM = {stays!r}; l.run([], 2, None)"
+def test_a_launcher_that_is_killed_stops_its_processes_which_save(tmp_path):
+  """The system may send SIGTERM twice; the second must not end a process that is saving."""
+  trains = f"""
+import time
+from maxtext_like.training.signals import StopRequest
+with StopRequest() as stop:
+  stop.training = True
+  open('{tmp_path}/pids', 'a').write(str(os.getpid()) + ' ')
+  while stop.requested is None:
+    time.sleep(0.01)
+  time.sleep(0.2)
+  open('{tmp_path}/saved', 'a').write(str(os.getpid()) + ' ')
+"""
+  program = f"from maxtext_like.cli import local_processes as l; l._PROGRAM = {trains!r}; l.run([], 2, None)"
   launcher = subprocess.Popen([sys.executable, "-c", program])
   await_that(lambda: len(pids(tmp_path)) == 2)
   launcher.kill()
   launcher.wait()
   await_that(lambda: not any(os.path.exists(f"/proc/{pid}") and "Z" not in state(pid) for pid in pids(tmp_path)))
+  assert sorted((tmp_path / "saved").read_text().split()) == sorted(pids(tmp_path))
 
 
 def pids(folder):

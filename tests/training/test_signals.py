@@ -56,14 +56,30 @@ def test_the_first_signal_stops_the_loop(number, code):
   assert f"{number.name}: stopping after this step, with a checkpoint; once more to quit now" in err
 
 
-@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
-def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second):
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_sigterm_within_a_second_of_the_first_signal_is_the_same_request(first):
+  process = start(LOOP.replace("step += 1", "step += 1; time.sleep(0.3)"))
+  for number in (first, signal.SIGTERM, signal.SIGTERM):
+    process.send_signal(number)
+    time.sleep(0.005)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == (130 if first == signal.SIGINT else 42)
+  assert f"stopped by {first.name} after step " in out
+  assert "quitting" not in err
+
+
+@pytest.mark.parametrize(
+  ("first", "second", "pause"),
+  [(signal.SIGINT, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGTERM, 1.1)],
+)
+def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second, pause):
   # sleep() of libc runs no bytecode of the main thread, as a long compilation does not.
   process = start("import ctypes\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)")
   process.send_signal(first)
   assert process.stderr is not None
   process.stderr.readline()
   assert "stopping after this step" in process.stderr.readline()
+  time.sleep(pause)
   process.send_signal(second)
   _, err = process.communicate(timeout=50)  # less than one sleep takes
   assert process.returncode == 128 + second
