@@ -123,9 +123,6 @@ def main() -> None:
   if sys.argv[1:2] == ["--alone"]:
     side, steps, *words = sys.argv[2:]
     if side == "ours":
-      from maxtext_like.cli import huge_pages
-
-      huge_pages.begin_again()  # as every command of ours does
       sys.path.append(os.environ["BESIDE"])
     print(json.dumps(ours(int(steps), words) if side == "ours" else theirs(int(steps))))
     return

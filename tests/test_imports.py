@@ -17,7 +17,6 @@ ORDER = (
     "masking",
     "left_behind",
     "local_copies",
-    "own_process",
     "storage",
     "strict_json",
     "targets",

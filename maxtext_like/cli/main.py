@@ -10,8 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from maxtext_like import __version__, left_behind, own_process
-from maxtext_like.cli import huge_pages, streams
+from maxtext_like import __version__, left_behind
+from maxtext_like.cli import streams
 from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
 VERBS = {
@@ -43,8 +43,6 @@ USES_JAX = (
 
 def program(verb: str | None = None) -> int:
   """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
-  huge_pages.begin_again()
-  own_process.begin()
   code = main(None if verb is None else [verb, *sys.argv[1:]])
   if left_behind.may_call_back():  # not in main, which others call: the process may be theirs
     streams.leave(code)

@@ -30,7 +30,7 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
 
   @functools.cache
   def face() -> tuple[Any, Any, Any]:
-    """Made when it is first traced: a start that has its programs (``kept_programs``) does without Flax."""
+    """Import Flax and build the module when the function is first traced."""
     with jax.ensure_compile_time_eval():  # what an import makes is no part of the trace
       from flax import nnx
 

@@ -36,7 +36,6 @@ from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.introduction import cut_conversations, introduction, never_evaluated, passes, shares
-from maxtext_like.training.kept_programs import KeptPrograms
 from maxtext_like.training.loop import Explainer, Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
@@ -100,7 +99,6 @@ class _Opened:
   """What a run has open before its first step."""
 
   program: TrainProgram
-  kept: KeptPrograms
   begun: int  # finished steps of the newest checkpoint
   need: memory.MemoryEstimate
   limit: memory.Limit | None
@@ -181,8 +179,7 @@ class _Run:
     """Puts the program together, and opens the data, which make their first batch, before anything of the run is written."""
     c, watchdog, stop, stack = self._config, self._watchdog, self._stop, self._stack
     program = stop.interruptible(lambda: make_program(c))
-    kept = KeptPrograms.of(program.model)
-    need, limit = memory.require_fit(program, kept.value("activations", lambda: memory.activation_bytes(program)))
+    need, limit = memory.require_fit(program, memory.activation_bytes(program))
     watchdog.state_bytes = total_bytes(flatten(program.abstract_stored))
     with watchdog.watch("read", "bringing a step back from the mirror"):  # before the data, for it brings a tokenizer along
       mirrors = []
@@ -199,9 +196,6 @@ class _Run:
     newest = None if data.rows is None else self._first(lambda: newest_begun(self._directory, c.checkpoint))
     begun = None if newest is None else Begun(**newest)
     program = stop.interruptible(lambda: counted(program, data, begun))
-    if program.config != c:  # steps are constants of a program
-      kept.write()  # what was estimated before they were counted
-      kept = KeptPrograms.of(program.model)
     self._config = c = program.config
     self._progress.last_step = c.training.last_step
     held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
@@ -217,7 +211,7 @@ class _Run:
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, next(iter(mirrors), None)))
-    return _Opened(program, kept, begun.step if begun else 0, need, limit, settings, data, held_out, samples, manager)
+    return _Opened(program, begun.step if begun else 0, need, limit, settings, data, held_out, samples, manager)
 
   def _look_at_checkpoints(self, opened: _Opened) -> str | None:
     """Judges the steps that are there. The line that says that the run is finished; None: there is work to do."""
@@ -241,7 +235,7 @@ class _Run:
     watched = c.checkpoint.keep_best or c.training.early_stopping_patience
     best = Best.of(c.training) if watched else None
     begun: Start = self._stop.interruptible(lambda: prepare(
-      program, opened.kept, opened.manager, opened.data, self._progress, self._goodput, spikes, best,
+      program, opened.manager, opened.data, self._progress, self._goodput, spikes, best,
       lambda what: self._watchdog.watch("read", what, thread=self._thread),
     ))  # fmt: skip
     files: RunFiles = NoFiles()

@@ -26,7 +26,6 @@ from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights, with_given_adapter
-from maxtext_like.training.kept_programs import KeptPrograms
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
 from maxtext_like.training.screens import duration
@@ -56,7 +55,6 @@ class Start:
 
 def prepare(
   program: TrainProgram,
-  kept: KeptPrograms,
   manager: CheckpointManager | None,
   data: DataSource,
   progress: Progress,
@@ -98,12 +96,10 @@ def prepare(
     cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
     said = f"compile the train step is being compiled{cached}"
     with goodput.phase("compile"), progress.waiting("compiling the train step", said):
-      with kept.compiling():
-        first = pool.submit(kept.program("init", program.lower_init)) if restored is None and params is None else None
-        looking = pool.submit(kept.program("look", program.lower_look))
-        train_step = kept.program("step", program.lower_step)()
-        look, initial = looking.result(), None if first is None else first.result()
-      kept.write()
+      first = pool.submit(program.lower_init().compile) if restored is None and params is None else None
+      looking = pool.submit(program.lower_look().compile)
+      train_step = program.lower_step().compile()
+      look, initial = looking.result(), None if first is None else first.result()
       if restored is not None:
         step, state = restored.step, program.completed(_kept(restored, program.config), below)
       elif initial is not None:

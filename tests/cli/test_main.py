@@ -151,8 +151,6 @@ def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
 @pytest.mark.parametrize("calls_back", [False, True])
 def test_what_a_library_may_still_call_back_does_not_change_the_exit_code(calls_back, monkeypatch):
   left: list[int] = []
-  monkeypatch.setattr(cli.huge_pages, "begin_again", lambda: None)
-  monkeypatch.setattr(cli.own_process, "begin", lambda: None)
   monkeypatch.setattr(cli, "main", lambda words: 42)
   monkeypatch.setattr(cli.left_behind, "_calling_back", False)
   monkeypatch.setattr(streams, "leave", left.append)

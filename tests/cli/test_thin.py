@@ -17,7 +17,6 @@ BESIDES = {
   *(
     "errors",
     "left_behind",
-    "own_process",
     "config.paths",
     "config.hub",
     "config.files",
