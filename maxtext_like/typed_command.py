@@ -11,6 +11,19 @@ from maxtext_like.masking import masked_words
 VARIABLE = "MAXTEXT_LIKE_COMMAND"
 """The launcher of several processes tells them its own command in this environment variable: theirs lack its options."""
 
+_is_command = False
+
+
+def begin_command() -> None:
+  """Note that this process is our command; the command calls it first. In a notebook or a script nothing does."""
+  global _is_command
+  _is_command = True
+
+
+def is_command() -> bool:
+  """Return True if the words of this process, or of its launcher, are the call that trains."""
+  return _is_command or VARIABLE in os.environ
+
 
 def typed_words(words: Sequence[str] | None = None) -> list[str]:
   """The words of the command.

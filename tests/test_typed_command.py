@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxtext_like.cli import local_processes
-from maxtext_like.typed_command import VARIABLE, typed_command, typed_words
+from maxtext_like.typed_command import VARIABLE, begin_command, is_command, typed_command, typed_words
 
 
 def script(path, executable=True):
@@ -59,3 +59,11 @@ def test_the_processes_of_a_launcher_print_its_command_without_secrets(monkeypat
   monkeypatch.setenv(VARIABLE, started[VARIABLE])
   monkeypatch.setattr(sys, "argv", ["/env/maxtext_like/__main__.py", "train", "gemma4-tiny"])
   assert typed_command() == "python -m maxtext_like train gemma4-tiny --processes 2 'api_key=***'"
+
+
+def test_a_notebook_is_no_command(monkeypatch):
+  """Its words are not the call that trains."""
+  assert not is_command()
+  monkeypatch.setattr("maxtext_like.typed_command._is_command", False)
+  begin_command()
+  assert is_command()

@@ -18,6 +18,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import Adapter, Merged
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, placed
+from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import replicated
 from maxtext_like.storage import Place
 
@@ -130,7 +131,9 @@ def read_base(model: Model, init_from: str | None, seed: int, read_weights: Call
     read_weights: (directory, model) -> the weights in it.
   """
   if init_from is None:
-    params = model.lower_init().compile()(np.uint32(seed % 2**32))
+    draw = model.lower_init().compile()
+    processes.await_compiled("the weights below the adapter", model.config.watchdog.watchdog_compile_seconds)
+    params = draw(np.uint32(seed % 2**32))
   else:
     params = read_weights(located(init_from), model)
   return params, Base.of(params, init_from, seed)

@@ -1,9 +1,14 @@
 """Compiled programs that outlive their process."""
 
+import functools
 import logging
 import os
+import threading
+from typing import Any
 
 import jax
+
+from maxtext_like.sharding import processes
 
 _log = logging.getLogger(__name__)
 
@@ -23,3 +28,29 @@ def use_compilation_cache(directory: str | None) -> None:
   jax.config.update("jax_compilation_cache_dir", path)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+  if processes.count() > 1 and jax.default_backend() == "cpu":
+    _let_every_process_write()
+
+
+def _let_every_process_write() -> None:
+  """Make this process write the programs that it compiled to the cache.
+
+  JAX lets process 0 alone write. That is right where all processes look for a program under one key, as on GPUs and TPUs. On
+  CPUs the key differs between processes, so the others would find nothing and compile again at every start.
+  """
+  from jax._src import compiler, distributed  # JAX has no public option for this
+
+  write, state, lock = compiler._cache_write, distributed.global_state, threading.Lock()
+  if hasattr(write, "__wrapped__"):
+    return
+
+  @functools.wraps(write)
+  def write_as_process_0(*args: Any) -> None:
+    with lock:
+      number, state.process_id = state.process_id, 0
+      try:
+        write(*args)
+      finally:
+        state.process_id = number
+
+  compiler._cache_write = write_as_process_0

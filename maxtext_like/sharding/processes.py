@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -128,6 +129,22 @@ def barrier(name: str, seconds: float) -> None:
   except Exception as error:  # of JAX's own kind, which has no public name
     reason = str(error).splitlines()[0]
     raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s: {reason}") from error
+
+
+def await_compiled(program: str, seconds: float) -> None:
+  """Wait until every process has compiled a program; call it before the program first runs.
+
+  The collectives of a CPU (gloo) wait 30 s for the other processes to connect and then fail. One process may find its program
+  in the compilation cache while another compiles for minutes.
+
+  Args:
+    program: its name, the same in all processes.
+    seconds: the limit of a compilation; 0 for none.
+
+  Raises:
+    RetryableError: a process did not finish in time.
+  """
+  barrier(f"compiled {program}", seconds or math.inf)
 
 
 def gather(name: str, seconds: float) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from maxtext_like.data.loader import DataSource
+from maxtext_like.sharding import processes
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
@@ -41,7 +42,7 @@ class Evaluation:
     if self._compiled is None:
       try:
         with self._goodput.phase("compile"), self._progress.waiting("compiling the evaluation"):
-          self._compiled = self._stop.interruptible(lambda: self._program.lower_eval().compile())
+          self._compiled = self._stop.interruptible(self._compile)
       except StopAsked:
         return None
     try:
@@ -52,6 +53,11 @@ class Evaluation:
     loss, count = (sum(part) for part in zip(*found.values(), strict=True))
     losses = {"eval_loss": loss / max(count, 1)} | means
     return losses | {name.replace("loss", "perplexity", 1): perplexity(loss) for name, loss in losses.items()}
+
+  def _compile(self) -> Any:
+    compiled = self._program.lower_eval().compile()
+    processes.await_compiled("the evaluation", self._program.config.watchdog.watchdog_compile_seconds)
+    return compiled
 
   def _sums(self, params: Any, data: DataSource) -> tuple[float, int]:
     """Losses and targets of one source, added up. StopAsked where a stop was asked for."""

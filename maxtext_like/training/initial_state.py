@@ -14,6 +14,7 @@ from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, l
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
+from maxtext_like.sharding import processes
 from maxtext_like.storage import Place
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
@@ -96,9 +97,11 @@ def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
-    state = program.lower_around().compile()(read_weights(located(source), program.model), seed)
+    weights, compiled = (read_weights(located(source), program.model),), program.lower_around().compile()
   else:
-    state = program.lower_init().compile()(seed)
+    weights, compiled = (), program.lower_init().compile()
+  processes.await_compiled("the initial state", program.config.watchdog.watchdog_compile_seconds)
+  state = compiled(*weights, seed)
   return with_given_adapter(program, state)
 
 

@@ -161,7 +161,7 @@ class _Run:
         progress.say(f"chat    template {chat['template']}, train_on={chat['train_on']}")
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
-        # One may have to compile what the others have in their cache.
+        # Process 0 opens the files of the run meanwhile.
         self._stop.interruptible(lambda: processes.barrier("start", watchdog.limit("compile")))
         starting.close()
         unwritten = self._loop_to_its_end(loop, page, start)

@@ -19,12 +19,11 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
-from maxtext_like import own_process
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
 from maxtext_like.left_behind import leave_behind
 from maxtext_like.sharding.processes import Agreement
 from maxtext_like.training.sinks.output import say_on_stderr
-from maxtext_like.typed_command import VARIABLE, typed_command
+from maxtext_like.typed_command import is_command, typed_command
 
 _QUITTING = (signal.SIGTERM, signal.SIGINT)  # when they come again; shell and kernel both tell of a terminal that went away
 _SIGNALS = (*_QUITTING, signal.SIGHUP)
@@ -198,8 +197,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     if checkpoint is None:
       return self._error(f"after step {step}; nothing of it is kept")
     # In a notebook or a script of the user, the words of the process are not the call that trained.
-    is_command = own_process.began() is not None or VARIABLE in os.environ
-    resume = f"to continue: {typed_command()}" if is_command else "the same call continues from there"
+    resume = f"to continue: {typed_command()}" if is_command() else "the same call continues from there"
     return self._error(f"after step {step}, saved in {checkpoint}; {resume}")
 
   def error_at_start(self) -> StoppedRunError:

@@ -20,6 +20,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.errors import RetryableError
 from maxtext_like.masking import masked
+from maxtext_like.sharding import processes
 from maxtext_like.training.batches import Begun, counted
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
@@ -96,16 +97,18 @@ def prepare(
     cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
     said = f"compile the train step is being compiled{cached}"
     with goodput.phase("compile"), progress.waiting("compiling the train step", said):
-      first = pool.submit(program.lower_init().compile) if restored is None and params is None else None
+      making = None
+      if restored is None:
+        making = pool.submit((program.lower_init() if params is None else program.lower_around()).compile)
       looking = pool.submit(program.lower_look().compile)
       train_step = program.lower_step().compile()
-      look, initial = looking.result(), None if first is None else first.result()
-      if restored is not None:
-        step, state = restored.step, program.completed(_kept(restored, program.config), below)
-      elif initial is not None:
-        state = initial(np.uint32(program.config.training.seed % 2**32))
+      look, make = looking.result(), None if making is None else making.result()
+      processes.await_compiled("the start", program.config.watchdog.watchdog_compile_seconds)
+      if make is not None:
+        state = make(*(() if params is None else (params,)), np.uint32(program.config.training.seed % 2**32))
       else:
-        state = program.lower_around().compile()(params, np.uint32(program.config.training.seed % 2**32))
+        assert restored is not None
+        step, state = restored.step, program.completed(_kept(restored, program.config), below)
       if restored is None:
         step, state = 0, with_given_adapter(program, state)
       if program.adapter is not None and base is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from maxtext_like.sharding import processes
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import UNKNOWN, Batch, Metrics, State
 from maxtext_like.training.watchdog import Watchdog
@@ -43,7 +44,10 @@ class Stepper:
   def again(self, number: int, state: State, batch: Batch, watchdog: Watchdog) -> tuple[State, Metrics]:
     """Takes the step of this number in the careful form, and waits for it."""
     with watchdog.watch("first_step", f"step {number}, looked at closely"):
-      careful = self._careful = self._careful or self.program.lower_step(careful=True).compile()
+      careful = self._careful
+      if careful is None:
+        careful = self._careful = self.program.lower_step(careful=True).compile()
+        processes.await_compiled("the careful step", self.program.config.watchdog.watchdog_compile_seconds)
       state, metrics = careful(state, batch, UNKNOWN)
       self._known = metrics.pop("known")
       metrics = jax.block_until_ready(metrics)

@@ -190,7 +190,8 @@ def test_a_stop_while_the_data_to_evaluate_on_stall_leaves_the_evaluation(call):
   calls = {"reset": lambda _: None, "__next__": lambda _: {}} | {call: stall}
   data: Any = type("Stalled", (), calls)()
   program: Any = SimpleNamespace(
-    config=SimpleNamespace(data=SimpleNamespace(eval_steps=2)), place=lambda batch: batch,
+    config=SimpleNamespace(data=SimpleNamespace(eval_steps=2), watchdog=SimpleNamespace(watchdog_compile_seconds=9)),
+    place=lambda batch: batch,
     lower_eval=lambda: SimpleNamespace(compile=lambda: lambda params, batch: (1.0, 1)),
   )  # fmt: skip
   quiet: Any = MagicMock()
