@@ -11,7 +11,7 @@ from maxtext_like.config import hub
 from maxtext_like.config.files import model_names
 from maxtext_like.config.overrides import is_key
 from maxtext_like.config.paths import require_local
-from maxtext_like.config.problems import did_you_mean
+from maxtext_like.config.problems import did_you_misspell
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
@@ -50,7 +50,7 @@ def words(overrides: tuple[Any, ...], keys: dict[str, Any], of: Callable[..., An
   if of is not None:
     own = [name for name, p in inspect.signature(of).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name in keys:
-      if not is_key(name) and (near := did_you_mean(name, own)):
+      if not is_key(name) and (near := did_you_misspell(name, own)):
         raise UserError(f"{of.__name__}: unknown argument {name!r}{near}")
   given = [word if isinstance(word, str) else str(word) for word in overrides]
   return [*given, *(f"{name}={to_text(_plain(value))}" for name, value in keys.items())]

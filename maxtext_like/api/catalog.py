@@ -12,7 +12,7 @@ from maxtext_like.config.files import configs_folder, model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.config.model import ExpertsConfig, ModelConfig
 from maxtext_like.config.precision_keys import PrecisionConfig
-from maxtext_like.config.problems import did_you_mean
+from maxtext_like.config.problems import did_you_misspell
 from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
@@ -122,5 +122,5 @@ def list_keys(pattern: str = "") -> Keys:
     foreign = {pattern: said}
   elsewhere += [f"{theirs}: no key here: {said.says}\n  fix: {said.fix('VALUE')}" for theirs, said in foreign.items()]
   if not found and not elsewhere:
-    raise UserError(f"{pattern!r}: no such key{did_you_mean(pattern, [k.name for k in documented()])}")
+    raise UserError(f"{pattern!r}: no such key{did_you_misspell(pattern, [k.name for k in documented()])}")
   return Keys(found, tuple(elsewhere))

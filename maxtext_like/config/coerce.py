@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable
 
-from maxtext_like.config.problems import did_you_mean
+from maxtext_like.config.problems import did_you_misspell
 from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -87,7 +87,7 @@ def _literal(node: Node, choices: tuple) -> object:
       elif node.text == str(choice):
         return choice
   texts = [_literal_text(c) for c in choices]
-  near = did_you_mean(node.text, texts) if isinstance(node, Scalar) else ""
+  near = did_you_misspell(node.text, texts) if isinstance(node, Scalar) else ""
   raise CoercionError(f"{_shown(node)} is not one of {', '.join(texts)}{near}")
 
 

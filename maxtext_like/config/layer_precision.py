@@ -11,7 +11,7 @@ from typing import Any
 
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.precision_keys import LAYER_KEYS, PrecisionConfig, idle_reason
-from maxtext_like.config.problems import Problem, did_you_mean
+from maxtext_like.config.problems import Problem, did_you_misspell
 from maxtext_like.config.schema import Config
 from maxtext_like.config.yaml_file import Scalar, to_text
 
@@ -125,7 +125,7 @@ def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
       problems.append(Problem(f"{shown}: {key} stands there twice", (KEY,)))
     elif key not in LAYER_KEYS:
       known = key in _KINDS
-      what = f"{key} is one for the whole model" if known else f"unknown key {key!r}{did_you_mean(key, LAYER_KEYS)}"
+      what = f"{key} is one for the whole model" if known else f"unknown key {key!r}{did_you_misspell(key, LAYER_KEYS)}"
       problems.append(Problem(f"{shown}: {what}", (KEY,), f"keys of a layer are {', '.join(LAYER_KEYS)}"))
     else:
       try:

@@ -15,7 +15,7 @@ from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names, named_file
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
 from maxtext_like.config.precision_keys import foreign_keys
-from maxtext_like.config.problems import Problem, did_you_mean, error_of
+from maxtext_like.config.problems import Problem, did_you_mean, did_you_misspell, error_of
 from maxtext_like.config.rules import cross_problems
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
@@ -321,7 +321,7 @@ def _unknown(key: str, section: str | None, error: UnknownKeyError, origin: str,
   if key in LEAVES:
     return Problem(f"{origin}: {key!r} is a key of {LEAVES[key][0]}, not of {section}")
   here = [leaf for leaf, (s, _) in LEAVES.items() if s == section]
-  return Problem(f"{origin}: unknown key {section + '.' + key!r}{did_you_mean(key, here) or did_you_mean(key, LEAVES)}")
+  return Problem(f"{origin}: unknown key {section + '.' + key!r}{did_you_misspell(key, here) or did_you_misspell(key, LEAVES)}")
 
 
 def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:

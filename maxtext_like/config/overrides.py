@@ -4,7 +4,7 @@ from pathlib import Path
 
 from maxtext_like.config import foreign_names, maxtext
 from maxtext_like.config.files import SUFFIXES
-from maxtext_like.config.problems import Problem, did_you_mean, is_misspelling, nearest
+from maxtext_like.config.problems import Problem, misspelt
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
 from maxtext_like.errors import UserError
@@ -53,24 +53,34 @@ def leaf_of(key: str) -> str:
 
 
 def _unknown(key: str, leaf: str) -> UnknownKeyError:
-  """Whole foreign names, then slips of the fingers, then families of foreign names, then what is near."""
-  if key in SECTIONS:
-    return UnknownKeyError(f"unknown key {key!r}: it is a section, whose keys stand without it, as steps")
-  foreign = foreign_names.NAMES.get(foreign_names.fold(leaf))
-  if foreign is None and not any(is_misspelling(leaf, known) for known in (*LEAVES, *maxtext.KNOWN)):
-    foreign = foreign_names.find(leaf)
+  """The answer to an unknown key: by a complete name of another trainer, else a misspelling, else a group of names."""
+  if key in SECTIONS and key not in foreign_names.NAMES:
+    return UnknownKeyError(f"unknown key {key!r}: it is a section; write its keys without it, as in steps=5")
+  foreign = foreign_names.find_whole(key)
+  if foreign is None and (near := _misspelt(key, leaf)):
+    return UnknownKeyError(f"unknown key {key!r}, did you mean {near!r}?")
+  if foreign is None and leaf == key and len(key) > 5 and (theirs := misspelt(key, foreign_names.NAMES)):
+    foreign = foreign_names.NAMES[theirs]
+    return UnknownKeyError(f"unknown key {key!r}, perhaps {theirs!r}: {foreign.says}", foreign)
+  if foreign is None:
+    foreign = foreign_names.find(key)
   if foreign is not None:
     return UnknownKeyError(f"unknown key {key!r}: {foreign.says}", foreign)
-  if leaf != key:
-    near = did_you_mean(key, [f"{section}.{name}" for name, (section, _) in LEAVES.items()]) or did_you_mean(leaf, LEAVES)
-  else:
-    near = did_you_mean(key, LEAVES) or did_you_mean(key, maxtext.KNOWN)
-  if not near and (others := nearest(leaf, foreign_names.NAMES)):
-    foreign = foreign_names.NAMES[others[0]]
-    return UnknownKeyError(f"unknown key {key!r}, perhaps {others[0]!r}: {foreign.says}", foreign)
   return UnknownKeyError(
-    f"unknown key {key!r}{near or '; maxtext-like train --help-keys (maxtext_like.list_keys in Python) has them all'}"
+    f"unknown key {key!r}: no key has this name, or one that is nearly the same; "
+    "maxtext-like train --help-keys PATTERN (maxtext_like.list_keys in Python) searches names and meanings"
   )
+
+
+def _misspelt(key: str, leaf: str) -> str | None:
+  """Returns the key that ``key`` misspells, in the section or in the name."""
+  if leaf == key:
+    return misspelt(key, LEAVES) or misspelt(key, maxtext.KNOWN)
+  section = key.removesuffix(f".{leaf}")
+  name = leaf if leaf in LEAVES else misspelt(leaf, LEAVES)
+  if name is None or not (section in SECTIONS or misspelt(section, SECTIONS) or section in foreign_names.NEUTRAL_SECTIONS):
+    return None
+  return f"{LEAVES[name][0]}.{name}"
 
 
 def is_key(word: str) -> bool:

@@ -27,9 +27,22 @@ class Problem:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """The end of a sentence, ``, did you mean 'steps'?``, or nothing when no known name is near."""
+  """Returns the end of a sentence, ``, did you mean 'train'?``, or nothing when no known name is near.
+
+  For names of things, such as verbs and platforms. ``did_you_misspell`` is for keys and values.
+  """
   near = nearest(name, known)
   return f", did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def did_you_misspell(name: str, known: Iterable[str]) -> str:
+  """Returns the end of a sentence, ``, did you mean 'steps'?``, or nothing if ``name`` is no misspelling of a known name.
+
+  A key that merely shares words with a known one (``embedding_learning_rate``, ``rope_local_base_freq``) usually means another
+  quantity, so it is not offered.
+  """
+  near = misspelt(name, known)
+  return f", did you mean {near!r}?" if near else ""
 
 
 def alternatives(names: Iterable[str]) -> str:
@@ -48,10 +61,61 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
   return [k for rating, k in rated[:count] if rating >= 1]
 
 
-def is_misspelling(name: str, known: str) -> bool:
-  """Whether each word of a name is a word of the known one with a slip of the fingers in it."""
-  given, meant = _words(name), _words(known)
-  return len(given) == len(meant) and all(_ratio(a, b, _LETTERS) for a, b in zip(given, meant, strict=True))
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+  """Returns the known name that ``name`` misspells, or None. With several candidates the one with the fewest edits counts."""
+  given = _spelling(name)
+  edits = ((_edits(given, _spelling(k)), k) for k in known)
+  best = min(((n, k) for n, k in edits if n is not None), default=None)
+  return best[1] if best else None
+
+
+@dataclass(frozen=True)
+class _Spelling:
+  """A name as it is compared: its words, the same in order, all letters without underscores, and its digits."""
+
+  words: tuple[str, ...]
+  ordered: tuple[str, ...]
+  joined: str
+  digits: str
+
+
+@functools.cache
+def _spelling(name: str) -> _Spelling:
+  words = tuple(_words(name))
+  joined = "".join(words)
+  return _Spelling(words, tuple(sorted(words)), joined, re.sub(r"[^0-9]", "", joined))
+
+
+def _edits(given: _Spelling, meant: _Spelling) -> int | None:
+  """Returns how many single-letter mistakes make a known name into the given one, or None if it is another name.
+
+  Case, dashes, missing underscores and the order of words do not count. Every word of four letters or more may have one
+  mistake, a name two in all. First letters and digits must agree: ``patch_size`` is not ``batch_size``, and ``beta2`` is not
+  ``beta1``.
+  """
+  if abs(len(given.joined) - len(meant.joined)) > 2:
+    return None
+  if given.ordered == meant.ordered or given.joined == meant.joined:
+    return 0
+  if len(given.words) != len(meant.words) or given.digits != meant.digits:
+    return None
+  edits = 0
+  for a, b in zip(given.words, meant.words, strict=True):
+    if a != b:
+      if len(b) < 4 or a[:1] != b[:1] or (len(b) == 4 and sorted(a) != sorted(b)) or not _one_edit(a, b):
+        return None
+      edits += 1
+  return edits if edits <= 2 else None
+
+
+def _one_edit(a: str, b: str) -> bool:
+  """Returns whether one letter is missing, added or replaced, or two neighbours are exchanged."""
+  if abs(len(a) - len(b)) > 1:
+    return False
+  i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+  rest_a, rest_b = a[i:], b[i:]
+  exchanged = rest_a[:2] == rest_b[1::-1] and rest_a[2:] == rest_b[2:]
+  return exchanged or rest_a[1:] == rest_b[1:] or rest_a[1:] == rest_b or rest_a == rest_b[1:]
 
 
 _LETTERS, _WORDS = 0.7, 0.66  # least similarities that make names near

@@ -1,91 +1,234 @@
-"""Names of other trainers: answered by what they mean, never by a name that only looks alike."""
+"""Names of other trainers: a value is printed only where the meaning and the unit are the same, and nothing is guessed."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from maxtext_like.checkpoint.huggingface.config import interpret
 from maxtext_like.config import foreign_names, maxtext
+from maxtext_like.config.foreign_exact import RENAMED
+from maxtext_like.config.foreign_names import find
 from maxtext_like.config.load import load_config
-from maxtext_like.config.overrides import leaf_of
-from maxtext_like.config.problems import nearest
+from maxtext_like.config.overrides import UnknownKeyError, leaf_of
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.errors import UserError
 
-# What MaxText, transformers, TRL, LLaMA-Factory and nanoGPT call it, and a piece of the answer.
-ANSWERS = {
-  "lr": "learning_rate=7",
-  "bf16": "dtype=bfloat16",
-  "fp16": "dtype=float16",
-  "num_epochs": "epochs=7",
-  "num_train_epochs": "epochs=7",
-  "batch_size": "per_device_batch_size=7",
-  "per_device_train_batch_size": "per_device_batch_size=7",
-  "max_seq_len": "max_target_length=7",
-  "cutoff_len": "max_target_length=7",
-  "warmup_ratio": "warmup_steps_fraction=7",
-  "warmup_steps": "warmup_steps_fraction=SHARE",
-  "weight_decay": "adam_weight_decay=7",
-  "max_grad_norm": "gradient_clipping_threshold=7",
-  "gradient_checkpointing": "remat_policy=full",
-  "optim": "opt_type=7",
-  "lr_scheduler_type": "lr_schedule_type=7",
-  "save_steps": "checkpoint_interval=7",
-  "logging_steps": "log_interval=7",
-  "model_name_or_path": "init_from=7",
-  "max_steps": "steps=7",
-  "hidden_size": "emb_dim=7",
-  "attn_logit_softcapping": "attn_logits_soft_cap=7",
-  "rng_seed": "seed=7 data_shuffle_seed=7",
-  "lora_r": "lora_rank=7",
-  "lora_target_modules": "lora_modules=[7]",
-  "use_rslora": "lora_rslora=7",
-  "freeze_vision_tower": "vision_tower=frozen",
-  "lora_bias": "LoRA, rsLoRA and DoRA, on quantised weights too",
-  "use_dora": "lora_dora=7",
-  "load_in_4bit": "weights are quantised below an adapter alone",
-  "quantization_bit": "weights are quantised below an adapter alone",
-  "deepspeed": "ici_fsdp_parallelism",
-  "tensor_parallel_size": "ici_tensor_parallelism",
-  "ici_diloco_parallelism": "five axes",
-  "hidden_dropout": "dropout",
-  "use_dpo": "the next token",
-  "report_to": "metrics.jsonl",
-  "push_to_hub": "nothing is downloaded or uploaded",
-  "grain_train_files": "dataset=jsonl",
-  "sa_block_q": "no result depends on it",
-  "enable_goodput_recording": "metrics.jsonl",
-  "NUM-TRAIN-EPOCHS": "epochs=7",
-}
+HERE = Path(__file__).parent
+_LINES = (line.partition(" ") for line in (HERE / "trainer_keys.txt").read_text().splitlines())
+TRAINER_KEYS = {name: words for name, _, words in _LINES}
+"""Keys of MaxText, transformers, TRL, peft, torchtitan, Megatron-LM, LLaMA-Factory, Axolotl, Unsloth, NeMo, DeepSpeed,
+torchtune and nanoGPT, collected from their sources in November 2026, with the words to write where the translation is exact."""
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answers(name):
+def answer(word: str, model: str = "gemma4-tiny") -> tuple[str, str]:
+  """What is said about ``key=value``, and its ``fix:``."""
   with pytest.raises(UserError) as refused:
-    load_config("gemma4-tiny", [f"{name}=7"])
-  text = str(refused.value)
-  assert text.startswith(f'argument "{name}=7": unknown key {name!r}: ')
-  assert ANSWERS[name] in text
-  assert "did you mean" not in text
+    load_config(model, [word])
+  says, _, fix = str(refused.value).partition("\n  fix: ")
+  return says, fix
 
 
-def test_a_flag_that_is_off_is_to_be_left_out():
-  with pytest.raises(UserError, match="fix: leave it out"):
-    load_config("gemma4-tiny", ["bf16=false"])
+NO_VALUES = (
+  "=true or false",
+  "keep_best=true",
+  "offload=true",
+  "mlflow_experiment=NAME",
+)  # ends of advice with a "true" of its own
+# The same quantity under nearly the same name.
+MISSPELT = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
+
+
+def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
+  found, offered = dict.fromkeys(TRAINER_KEYS, ""), {}
+  for name in TRAINER_KEYS:
+    try:
+      leaf_of(name)
+    except UnknownKeyError as error:
+      if offer := re.search(r"did you mean '(.*)'", error.what):
+        offered[name] = offer[1]
+      for value in ("731", "true"):
+        words = error.problem("", value).fix.removeprefix("write ")
+        if re.search(rf"(^|\s)[\w.]+=\[?{value}\b", words) and not words.endswith(NO_VALUES):
+          found[name] = words.replace(value, "{}")
+          break
+  assert found == TRAINER_KEYS
+  assert offered == MISSPELT
 
 
 @pytest.mark.parametrize(
-  ("word", "ours"),
+  ("word", "fix"),
   [
-    ("lora_target=q_proj,v_proj", "[q_proj,v_proj]"), ("lora_target=all", "[all-linear]"),
-    ("lora_target=[q_proj, v_proj]", "[q_proj, v_proj]"), ("lora_modules=all", "[all-linear]"),
-    ("lora_modules=q_proj, v_proj", "[q_proj, v_proj]"), (r"lora_modules=mlp\..*", r'["mlp\\..*"]'),
+    # The unit is the same: the value is carried over.
+    ("lr=2e-5", "write learning_rate=2e-5"),
+    ("warmup_ratio=0.03", "write warmup_steps_fraction=0.03"),
+    ("lr_warmup_fraction=0.01", "write warmup_steps_fraction=0.01"),
+    ("lr_decay_iters=600000", "write lr_schedule_steps=600000"),
+    ("cosine_min_lr_ratio=0.1", "write learning_rate_final_fraction=0.1"),
+    ("num_train_epochs=3.0", "write epochs=3"),
+    ("save_steps=5e2", "write checkpoint_interval=500"),
+    ("optimizer.eps=1e-8", "write adam_eps=1e-8"),
+    ("model.optim.weight_decay=0.01", "write adam_weight_decay=0.01"),
+    ("--num-train-epochs=3", "write epochs=3"),
+    ("rope_local_base_freq=10000", "write local_rope_max_timescale=10000"),
+    ("moe_ffn_hidden_size=2048", "write moe_mlp_dim=2048"),
+    ("moe_router_group_topk=4", "write topk_routing_group=4"),
+    ("vision_config.hidden_size=1152", "write hidden_size_for_vit=1152"),
+    ("text_config.hidden_size=2560", "write emb_dim=2560"),
+    ("target_modules=q_proj,v_proj", "write lora_modules=[q_proj,v_proj]"),
+    # Values that are spelt otherwise here.
+    ("optim=adamw_torch", "write opt_type=adamw"),
+    ("optim=adamw_torch_fused", "write opt_type=adamw"),
+    ("lr_scheduler_type=cosine", "write lr_schedule_type=cosine learning_rate_final_fraction=0"),
+    ("lr_scheduler_type=constant", "write lr_schedule_type=constant warmup_steps_fraction=0"),
+    ("lr_scheduler_type=constant_with_warmup", "write lr_schedule_type=constant"),
+    ("hidden_act=gelu_pytorch_tanh", "write mlp_activation=gelu"),
+    ("bf16=true", "write dtype=bfloat16 weight_dtype=float32"),
+    ("bf16=false", "write dtype=float32 weight_dtype=float32"),
+    ("tf32=false", "write matmul_precision=highest"),
+    ("gradient_checkpointing=false", "write remat_policy=none"),
+    ("untie_embeddings_and_output_weights=true", "write logits_via_embedding=false"),
+    ("train_on_inputs=false", "write data_format=chat train_on=assistant"),
+    ("max_steps=-1", "leave it out"),
+    ("max_grad_norm=none", "write gradient_clipping_threshold=0"),
+    # Values that the key does not take.
+    ("save_steps=0.1", "write checkpoint_interval=INT"),
+    ("compute_dtype=fp8", "write dtype=float32 | bfloat16 | float16"),
   ],
 )  # fmt: skip
-def test_a_list_that_is_to_be_written_is_taken(word, ours):
-  with pytest.raises(UserError) as refused:
-    load_config("gemma4-tiny", ["lora_rank=2", word])
-  assert re.search(r"write (?:lora_modules=)?(\[.*\])$", str(refused.value))[1] == ours  # pyright: ignore[reportOptionalSubscript]
-  assert load_config("gemma4-tiny", ["lora_rank=2", f"lora_modules={ours}"]).config.adapter.lora_modules
+def test_exact_translations(word, fix):
+  assert answer(word)[1] == fix
+
+
+@pytest.mark.parametrize(
+  "word", ["hidden_act=gelu", "optim=muon", "optimizer=muon", "optim=adamw_8bit", "lr_scheduler_type=polynomial"]
+)
+def test_a_value_without_a_counterpart_is_answered_with_the_choices(word):
+  _, fix = answer(word)
+  assert fix.startswith("choose ")
+  assert "there is no other" in fix
+
+
+# The name looks like a key here. None of these values would mean the same.
+SIMILAR = {
+  "warmup_steps": "it counts steps; warmup_steps_fraction is a share",
+  "min_lr": "it is a learning rate; learning_rate_final_fraction is the last rate divided by the peak",
+  "batch_size": "per_device_batch_size is for one device",
+  "global_batch_size": "the rows of all devices",
+  "lr_wsd_decay_iters": "it counts steps; wsd_decay_steps_fraction is the share",
+  "val_set_size": "a count, a share or a percentage",
+  "layer_norm_eps": "the norms of these models are RMSNorms",
+  "moe_shared_expert_intermediate_size": "the width of all shared experts together",
+  "rope_scaling_factor": "rope_type is default, linear",
+  "decoupled_weight_decay": "its strength is adam_weight_decay",
+  "torch_dtype": "weight_dtype is the dtype of the stored parameters",
+  "out_dir": "it is the directory of one run",
+  "data_path": "another trainer has prepared",
+  "hidden_dim": "others that of the MLP",
+  "initial_scale_power": "not a power of 2",
+  "load_in_4bit": "weights are quantized only below an adapter",
+}
+
+
+@pytest.mark.parametrize("name", SIMILAR)
+def test_a_look_alike_is_called_one_and_its_value_is_not_carried_over(name):
+  says, fix = answer(f"{name}=731")
+  assert "similar to a key here, but not the same: " in says
+  assert SIMILAR[name] in says
+  assert fix
+  assert "731" not in fix
+
+
+ABSENT = {
+  "num_nextn_predict_layers": "does not train multi-token prediction",
+  "use_grpo": "no preference or reinforcement learning",
+  "grpo": "no preference or reinforcement learning",
+  "dpo": "no preference or reinforcement learning",
+  "kto_beta": "no preference or reinforcement learning",
+  "qk_clip_threshold": "does not clip attention weights",
+  "ema": "no moving average of the weights",
+  "ema_decay": "no moving average of the weights",
+  "loraplus_lr_ratio": "one learning rate applies to all",
+  "embedding_lr": "one learning rate applies to all",
+  "embedding_learning_rate": "one learning rate applies to all",
+  "num_cycles": "without restarts",
+  "pipeline_model_parallel_size": "no pipeline parallelism",
+  "hidden_dropout": "only an adapter has dropout",
+  "label_smoothing_factor": "no label smoothing",
+  "moe_expert_capacity_factor": "no capacity limit",
+  "push_to_hub": "downloads and uploads nothing",
+  "cache_dir": "downloads nothing",
+  "sa_block_q": "no result here depends on it",
+  "index_topk_freq": "does not exist here",
+  "bf16_full_eval": "with the dtypes and batches of training",
+  "enable_goodput_recording": "metrics.jsonl",
+  "muon_momentum": "optimizers are adamw, adafactor, lion and sgd",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_the_project_lacks_is_said_in_a_sentence(name):
+  says, fix = answer(f"{name}=731")
+  assert ABSENT[name] in says
+  assert (fix, "did you mean" in says) == ("leave it out", False)
+
+
+@pytest.mark.parametrize("word", ["critic.lr=1", "rollout.max_length=1", "teacher.hidden_size=1", "muon.momentum=1", "xyzzy=1"])
+def test_a_section_of_something_else_is_not_passed_over(word):
+  says, fix = answer(word)
+  assert "no key has this name" in says
+  assert not fix
+
+
+def interpreted(case: str, change: dict[str, object]) -> dict[str, object]:
+  config = json.loads((HERE.parent / "golden" / case / "checkpoint" / "config.json").read_text())
+  read = interpret(config | change, "config.json")
+  return read.model | read.vision
+
+
+@pytest.mark.parametrize(
+  ("case", "field", "value"),
+  [
+    ("qwen3", "rms_norm_eps", 3e-5),
+    ("qwen3", "rope_theta", 7e5),
+    ("qwen3", "intermediate_size", 88),
+    ("qwen3", "tie_word_embeddings", True),
+    ("qwen3_moe", "moe_intermediate_size", 24),
+    ("gemma3_text", "rope_local_base_freq", 5e3),
+    ("gemma3_text", "final_logit_softcapping", 12.5),
+    ("gemma3_text", "sliding_window", 5),
+    ("deepseek3", "n_group", 1),
+    ("deepseek3", "topk_group", 1),
+    ("deepseek3", "n_shared_experts", 3),
+    ("deepseek3", "n_routed_experts", 8),
+    ("deepseek3", "first_k_dense_replace", 2),
+    ("deepseek32", "index_topk", 9),
+    ("deepseek32", "index_n_heads", 2),
+    ("deepseek32", "index_head_dim", 32),
+    ("gemma3_vision", "mm_tokens_per_image", 4),
+    ("gemma3_vision", "boi_token_index", 7),
+  ],
+)
+def test_fields_of_config_json_mean_what_an_import_reads(case, field, value):
+  answered = find(field)
+  ours = answered.key if answered else field
+  assert interpreted(case, {field: value})[ours] == value
+
+
+def test_a_list_that_is_to_be_written_is_taken():
+  for word, ours in [
+    ("lora_target=q_proj,v_proj", "[q_proj,v_proj]"),
+    ("lora_target=all", "[all-linear]"),
+    ("lora_target=[q_proj, v_proj]", "[q_proj, v_proj]"),
+    ("lora_modules=all", "[all-linear]"),
+    ("lora_modules=q_proj, v_proj", "[q_proj, v_proj]"),
+    (r"lora_modules=mlp\..*", r'["mlp\\..*"]'),
+  ]:
+    with pytest.raises(UserError) as refused:
+      load_config("gemma4-tiny", ["lora_rank=2", word])
+    assert re.search(r"write (?:lora_modules=)?(\[.*\])$", str(refused.value))[1] == ours  # pyright: ignore[reportOptionalSubscript]
+    assert load_config("gemma4-tiny", ["lora_rank=2", f"lora_modules={ours}"]).config.adapter.lora_modules
 
 
 def test_unknown_keys_are_listed_all_at_once(tmp_path):
@@ -101,31 +244,39 @@ def test_unknown_keys_are_listed_all_at_once(tmp_path):
     load_config(tmp_path / "m.yml")
 
 
-def test_the_table_is_sound():
+def test_the_tables_are_sound():
   assert not set(foreign_names.NAMES) & {*LEAVES, *maxtext.KNOWN}
   assert all(name == foreign_names.fold(name) for name in foreign_names.NAMES)
+  assert set(RENAMED) <= set(LEAVES)
   for name, said in foreign_names.NAMES.items():
-    for key in re.findall(r"(\w+)=", said.write):
-      assert key in LEAVES, f"{name} leads to {key}"
+    for text in (said.write, *(said.values or {}).values()):
+      for key in re.findall(r"(\w+)=", text):
+        assert key in {*LEAVES, "XLA_FLAGS"}, f"{name} leads to {key}"
 
 
 @pytest.mark.parametrize(
   ("name", "meant"),
   [
     ("flaot32_logits", "float32_logits"),
-    ("q_lora_rnak", "q_lora_rank"),  # a slip of the fingers, not an adapter
-    ("max_len", "max_target_length"),
-    ("btch_size", "per_device_batch_size"),
-    ("cache_dir", "compilation_cache_dir"),
+    ("q_lora_rnak", "q_lora_rank"),
+    ("learningrate", "learning_rate"),
+    ("gradint_acumulation_steps", "gradient_accumulation_steps"),
+    ("lora_rank_patern", "lora_rank_pattern"),
     ("mask_trainable_parameters", "trainable_parameters_mask"),
+    ("Max-Target-Length", "max_target_length"),
+    ("training.stepz", "training.steps"),
+    ("trainer.learning_rate", "training.learning_rate"),
   ],
 )
-def test_suggestions_compare_words_as_well_as_letters(name, meant):
+def test_misspellings_are_recognised(name, meant):
   with pytest.raises(KeyError, match=f"did you mean '{meant}'"):
     leaf_of(name)
 
 
-def test_what_is_not_near_is_not_offered():
-  assert nearest("data_sharding", LEAVES) == []
-  assert nearest("xyzzy", LEAVES) == []
-  assert nearest("", LEAVES) == []
+@pytest.mark.parametrize(
+  "name", ["adam_beta3", "adam_b3", "patch_sise", "batch_sise", "type", "mode", "rate", "ema", "data_sharding_x", "lora"]
+)
+def test_other_words_are_not_taken_for_misspellings(name):
+  with pytest.raises(KeyError) as error:
+    leaf_of(name)
+  assert "did you mean" not in str(error.value)
