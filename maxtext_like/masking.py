@@ -1,60 +1,103 @@
-"""Secrets in text that people share: passwords in URLs, tokens of well-known services, values under telling names."""
+"""Secrets in text that people share: passwords in URLs, tokens of well-known services, values under telling names.
 
+Masking is a guard, not a proof: a secret without a telling name, place or format stays.
+"""
+
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MASK = "***"
 
+_KEY_OF = (
+  "api|access|account|auth|deploy|encryption|hmac|license|master|private|service|shared|signing|ssh|storage|subscription"
+)
+_TOKEN_OF = "access|api|auth|bearer|bot|gh|github|gitlab|hf|hub|id|refresh|sas|secret|security|session|slack|user"
 _WORDS = (
-  "api[_-]?key", "access[_-]?key(?:[_-]?id)?", "private[_-]?key", "secret(?:[_-]?(?:access[_-]?)?key)?", r"(?:\b|[_-])token",
-  "passw(?:or)?d", "passphrase", "credentials?", r"(?:\b|[_-])auth", "authorization", "signature", r"(?:\b|[_-])sig",
+  rf"(?:{_KEY_OF})[_-]?key(?:[_-]?id)?", "secret(?:[_-]?(?:access[_-]?)?key)?", r"(?:\b|[_-])token", rf"(?:{_TOKEN_OF})token",
+  "passw(?:or)?d", "passphrase", "passcode", r"(?:\b|[_-])p(?:ass|wd)", "[_-]pat", "credentials?", r"(?:\b|[_-])auth",
+  "authorization", "signature", r"(?:\b|[_-])sig", "webhook(?:[_-]?url)?", r"(?:\b|[_-])cookie",
 )  # fmt: skip
-_NAME = rf"[\w.-]*?(?:{'|'.join(_WORDS)})"
-_SECRET_NAME = re.compile(rf"--?{_NAME}", re.IGNORECASE)
+# Names of special tokens are no secrets.
+_SPECIAL = r"[\w.-]*?(?:bos|eos|pad|unk|mask|sep|cls|image|video|audio|special|start|end|stop)_token\b"
+_NAME = rf"(?!{_SPECIAL})[\w.-]*?(?:{'|'.join(_WORDS)})"
+_SECRET_NAME = re.compile(rf"(?:--?)?{_NAME}", re.IGNORECASE)
+# A comma ends a value only where another word or name follows it.
+_PLAIN_VALUE = r"(?:[^\s'\",\\}\])]|,(?![\s'\"]|[\w.-]+\s*[=:]|$)|\\(?!['\"]))+"
+_VALUE = rf"(?:'(?:''|\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\\\"(?:(?!\\\").)*\\\"|{_PLAIN_VALUE})"
 
 _TOKENS = (
   r"hf_[A-Za-z0-9]{16,}", r"api_org_[A-Za-z0-9]{16,}",  # Hugging Face
-  r"nvapi-[\w-]{16,}",
-  r"sk-[\w-]{16,}", r"sk_(?:live|test)_\w{16,}", r"pplx-\w{16,}", r"gsk_\w{16,}", r"r8_\w{16,}", r"xai-\w{16,}",
-  r"gh[pousr]_[A-Za-z0-9]{16,}", r"github_pat_\w{16,}", r"glpat-[\w-]{16,}", r"npm_[A-Za-z0-9]{16,}", r"pypi-[\w-]{16,}",
-  r"(?:AKIA|ASIA)[A-Z0-9]{12,}", r"AIza[\w-]{30,}", r"ya29\.[\w-]{16,}", r"GOCSPX-[\w-]{16,}",
-  r"xox[abeoprs]-[\w-]{10,}", r"dop_v1_[a-f0-9]{16,}", r"dapi[a-f0-9]{32}", r"SG\.[\w-]{16,}\.[\w-]{16,}",
+  r"nvapi-[\w-]{16,}", r"wandb_v1_\w{16,}",
+  # OpenAI, Anthropic, Stripe and others
+  r"sk-[\w-]{16,}", r"[sr]k_(?:live|test)_\w{16,}", r"whsec_\w{16,}", r"pplx-\w{16,}", r"gsk_\w{16,}", r"r8_\w{16,}",
+  r"xai-\w{16,}", r"gh[pousr]_[A-Za-z0-9]{16,}", r"github_pat_\w{16,}", r"gl(?:pat|dt|rt|cbt|ptt|soat)-[\w.-]{16,}",
+  r"npm_[A-Za-z0-9]{16,}", r"pypi-[\w-]{16,}", r"dckr_pat_[\w-]{16,}", r"hv[sbr]\.[\w-]{20,}", r"lin_api_\w{16,}",
+  r"ntn_\w{16,}", r"ATATT3[\w=-]{16,}", r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{16,}", r"AGE-SECRET-KEY-1[A-Z0-9]{16,}",
+  r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}", r"AIza[\w-]{30,}", r"ya29\.[\w-]{16,}", r"1//0[\w-]{20,}", r"GOCSPX-[\w-]{16,}",
+  r"xox[abceoprs][.-][\w.-]{10,}", r"xapp-[\w-]{10,}", r"do[por]_v1_[a-f0-9]{16,}", r"dapi[a-f0-9]{32}(?:-\d)?",
+  r"SG\.[\w-]{16,}\.[\w-]{16,}", r"SK[0-9a-f]{32}", r"key-[0-9a-f]{32}", r"(?:bot)?\d{8,10}:AA[\w-]{33}",
   r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web token
-  r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+  r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|$)",
 )  # fmt: skip
 
-_RULES = (
-  # scheme://user:password@host; a password may hold an @ of its own.
+
+def _if_random(found: re.Match[str]) -> str:
+  """Mask a long word where it changes between lower case, upper case and digits too often for a name that a person chose."""
+  kinds = ["lower" if c.islower() else "upper" if c.isupper() else "digit" for c in found[0] if c.isalnum()]
+  share = sum(a != b for a, b in itertools.pairwise(kinds)) / len(kinds)
+  if "/" in found[0] or "+" in found[0]:  # a path, unless it has the length of a key of AWS (40) or Azure (88)
+    random = share > 0.35 and (len(found[0]) == 40 or len(found[0]) > 80)
+  else:
+    random = share > 0.45 or (share > 0.25 and kinds.count("digit") >= 3)
+  return MASK if random and len(set(kinds)) == 3 else found[0]
+
+
+_RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+  # scheme://user:password@host; the password may contain @ and a slash. Digits and a slash after the colon are a port.
+  (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/'\"@:?#]*:(?:(?!\d{1,5}/)|(?=\S*@[\w.-]+\.[a-z]{2,}\b))(?:(?!://)[^\s'\"])*@",
+              re.IGNORECASE), rf"\1{MASK}@"),
   (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/'\"]+@", re.IGNORECASE), rf"\1{MASK}@"),
-  (re.compile(rf"([?&;](?:{_NAME}|key)=)[^\s&;'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
-  (re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1\2{MASK}"),
-  # NAME=value and name: value, as a shell, a YAML file or JSON write it.
-  (re.compile(rf"(?<![\w.?&;-])({_NAME}['\"]?\s*(?:=|:\s)\s*)(?:'[^']*'|\"[^\"]*\"|[^\s'\",]+)", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"(\bhooks\.slack(?:-gov)?\.com/\w+/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"(\bdiscord(?:app)?\.com/api/(?:v\d+/)?webhooks/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"(\bwebhook\.office\.com/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(rf"([?&;](?:{_NAME}|key|code)=)[^\s&;'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"(\bauthorization\\?['\"]?\s*[=:]\s*(?:\\?['\"])?)(?:(?:basic|bearer|token|digest|apikey)\s+)?[^\s'\",\\]+",
+              re.IGNORECASE), rf"\1{MASK}"),
+  # Without that name before it, "basic" is mostly the English word.
+  (re.compile(r"\b(bearer\s+)(?=\S*[\d._~+/=-]|\S{20})[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"\b(basic\s+)(?=\S*[A-Z0-9])(?:[A-Za-z0-9+/]{4}){2,}[A-Za-z0-9+/]{0,3}={0,2}(?![\w-])",), rf"\1{MASK}"),
+  (re.compile(r"((?<![\w-])(?:-u|--user|--proxy-user)[\s=]+[^\s:'\"/]+:)[^\s'\"/][^\s'\"]*"), rf"\1{MASK}"),  # curl
+  (re.compile(rf"((?<![\w-])--?{_NAME}\s+)(?!-){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
+  # NAME=value and name: value, as a shell, a YAML file or JSON writes it. PWD=/... is the working directory of a shell; without
+  # quotes, "pass:" is mostly the English word.
+  (re.compile(rf"(?<![\w.?&;-])((?!(?-i:(?:OLD)?PWD=/))(?!pass:\s){_NAME}"
+              rf"(?:\\?['\"])?\s*(?:=(?!=)|:\s|:(?=[^\s/:]))\s*){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})"), MASK),
-  # Long and of all kinds of characters: nobody names a file like that.
-  (re.compile(r"(?<![\w+/=-])(?=\w*[a-z])(?=\w*[A-Z])(?=(?:\w*\d){3})[A-Za-z0-9]{32,}={0,2}(?![\w+/=-])"), MASK),
-)
+  # Base64 without a format of its own, as AWS's secret keys: 32 characters and more, without a dot, a dash or an underscore.
+  (re.compile(r"(?<![\w+/=.-])(?!/)[A-Za-z0-9+/]{32,}={0,2}(?![\w+/=.-])"), _if_random),
+)  # fmt: skip
 
 
 def masked(text: str) -> str:
-  """Text with ``***`` in the place of what looks like a secret."""
+  """Return the text with ``***`` in place of everything that looks like a secret."""
   for pattern, replacement in _RULES:
     text = pattern.sub(replacement, text)
   return text
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-  """The words of a command, each masked; the one after ``--token`` and its like whole."""
+  """Mask each word of a command; the word after ``--token`` and similar options is masked entirely."""
   before = ["", *words]
-  return [MASK if _SECRET_NAME.fullmatch(name) and not word.startswith("-") else masked(word)
+  return [MASK if name.startswith("-") and _SECRET_NAME.fullmatch(name) and not word.startswith("-") else masked(word)
           for name, word in zip(before, words, strict=False)]  # fmt: skip
 
 
 def masked_values(value: Any) -> Any:
-  """JSON values with every string in them masked."""
+  """Mask every string in JSON values, and every value of a dictionary under a name such as ``api_key``."""
   if isinstance(value, str):
     return masked(value)
   if isinstance(value, dict):
-    return {key: masked_values(v) for key, v in value.items()}
-  return [masked_values(v) for v in value] if isinstance(value, list) else value
+    return {key: MASK if _SECRET_NAME.fullmatch(key) and v else masked_values(v) for key, v in value.items()}
+  return type(value)(masked_values(v) for v in value) if isinstance(value, list | tuple) else value

@@ -20,6 +20,7 @@ from maxtext_like.config.rules import cross_problems
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
 from maxtext_like.errors import UserError
+from maxtext_like.masking import MASK, masked, masked_values
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
@@ -56,8 +57,11 @@ class Loaded:
   def __repr__(self) -> str:
     return f"Loaded({self.config.model.model_name}, {self.config.precision.dtype}, of {self.path})"
 
-  def to_yaml(self) -> str:
+  def to_yaml(self, *, mask: bool = False) -> str:
     """The resolved configuration with the origin of each value; ``load_config`` reads it back as the same ``config``.
+
+    Args:
+      mask: replace what looks like a secret by ``***``.
 
     Precision keys that the model has no use for stand there as comments, since giving them is an error.
     """
@@ -65,13 +69,19 @@ class Loaded:
     lines = ["# Resolved configuration; the comment of a value is where it came from."]
     for section in SECTIONS:
       lines += ["", f"{section}:"]
-      values = vars(getattr(self.config, section))
+      given = vars(getattr(self.config, section))
+      values = masked_values(given) if mask else given
       for key in own_keys(section, self.config.model.decoder_block):
         text = f"{key}: {to_text(values[key])}"
         if key in inactive:
           lines.append(f"  # {text}  (no effect: this model has not got {inactive[key]})")
         else:
-          lines.append(f"  {text}  # {self.origins[f'{section}.{key}']}")
+          origin = self.origins[f"{section}.{key}"]
+          if (
+            values[key] != given[key] and "=" in origin
+          ):  # the words that set it, quoted in ways that masking may not see through
+            origin = f'{origin.partition("=")[0]}={MASK}"'
+          lines.append(f"  {text}  # {masked(origin) if mask else origin}")
     return "\n".join(lines) + "\n"
 
   def to_config_dict(self) -> "ConfigDict":

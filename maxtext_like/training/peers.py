@@ -4,7 +4,6 @@ from typing import NoReturn
 
 from maxtext_like.config.load import Loaded
 from maxtext_like.errors import RetryableError
-from maxtext_like.masking import masked
 from maxtext_like.sharding import processes, roll_call
 from maxtext_like.sharding.processes import Heartbeat
 from maxtext_like.training import provenance
@@ -22,7 +21,7 @@ def join(loaded: Loaded) -> Heartbeat:
     RetryableError: some did not come.
   """
   limits = loaded.config.watchdog
-  same = provenance.same_everywhere() | roll_call.as_facts(masked(loaded.to_yaml()), "key")
+  same = provenance.same_everywhere() | roll_call.as_facts(loaded.to_yaml(mask=True), "key")
   processes.join(same, limits.watchdog_peers_seconds)
   return Heartbeat(limits.watchdog_heartbeat_seconds, _end_with_a_peer)
 

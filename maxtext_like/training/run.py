@@ -22,7 +22,7 @@ from maxtext_like.config.load import Loaded
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.sources import source_names
 from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
-from maxtext_like.masking import masked
+from maxtext_like.masking import masked, masked_values
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
 from maxtext_like.sharding.processes import Agreement, Heartbeat
@@ -250,13 +250,13 @@ class _Run:
       )
     self._stack.enter_context(files)
     self._goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
-    config_yaml = masked(self._loaded.to_yaml())
+    config_yaml = self._loaded.to_yaml(mask=True)
     if processes.primary():
       directory.keep_earlier("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
     used = {"kernels": [use.to_json() for use in program.model.kernels], "grouped_product": program.model.grouped_product}
     used["norm_kernel"] = program.model.norms
-    env = provenance.describe() | used
+    env = masked_values(provenance.describe() | used)
     files.text("env.json", json.dumps(env, indent=1) + "\n")
     evaluate = None
     if opened.held_out:

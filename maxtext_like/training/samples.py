@@ -15,6 +15,7 @@ from maxtext_like.generation.engine import check, generate
 from maxtext_like.generation.prompts import Prompt, chat_renderer, continuation, encode
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
+from maxtext_like.masking import masked
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.sinks.metrics import Row
@@ -79,7 +80,8 @@ class Samples:
       _log.warning("step %d: no samples: %s", step, error)
     found = []
     for prompt, ids, answer in zip(self._texts, self._prompts.tokens, answers, strict=True):
-      text = continuation(self._tokenizer, ids, answer)
+      # Masked where they are made: they go to the screen, to samples.jsonl, to trackers and to the report.
+      prompt, text = masked(prompt), masked(continuation(self._tokenizer, ids, answer))
       row: Row = {"step": step, "prompt": prompt, "text": text, "tokens": len(answer)}
       found.append(row if error is None else row | {"error": error})
       if error is None:
