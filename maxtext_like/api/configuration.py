@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
+from maxtext_like.config import hub
 from maxtext_like.config import load as files
-from maxtext_like.config.data_keys import NO_CONVERSATIONS
+from maxtext_like.config.files import SUFFIXES
 from maxtext_like.config.load import Loaded, to_config_dict
 from maxtext_like.config.schema import Config
 from maxtext_like.config.values import load_values
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
+from maxtext_like.storage import Place, is_remote
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
@@ -22,8 +25,8 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
   """Loads, merges and checks a configuration.
 
   Args:
-    model: a model's name (``"gemma4-tiny"``), the path of a model file, or a configuration: what this function returned, its
-      ``config``, or a ``ConfigDict`` of it.
+    model: a model's name (``"gemma4-tiny"``), the path of a model file, a directory with a checkpoint, which gives the model
+      and becomes ``init_from``, or a configuration: what this function returned, its ``config``, or a ``ConfigDict`` of it.
     overrides: words as on the command line: ``"steps=20"``, or the path of an overlay.
     keys: the same as Python values: ``steps=20``.
 
@@ -39,30 +42,38 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
       return model
     model = model.config
   if isinstance(model, Config):
-    return load_values(to_config_dict(model).to_dict(), "Config", given)
+    return load_values(to_config_dict(model).to_dict(), "Config", given, _kind_of_files)
   if isinstance(model, str | Path):
-    return files.load_config(model, given)
+    return _load_directory(str(model), given) or files.load_config(model, given, _kind_of_files)
   if callable(getattr(model, "to_dict", None)):
-    return load_values(model.to_dict(), "ConfigDict", given)
+    return load_values(model.to_dict(), "ConfigDict", given, _kind_of_files)
   raise UserError(
     f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
     '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
   )
 
 
+def _load_directory(name: str, given: list[str]) -> Loaded | None:
+  """The configuration of the checkpoint that ``name`` names, or ``init_from`` if ``name`` is a family; None: neither."""
+  sources = [word.partition("=")[2] for word in given if word.startswith(("init_from=", "checkpoint.init_from="))]
+  family = name if name in FAMILIES and sources and not Path(name).exists() else None
+  name = name if family is None else sources[-1]
+  if name in files.model_names() or name.endswith(SUFFIXES) or not name:
+    return None
+  place = Place(name) if is_remote(name) else hub.find(name) or Path(name).expanduser()
+  if isinstance(place, Path) and not place.is_dir():
+    return None
+  from maxtext_like.checkpoint.directory_config import load_directory  # which imports JAX
+
+  return load_directory(place, given, _kind_of_files, family=family)
+
+
+def _kind_of_files(paths: Any, data_format: str) -> str:
+  from maxtext_like.data.sources import kind_of_files  # which imports NumPy
+
+  return kind_of_files(paths, data_format)
+
+
 def load_for_sft(config: "Configuration", given: list[str]) -> Loaded:
-  """The configuration of a run on conversations: what ``train`` would need beside the words is laid under them.
-
-  That is ``data_format=chat``, and the ``dataset`` that the files of ``dataset_path`` are of. Raises as ``load_config``.
-  """
-  from maxtext_like.data.sources import kind_of_files
-
-  chat = "data_format=chat"
-  try:
-    return load_config(config, chat, *given)  # somebody has chosen a dataset that has conversations
-  except UserError as error:
-    if NO_CONVERSATIONS not in str(error):
-      raise
-  loaded = load_config(config, chat, "dataset=jsonl", *given)
-  kind = kind_of_files(loaded.config.data)
-  return loaded if kind == "jsonl" else load_config(config, chat, f"dataset={kind}", *given)
+  """The configuration of a run on conversations: ``data_format=chat`` is laid under the words. Raises as ``load_config``."""
+  return load_config(config, "data_format=chat", *given)

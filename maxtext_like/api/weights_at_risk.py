@@ -119,7 +119,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
     given = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
-    config, loaded = load_checkpoint_config(directory, given)
+    config, loaded = load_checkpoint_config(directory, given, length=2)  # no rows are run
     weights = open_weights(directory, config, loaded)
     read_part, notes = weights.part, [*loaded.notes, *weights.notes]
     if loaded.config.adapter.base_weights:

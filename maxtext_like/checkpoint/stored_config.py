@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext_like.config.load import Loaded, make_section
+from maxtext_like.config.load import KindOfFiles, Loaded, make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.schema import LEAVES
@@ -18,13 +18,16 @@ def section(name: str, stored: dict[str, Any]) -> Any:
   return make_section(name, {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
-def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = ()) -> Loaded:
+def load_stored(
+  stored: dict[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
+) -> Loaded:
   """The model, its tower and its precision as they were stored, laid over configs/base.yml, then ``overrides``.
 
   Args:
     stored: ``Manifest.config``.
     place: names the step in errors.
     overrides: ``key=value`` words.
+    kind_of_files: as of ``load_config``.
 
   Raises:
     UserError: as ``load_config``.
@@ -36,4 +39,6 @@ def load_stored(stored: dict[str, Any], place: str, overrides: Sequence[str] = (
     name: {k: v for k, v in stored.get(name, {}).items() if LEAVES.get(k, ("",))[0] == name and k not in useless}
     for name in _SECTIONS
   }
-  return load_values(values, place, [f"max_target_length={min(2048, model.max_position_embeddings)}", *overrides])
+  return load_values(
+    values, place, [f"max_target_length={min(2048, model.max_position_embeddings)}", *overrides], kind_of_files
+  )

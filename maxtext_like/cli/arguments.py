@@ -18,7 +18,7 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
     epilog: printed below the help, as it is.
 
   Raises:
-    UserError: the first word is no configuration, and no word is ``model_name=MODEL``.
+    UserError: the first word is no configuration, and no word is ``model_name=MODEL`` or ``init_from=DIR``.
 
   Returns:
     The configuration and the other words in order. Words that look like options (``--steps=5``) are left in, since
@@ -29,9 +29,19 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
   if not argv or argv[0].startswith("-") or "=" in argv[0] or argv[0] == "model_name":
     if names_model(argv):
       return "base.yml", argv
+    if sources := initial_weights(argv):
+      return sources[-1], argv  # a checkpoint names its model too
     written = f"; {argv[0]!r} is not one" if argv else ""
-    raise UserError(f"no configuration named{written}\n  fix: maxtext-like {verb} MODEL [key=value ...], as in gemma4-tiny")
+    raise UserError(
+      f"no configuration named{written}\n  fix: maxtext-like {verb} MODEL [key=value ...], with a name as gemma4-tiny or a "
+      "checkpoint's directory as MODEL"
+    )
   return argv[0], argv[1:]
+
+
+def initial_weights(words: list[str]) -> list[str]:
+  """The values of ``init_from`` among the words."""
+  return [word.partition("=")[2] for word in words if re.match(r"-*(checkpoint\.)?init_from=.", word)]
 
 
 def names_model(words: list[str]) -> bool:
@@ -55,7 +65,7 @@ def configuration_parser(verb: str, description: str, epilog: str = "") -> argpa
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("CONFIG", help="a model's name, as gemma4-tiny, or the path of a .yml file")
+  parser.add_argument("CONFIG", help="a model's name, as gemma4-tiny, the path of a .yml file, or a checkpoint's directory")
   what = "files with some keys each, laid over the model file in order: your own settings, the mesh of a machine"
   parser.add_argument("overlay.yml", nargs="*", help=what)
   parser.add_argument("key=value", nargs="*", help="values laid over the files; maxtext-like train --help-keys lists the keys")

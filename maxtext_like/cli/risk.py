@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.cli.arguments import initial_weights, on_the_host, parse_words
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError, UserError
@@ -22,8 +22,8 @@ DIR is a Hugging Face checkpoint (config.json, safetensors), a run, or one of it
   verdict   in the dtype that holds the quantity: overflow (expected), possible (at most), coarse (rounding changes
             probabilities by 5 % or makes ties) with what to set; or safe, and by which key"""
 EPILOG = """examples:
-  maxtext-like risk --checkpoint gemma-4-31b-it dtype=float16
-  maxtext-like risk --checkpoint runs/gemma4-tiny --rows 0 --json risk.json dtype=float16 float32_gate_product=false
+  maxtext-like risk gemma-4-31b-it dtype=float16
+  maxtext-like risk runs/gemma4-tiny --rows 0 --json risk.json dtype=float16 float32_gate_product=false
 
 exit codes: 0 no expected size is beyond what holds it; 2 wrong usage or input; 3 one is, or a weight is not finite"""
 
@@ -32,18 +32,18 @@ def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like risk",
-    usage="maxtext-like risk --checkpoint DIR [--rows N] [--json FILE] [--tokens N] [key=value ...]",
+    usage="maxtext-like risk DIR [--rows N] [--json FILE] [--tokens N] [key=value ...]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="whose weights are read")
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="the same as DIR alone: whose weights are read")
   parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows of the table (20); 0 for all")
   parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row here, with numbers in full")
   parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that an expected maximum is over (4096)")
-  options, overrides = parse_words(parser, argv, {"checkpoint": "--checkpoint"})
+  options, overrides = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"risk: unknown word {unknown[0]!r}\n  fix: see maxtext-like risk --help")
   if options.tokens < 100 or options.rows < 0:
@@ -59,3 +59,13 @@ def run(argv: list[str]) -> int:
     Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     print(options.json)
   return NonFiniteError.exit_code if found.overflows else 0
+
+
+def _with_option(argv: list[str]) -> list[str]:
+  """The words with the directory, if it is the first of them or ``init_from``, behind --checkpoint."""
+  if any(word.partition("=")[0] == "--checkpoint" for word in argv):
+    return argv
+  if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+    return ["--checkpoint", *argv]
+  sources = initial_weights(argv)
+  return ["--checkpoint", sources[-1], *(word for word in argv if word != f"init_from={sources[-1]}")] if sources else argv

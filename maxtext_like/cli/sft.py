@@ -8,6 +8,7 @@ from maxtext_like.cli.arguments import split_configuration
 DESCRIPTION = """Fine-tunes a model on conversations: `train` with data_format=chat, and dataset as the files of dataset_path
 say. `maxtext-like data --sft` with the same words shows what is learned."""
 EXAMPLES = """examples:
+  maxtext-like sft gemma-3-4b-it dataset_path=chats.jsonl steps=500 learning_rate=1e-5    a directory: model and weights
   maxtext-like sft gemma3-4b init_from=gemma-3-4b-it dataset_path=chats.jsonl steps=500 learning_rate=1e-5
   maxtext-like sft gemma3-4b recipes/qlora.yml init_from=gemma-3-4b-it dataset_path=chats.jsonl
   maxtext-like sft gemma4-31b init_from=gemma-4-31B-it dataset_path=chats.parquet train_on=last"""

@@ -12,6 +12,7 @@ EXAMPLES = """examples:
   maxtext-like train gemma4-tiny steps=200 run_name=first dtype=bfloat16
   maxtext-like train gemma4-31b gpu/h200.yml mine.yml steps=2    two files laid over the model's, then a value
   maxtext-like train gemma4-tiny --processes 2 --devices-per-process 4    a pod job on this machine: each line shows whose it is
+  maxtext-like train gemma-3-4b-it dataset_path=notes/*.txt    a checkpoint's directory: model and first weights
   maxtext-like train --help-keys learning
 
 A run is the directory output_dir/run_name, runs/gemma4-tiny by default: config.yml, env.json, metrics.jsonl,

@@ -9,7 +9,6 @@ from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Checked, Problem, alternatives, at_least
 from maxtext_like.data.registry import DATASETS, OF_FILES
 
-NO_CONVERSATIONS = "whose documents are no conversations"  # what is wrong with such a dataset in data_format: chat
 Paths = str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of which names of metrics are made
 
@@ -83,7 +82,7 @@ class DataConfig(Checked):
     yield from self._mixture_problems()
     if self.data_format == "chat" and not kind.fields:
       yield Problem(
-        f"data_format: chat with dataset: {self.dataset}, {NO_CONVERSATIONS}", ("data_format", "dataset"),
+        f"data_format: chat with dataset: {self.dataset}, whose documents are no conversations", ("data_format", "dataset"),
         f"set dataset to {alternatives(tuple(name for name, other in DATASETS.items() if other.fields))}",
       )  # fmt: skip
     if self.data_format == "text" and self.train_on != "assistant":

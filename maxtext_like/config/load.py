@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from collections.abc import Mapping as Entries
 from collections.abc import Sequence as Words
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ from maxtext_like.config.problems import Problem, did_you_mean, did_you_misspell
 from maxtext_like.config.rules import cross_problems
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
+from maxtext_like.data.registry import DATASETS
 from maxtext_like.errors import UserError
 from maxtext_like.masking import MASK, masked, masked_values
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
+KindOfFiles = Callable[[Any, str], str]
+"""Gives the kind of data set of files: (dataset_path, data_format) -> dataset."""
 MOST_UNKNOWN = 50  # unknown keys of a file that are listed
 
 
@@ -104,12 +108,13 @@ def to_config_dict(config: Config) -> "ConfigDict":
   return ConfigDict(sections, type_safe=False).lock()  # None may become a number; load_config judges every value's type
 
 
-def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
+def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: KindOfFiles | None = None) -> Loaded:
   """Loads, merges and checks a configuration.
 
   Args:
     path: a model's name (``gemma4-tiny``) or the path of a model file: sectioned, flat, or MaxText's.
     overrides: what is laid over it: ``key=value``, ``section.key=value``, overlays.
+    kind_of_files: chooses ``dataset`` by the files if ``dataset`` reads none and files are named; None: that is an error.
 
   Returns:
     The configuration with origins.
@@ -168,6 +173,12 @@ def load_config(path: str | Path, overrides: Words[str] = ()) -> Loaded:
     give_way("steps", "epochs", None)
     if values["steps"] is not None:
       give_way("epochs", "steps", None)
+  kind = DATASETS.get(values["dataset"])
+  if kind_of_files is not None and kind is not None and not kind.files:
+    if values["dataset_path"]:
+      give_way("dataset", "dataset_path", kind_of_files(values["dataset_path"], values["data_format"]))
+    elif values["data_format"] == "chat":
+      give_way("dataset", "data_format", "jsonl")
   if not values["enable_checkpointing"]:
     give_way("resume", "enable_checkpointing", False, ": false")
   if values["eval_path"]:

@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.config.load import Loaded, load_config
+from maxtext_like.config.load import KindOfFiles, Loaded, load_config
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 
 
-def load_values(values: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> Loaded:
+def load_values(
+  values: Mapping[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
+) -> Loaded:
   """A configuration of values laid over configs/base.yml, as those of a model file are, then ``overrides``.
 
   Args:
     values: by section, or flat.
     place: what errors and origins call them.
     overrides: ``key=value`` words.
+    kind_of_files: as of ``load_config``.
 
   Raises:
     UserError: as ``load_config``.
@@ -34,7 +37,7 @@ def load_values(values: Mapping[str, Any], place: str, overrides: Sequence[str] 
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     said = lambda text: re.sub(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: place, text)
     try:
-      loaded = load_config(path, overrides)
+      loaded = load_config(path, overrides, kind_of_files)
     except UserError as error:
       raise UserError(said(str(error))) from None
   origins = {key: said(origin) for key, origin in loaded.origins.items()}

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import alternatives
@@ -19,6 +19,9 @@ from maxtext_like.data.registry import DATASETS, OF_FILES, Dataset
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+_TABLES = tuple(f"{kind}{packed}" for kind in (".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
+"""Files of records that are not read as they are; dataset=jsonl says how to convert them."""
 
 
 class DataConfig(Protocol):
@@ -104,10 +107,14 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
   return found
 
 
-def kind_of_files(data: DataConfig) -> str:
-  """The kind of data set of the files of data.dataset_path, by the first source whose names or files say it; jsonl where none
-  does. Of those kinds whose records have several fields. UserError: a source has files of several."""
-  for name, paths in by_source(data.dataset_path).items():
+def kind_of_files(dataset_path: Any, data_format: str) -> str:
+  """The kind of data set of the files that ``dataset_path`` names.
+
+  The first source decides whose names or files have the suffix of a kind whose records have several fields. If none has, the
+  files are jsonl for conversations and for names of other tables, and text otherwise. Raises UserError: a source has files of
+  several kinds.
+  """
+  for name, paths in by_source(dataset_path).items():
     if len(named := _kinds_named(paths)) > 1:
       raise UserError(
         f"data.{dotted('dataset_path', name)} {paths!r} has files of several kinds: {', '.join(named)}\n  fix: name those of "
@@ -116,7 +123,10 @@ def kind_of_files(data: DataConfig) -> str:
       )
     if named:
       return named[0]
-  return "jsonl"
+  entries = [
+    entry for paths in by_source(dataset_path).values() for entry in ([paths] if isinstance(paths, str) else paths or ())
+  ]
+  return "jsonl" if data_format == "chat" or any(entry.endswith(_TABLES) for entry in entries) else "text"
 
 
 def _dataset_of(data: DataConfig, key: str, source: str) -> str:

@@ -91,9 +91,13 @@ def test_a_configuration_is_no_checkpoint():
       call("qwen3-tiny")
 
 
-def test_a_run_is_no_configuration(run):
-  with pytest.raises(UserError, match=r"is a run, not a configuration file\n  fix: name its own, .*config\.yml"):
-    maxtext_like.audit(run.directory, platform="cpu")
+def test_a_run_alone_is_the_model_and_the_first_weights_of_another_run(run):
+  for directory in (run.directory, run.directory / "checkpoints", run.checkpoint):
+    loaded = maxtext_like.load_config(directory, steps=7)
+    assert loaded.config.model == maxtext_like.load_config(run.directory / "config.yml").config.model
+    assert (loaded.config.checkpoint.init_from, loaded.config.training.steps) == (str(directory), 7)
+    assert loaded.config.logging.run_name == "a-tuned"
+  assert maxtext_like.load_config(run.directory, run_name="b").config.logging.run_name == "b"
   assert maxtext_like.load_config(run.directory / "config.yml").config.model.model_name == "qwen3-tiny"
 
 

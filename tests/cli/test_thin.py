@@ -51,7 +51,7 @@ def test_a_verb_calls_the_api():
   [
     *(["train", "gemma4-tiny"], ["config", "gemma4-tiny"], ["compile", "gemma4-tiny", "topology=v6e-1"]),
     *(["audit", "gemma4-tiny", "--platform", "cpu"], ["xray", "gemma4-tiny"], ["bisect", "gemma4-tiny"]),
-    *(["risk", "--checkpoint", CHECKPOINT], ["generate", "--checkpoint", CHECKPOINT, "--prompt", "a"]),
+    *(["risk", "--checkpoint", CHECKPOINT], ["risk", CHECKPOINT], ["generate", "--checkpoint", CHECKPOINT, "--prompt", "a"]),
     ["bisect", "--checkpoint", CHECKPOINT],
   ],
 )
