@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext_like.config import foreign_names, hub, maxtext, maxtext_file
 from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names, named_file
+from maxtext_like.config.idle_keys import idle_notes
 from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overrides
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.problems import Problem, did_you_mean, did_you_misspell, error_of
@@ -186,6 +187,8 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
   _check(values, merged, explicit)
   config = Config(**{section: make_section(section, values) for section in SECTIONS})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
+  nearer = frozenset(leaf for leaf in explicit if merged[leaf] is not of_model[leaf])
+  notes += idle_notes(config, {leaf: merged[leaf].origin for leaf in explicit}, nearer, explicit - nearer)
   if theirs or is_base(str(path)):
     said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not of_model[leaf])
     if theirs:

@@ -80,8 +80,8 @@ def load_balance(program: TrainProgram) -> str | None:
     return None
   parts = program.config.training.gradient_accumulation_steps
   passes = (
-    f": of the complete batch, for which each of the {parts} microbatches takes a forward pass more (maxtext and "
-    "deepseek_sequence need none)"
+    f"; each step takes one more forward pass over its {parts} microbatches to find the load of the complete batch "
+    "(load_balance_loss=maxtext and deepseek_sequence take none)"
   )
   said = f"load_balance_loss={losses.definition} with load_balance_loss_weight={losses.weight:g}"
   return said + (passes if parts > 1 and losses.needs_batch_load else "")

@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, require_dropout, with_base
 from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.checkpoint.given_adapter import with_given
+from maxtext_like.config.idle_keys import fixed_router_bias
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
@@ -286,8 +287,6 @@ def make_program(
   spec = objective.params()
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask, adapter, t.vision_tower)
   optimizer = make_optimizer(t, selection.split(spec)[0], "float32" if adapter else config.precision.weight_dtype)
-  # Where a mask, an adapter or the model says what is trained, the biases of the routers stay as they are.
-  everything = not t.trainable_parameters_mask and not config.model.trained_part and not adapter
   kind = TrainStep
   if t.optimizer_in_backward:
     kind, optimizer = functools.partial(StepInBackward, clip_by=t.clip), ByLayer.of(optimizer)
@@ -300,7 +299,7 @@ def make_program(
     clip=t.gradient_clipping_threshold,
     parts=t.gradient_accumulation_steps,
     grad_dtype=config.precision.grad_dtype,
-    router_bias=find_router_bias(decoder, config.model.router_bias_rate) if everything else None,
+    router_bias=None if fixed_router_bias(config) else find_router_bias(decoder, config.model.router_bias_rate),
     probed_stacks={s.name: (s.repeats, len(s.layers)) for s in decoder.stacks} if config.logging.numerics_every else None,
     rounding=StochasticRounding(t.seed) if t.stochastic_rounding else None,
     summed_once=_summed_once(decoder, spec, model.mesh) if t.gradient_accumulation_steps > 1 else (),

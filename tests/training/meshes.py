@@ -43,21 +43,17 @@ ACCUMULATED = {
   "two-parts-data": "ici_data=4 ici_fsdp=1 ici_tensor=2",
   "two-parts-slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
 }
-"""The same rows in two microbatches; one device takes them so, too: what balances experts is a product of means over each. The
-gradients of the first are added up over devices once a step, those of the second in each microbatch."""
+"""The same rows in two microbatches, which one device takes as one batch. The gradients of the first are added up over devices
+once a step, those of the second in each microbatch."""
 ONE = "ici_fsdp_parallelism=1"
 
 MESHES = ALONE | MIXED | ACCUMULATED
 
 
-def parts_of(mesh: str, devices: int) -> list[str]:
-  """The keys that make microbatches of the rows, if this mesh has them."""
-  return [f"per_device_batch_size={ROWS / devices / 2}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
-
-
 def words_of(mesh: str) -> list[str]:
   """As the command line has it."""
-  return [*parts_of(mesh, 8), *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
+  parts = [f"per_device_batch_size={ROWS / 8 / 2}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
+  return [*parts, *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
 
 
 def batch_of(program: Any) -> dict[str, np.ndarray]:
@@ -138,14 +134,12 @@ def main(model: str, *words: str) -> dict[str, dict[str, Any]]:
   import jax
 
   names, keys = [w for w in words if "=" not in w] or [*MESHES], [w for w in words if "=" in w]
-  start, one, found = None, {}, {}
+  found = {}
+  one, gradients, start = descend(model, [*keys, ONE], jax.devices()[:1])
+  wanted = jax.device_get(gradients)
   for name in names:
-    parts = tuple(parts_of(name, 1))
-    if parts not in one:
-      losses, gradients, start = descend(model, [*keys, *parts, ONE], jax.devices()[:1], start)
-      one[parts] = losses, jax.device_get(gradients)
     losses, gradients, _ = descend(model, [*keys, *words_of(name)], jax.devices(), start)
-    found[name] = {"losses": losses, "one": one[parts][0], "gradients": apart(gradients, one[parts][1])}
+    found[name] = {"losses": losses, "one": one, "gradients": apart(gradients, wanted)}
     print(name, losses, f"{found[name]['gradients']:.1e}", file=sys.stderr, flush=True)
   return found
 

@@ -1,0 +1,155 @@
+"""Keys that have no effect beside the other values of a configuration: what is said about them when they are set.
+
+Combinations that are wrong are refused by the sections and by ``rules.py``. A key of this table is harmless, but a person who
+sets it expects an effect, so a note says that there is none, and why. ``tests/training/test_turned_keys.py`` turns every key of
+``training:`` and fails if a key changes no program, is not refused and is not reported.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from maxtext_like.config.schema import LEAVES, Config
+from maxtext_like.config.yaml_file import to_text
+
+Why = Callable[[Config], str]
+"""Why a key has no effect in a configuration; empty if it has one."""
+
+
+@dataclass(frozen=True)
+class Idle:
+  """When a key has no effect.
+
+  Attributes:
+    why: see ``Why``.
+    in_model_file: a note is written for a value of the model's file too. Other values of that file are for all runs of the
+      model, whatever the optimizer or the schedule.
+  """
+
+  why: Why
+  in_model_file: bool = False
+
+
+def fixed_router_bias(config: Config) -> str:
+  """Why the biases of the routers are not updated; empty if they may be."""
+  if config.adapter.trained:
+    return "an adapter is trained, and the weights below it stay as they are, biases of routers too"
+  if config.training.trainable_parameters_mask:
+    return "with trainable_parameters_mask the biases of routers stay as they are"
+  if config.model.trained_part:
+    return f"{config.model.trained_part[1]}, and the biases of routers stay as they are"
+  return "" if _experts(config) else "no layer has experts"
+
+
+def _experts(config: Config) -> bool:
+  model = config.model
+  return any(model.has("experts", layer) for layer in range(model.num_decoder_layers))
+
+
+def _of_optimizer(*names: str) -> Why:
+  return lambda config: "" if config.training.opt_type in names else f"opt_type is {config.training.opt_type}"
+
+
+def _first_moment(config: Config) -> str:
+  t = config.training
+  if t.opt_type == "adafactor" and not t.adafactor_momentum_rank:
+    return "opt_type is adafactor, which has no first moment with adafactor_momentum_rank: 0"
+  return _of_optimizer("adamw", "lion", "adafactor")(config)
+
+
+def _final_rate(config: Config) -> str:
+  return "lr_schedule_type is constant" if config.training.lr_schedule_type == "constant" else ""
+
+
+def _schedule_length(config: Config) -> str:
+  t = config.training
+  constant = t.lr_schedule_type == "constant" and not t.warmup_steps_fraction
+  return "lr_schedule_type is constant and warmup_steps_fraction is 0" if constant else ""
+
+
+def _clip(config: Config) -> str:
+  t = config.training
+  if not t.gradient_clipping_threshold:
+    return "gradient_clipping_threshold is 0, so nothing is clipped"
+  scaled = t.clip == "running" and config.precision.dtype == "float16"
+  return "float16 measures all gradients first, so clip: running clips by their norm as clip: exact does" if scaled else ""
+
+
+def _losses(config: Config) -> str:
+  if config.model.trained_part:
+    return f"{config.model.trained_part[1]}, which the losses of routers do not reach"
+  return "" if _experts(config) else "no layer has experts"
+
+
+def _definition(config: Config) -> str:
+  return _losses(config) or ("" if getattr(config.model, "load_balance_loss_weight", 0) else "load_balance_loss_weight is 0")
+
+
+def _indexer(config: Config) -> str:
+  return "" if config.model.has("indexer") else "use_indexer is false"
+
+
+def _unless(section: str, key: str) -> Why:
+  """No effect while another key is off."""
+
+  def why(config: Config) -> str:
+    value = getattr(getattr(config, section), key)
+    return "" if value else f"{key} is {to_text(value)}"
+
+  return why
+
+
+IDLE: Mapping[str, Idle] = {
+  "adam_b1": Idle(_first_moment),
+  "adam_b2": Idle(_of_optimizer("adamw", "lion")),
+  "adam_eps": Idle(_of_optimizer("adamw")),
+  "sgd_momentum": Idle(_of_optimizer("sgd")),
+  "adafactor_momentum_rank": Idle(_of_optimizer("adafactor")),
+  "learning_rate_final_fraction": Idle(_final_rate),
+  "wsd_decay_steps_fraction": Idle(
+    lambda c: "" if c.training.lr_schedule_type == "wsd" else f"lr_schedule_type is {c.training.lr_schedule_type}"
+  ),
+  "lr_schedule_steps": Idle(_schedule_length),
+  "clip": Idle(_clip),
+  "spike_window": Idle(_unless("training", "spike_factor")),
+  "max_spike_rollbacks": Idle(_unless("training", "spike_factor")),
+  "loss_scale_init": Idle(lambda c: "" if c.precision.dtype == "float16" else f"dtype is {c.precision.dtype}"),
+  "grouped_product": Idle(lambda c: "" if _experts(c) else "no layer has experts"),
+  "routed_bias_update_rate": Idle(fixed_router_bias, in_model_file=True),
+  "load_balance_loss": Idle(_definition),
+  "load_balance_loss_weight": Idle(_losses),
+  "router_z_loss_weight": Idle(_losses),
+  "indexer_loss_scaling_factor": Idle(_indexer),
+  "indexer_sparse_training": Idle(_indexer),
+  "eval_steps": Idle(_unless("data", "eval_interval")),
+  "data_shuffle_seed": Idle(_unless("data", "shuffle")),
+  "sample_prompts": Idle(_unless("logging", "sample_every")),
+  "sample_tokens": Idle(_unless("logging", "sample_every")),
+  "sample_temperature": Idle(_unless("logging", "sample_every")),
+  "checkpoint_interval": Idle(_unless("checkpoint", "enable_checkpointing")),
+  "max_to_keep": Idle(_unless("checkpoint", "enable_checkpointing")),
+  "async_checkpointing": Idle(_unless("checkpoint", "enable_checkpointing")),
+}
+"""Keys that other values may leave without an effect."""
+
+_OFF = {"adafactor_momentum_rank": 0, "routed_bias_update_rate": 0.0, "load_balance_loss_weight": 0.0}
+_OFF |= {"router_z_loss_weight": 0.0, "clip": "exact"}
+"""Values that ask for nothing, so that nothing is said about them."""
+
+
+def idle_notes(config: Config, origins: Mapping[str, str], said: frozenset[str], of_model: frozenset[str]) -> Iterator[str]:
+  """A sentence for each key that is set and has no effect.
+
+  Args:
+    config: the sections, without problems.
+    origins: by leaf name, the place of its value.
+    said: leaf names that the command line or an overlay sets.
+    of_model: leaf names that the model's file sets.
+  """
+  for key, idle in IDLE.items():
+    if key not in said and not (idle.in_model_file and key in of_model):
+      continue
+    value = getattr(getattr(config, LEAVES[key][0]), key, None)  # a family may lack it, which is another rule's
+    if value is None or (key in _OFF and value == _OFF[key]):
+      continue
+    if why := idle.why(config):
+      yield f"{origins[key]}: {key} has no effect: {why}"
