@@ -68,7 +68,6 @@ def _record(record: "ShownRecord", length: int, colour: bool) -> str:
 
 def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
   from maxtext_like.cli.main import printable
-  from maxtext_like.data.inspection import unread_fields
 
   of = f"{c.documents:,} of {c.available:,}" if c.documents < c.available else f"{c.documents:,}"
   share = f" ({c.learned / c.tokens:.1%})" if c.tokens else ""
@@ -80,8 +79,7 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
     + (f", {c.excluded:,} left out as their records mark them" if c.excluded else ""),
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
-  if c.unread:
-    lines.append(f"note      {unread_fields(c.unread)}")
+  lines += [f"note      {printable(note)}" for note in c.notes]
   if not c.learned:
     lines += ["nothing is learned: train refuses this", f"  fix: {_more_to_learn(c, length)}"]
   lines += [f"bad       {printable(reason)}" for reason in c.reasons]

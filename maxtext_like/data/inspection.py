@@ -23,15 +23,14 @@ from maxtext_like.data.image_names import shown
 from maxtext_like.data.images import BadImageError, check_header
 from maxtext_like.data.input_files import cache_folder
 from maxtext_like.data.multimodal import Multimodal
+from maxtext_like.data.notes import Notes, Seen
 from maxtext_like.data.special_tokens import Spellings, listed
 from maxtext_like.errors import UserError
-from maxtext_like.strict_json import printable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4  # of a kept entry, and of the rules: what an older one says may not hold any more
+FORMAT = 5  # of a kept entry, and of the rules: what an older one says may not hold any more
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
-UNREAD_KEPT = 1000  # names of fields that nothing reads
 SHOWN = 10
 FIXES_KEPT = 10
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
@@ -44,36 +43,14 @@ class Findings:
   Attributes:
     bad: document and reason of the first BAD_KEPT bad records.
     bad_count: of all of them.
-    spelt: how often each special token is spelt out in the text.
-    spelt_documents: how many documents have any.
-    spelt_first: the first of them; None: there is none.
-    unread: in how many records each field has a value that nothing reads.
-    lost_early: answers before the last user's message that are learned without the thought that the record has.
-    lost_late: answers after it, of a template that has no thoughts.
-    lost_first: the first document with such an answer; None: there is none.
+    notes: what is said about the good ones.
     fixes: what to type against bad records, as ``BadRecordError.fix`` says, and for how many of them.
   """
 
   bad: tuple[tuple[int, str], ...] = ()
   bad_count: int = 0
-  spelt: tuple[tuple[str, int], ...] = ()
-  spelt_documents: int = 0
-  spelt_first: int | None = None
-  unread: tuple[tuple[str, int], ...] = ()
-  lost_early: int = 0
-  lost_late: int = 0
-  lost_first: int | None = None
+  notes: Notes = field(default_factory=Notes)
   fixes: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Seen:
-  """What a look at one good record found; see ``Findings``."""
-
-  spelt: Mapping[str, int] = field(default_factory=dict)
-  unread: tuple[str, ...] = ()
-  lost_early: int = 0
-  lost_late: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,32 +137,22 @@ def inspect(
 def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
   """What is found, and whether it holds as long as the data are the same (a missing image file may come back)."""
   bad: list[tuple[int, str]] = []
-  spelt: Counter[str] = Counter()
-  unread: Counter[str] = Counter()
-  lost_early = lost_late = 0
-  lost_first: int | None = None
+  notes = Notes()
   fixes: Counter[str] = Counter()
-  bad_count, spelt_documents, first, lasting = 0, 0, None, True
+  bad_count, lasting = 0, True
   told = lived = time.monotonic()
   for number, record in enumerate(islice(documents.scan(), count)):
     try:
       if isinstance(record, BadRecordError):
         raise record
       seen = rules.check(record, "")
-      if seen.spelt:
-        spelt.update(seen.spelt)
-        spelt_documents += 1
-        first = number if first is None else first
-      unread.update(name for name in seen.unread if name in unread or len(unread) < UNREAD_KEPT)
-      if seen.lost_early or seen.lost_late:
-        lost_first = number if lost_first is None else lost_first
-        lost_early, lost_late = lost_early + seen.lost_early, lost_late + seen.lost_late
       if record.images:
         try:
           rules.check_images(record, "")
         except BadRecordError:
           lasting = False
           raise
+      notes.add(number, seen)
     except BadRecordError as error:
       bad_count += 1
       fixes[error.fix] += 1
@@ -198,11 +165,7 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
     if now - told > TELL_SECONDS:
       told = now
       logger.warning("looking at every record, once for these data: %s of %s so far", f"{number + 1:,}", f"{count:,}")
-  found = Findings(
-    tuple(bad), bad_count, tuple(spelt.most_common()), spelt_documents, first, tuple(unread.most_common()), lost_early,
-    lost_late, lost_first, tuple(fixes.most_common(FIXES_KEPT)),
-  )  # fmt: skip
-  return found, lasting
+  return Findings(tuple(bad), bad_count, notes, tuple(fixes.most_common(FIXES_KEPT))), lasting
 
 
 def most_skipped(count: int) -> int:
@@ -238,34 +201,8 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
   if found.bad_count:
     first = next(_shown(found, documents))
     logger.warning("data.%s: %d of %d records are bad and left out; the first: %s", key, found.bad_count, count, first)
-  if found.spelt and not asked:
-    assert found.spelt_first is not None
-    logger.warning(
-      "data.%s: %d of %d documents spell special tokens in their text (%s; first in %s). They become plain text; "
-      "Hugging Face takes them for the tokens. special_tokens_in_text=parse does so too, =literal keeps them text without this "
-      "warning, =error refuses such records",
-      key, found.spelt_documents, count, listed(dict(found.spelt)), documents.place(found.spelt_first),
-    )  # fmt: skip
-  if found.unread:
-    logger.warning("data.%s: %s", key, unread_fields(dict(found.unread)))
-  if found.lost_first is not None:
-    parts = []
-    if found.lost_early:
-      parts.append(f"{found.lost_early} before the last user's message, where the template drops thoughts")
-    if found.lost_late:
-      parts.append(f"{found.lost_late} after it, where the template does not write the thought that the record has")
-    logger.warning(
-      "data.%s: %d answers are learned without their thoughts: %s (first in %s). train_on=last learns the answers to the last "
-      "user's message alone",
-      key, found.lost_early + found.lost_late, ", ".join(parts), documents.place(found.lost_first),
-    )  # fmt: skip
-
-
-def unread_fields(counts: Mapping[str, int]) -> str:
-  """A sentence that lists fields of records that nothing reads, with the number of records that have each."""
-  names = [f"'{printable(name)}' in {count:,}" for name, count in counts.items()]
-  more = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
-  return f"fields of the records that are not used: {', '.join(names[:SHOWN])}{more} records"
+  for sentence in found.notes.sentences(count, documents.place, asked=asked):
+    logger.warning("data.%s: %s", key, sentence)
 
 
 def fix_of_bad(fixes: Mapping[str, int], bad: int, count: int, skip: str) -> str:
@@ -314,8 +251,8 @@ def _kept(entry: Path) -> Findings | None:
     if stored["sum"] != _sum(stored["findings"]):
       return None
     found = stored["findings"]
-    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "spelt", "unread", "fixes")}
-    return Findings(**{**found, **pairs})
+    pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "fixes")}
+    return Findings(**{**found, **pairs, "notes": Notes(**found["notes"])})
   except (OSError, ValueError, KeyError, TypeError):  # the data are looked at again, and the entry is written anew
     return None
 

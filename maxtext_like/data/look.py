@@ -1,6 +1,6 @@
 """What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
 
-from collections import Counter
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,6 +12,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.inspection import Rules, fix_of_bad, most_skipped
 from maxtext_like.data.loader import make_rules
+from maxtext_like.data.notes import Notes
 from maxtext_like.data.order import Order, Share
 from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
 from maxtext_like.data.sources import DataConfig, kind_of, open_documents
@@ -62,7 +63,7 @@ class SourceCounts:
     rows: that are filled.
     filled: share of the places in them that are no padding.
     reasons: of the first bad records.
-    unread: in how many records each field has a value that nothing reads.
+    notes: sentences about records that can be used but may not give what their author meant, with counts.
     fix: what to type against the bad records; "" if there are none.
   """
 
@@ -79,7 +80,7 @@ class SourceCounts:
   rows: int
   filled: float
   reasons: tuple[str, ...]
-  unread: dict[str, int]
+  notes: tuple[str, ...]
   fix: str = ""
 
 
@@ -208,7 +209,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     if len(reasons) < BAD_SHOWN:
       reasons.append(str(bad))
 
-  counting = _CountsUnread(documents)
+  counting = _Noting(documents, rules)
   order = Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None)
   packer = Packer(
     DocumentStream(order, replace(tokenise, documents=counting)),
@@ -241,25 +242,26 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     rows=rows,
     filled=filled / max(1, rows * length),
     reasons=tuple(reasons),
-    unread=dict(counting.unread.most_common()),
+    notes=tuple(counting.notes.sentences(got["documents"], documents.place, asked=data.special_tokens_in_text is not None)),
     fix=fix_of_bad(fixes, got["bad"], got["documents"] - got["empty"], _skip(got["bad"], available)) if got["bad"] else "",
   )
 
 
-class _CountsUnread:
-  """Documents that count the fields of conversations that nothing reads, as they are read."""
+class _Noting:
+  """Documents that count what is worth a note, as they are read."""
 
-  def __init__(self, documents: Documents):
-    self._documents = documents
-    self.unread: Counter[str] = Counter()
+  def __init__(self, documents: Documents, rules: Rules):
+    self._documents, self._rules = documents, rules
+    self.notes = Notes()
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._documents, name)
 
   def read(self, index: int) -> Record:
+    """Document `index`. A bad record is left to the one that reads it."""
     record = self._documents.read(index)
-    if record.conversation is not None:
-      self.unread.update(record.conversation.unread)
+    with contextlib.suppress(BadRecordError):
+      self.notes.add(index, self._rules.check(record, self._documents.place(index)))
     return record
 
 

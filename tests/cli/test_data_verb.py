@@ -66,6 +66,22 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   assert f"{chats}:3: the record is list, expected an object: of a file that is one list each entry has to be a line" in out
 
 
+def test_what_may_not_be_meant_is_noted(chats, capsys):
+  """Fields that nothing reads, thoughts that the template drops, and several records that are left out on purpose."""
+  thought = RECORDS[0]["messages"][1] | {"reasoning_content": "Add."}
+  turns = [ASKED, thought, ASKED, RECORDS[1]["messages"][1]]
+  records = [{"messages": turns, "source": "web"}, RECORDS[0] | {"label": False}, RECORDS[1] | {"source": "web"}]
+  chats.write_text("".join(json.dumps(record) + "\n" for record in records))
+  words = ["chat_template=gemma4-small", "max_target_length=200", "--show=0"]
+  assert main(["data", *WORDS, f"dataset_path={chats}", *words]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[1] == "documents 3, 0 empty, 0 bad"
+  assert lines[3].endswith("0 left out with nothing to learn, 1 left out as their records mark them")
+  assert lines[5] == "note      fields of the records that are not used: 'source' in 2 of 3 records"
+  lost = "note      1 answers are learned without their thoughts: 1 before the last user's message, where the template drops"
+  assert lines[6].startswith(f"{lost} thoughts (first in {chats}:1). train_on=last")
+
+
 def test_of_many_bad_records_some_are_listed(chats, capsys):
   chats.write_text('{"text": "a"}\n' * 12)
   assert main(["data", *WORDS, f"dataset_path={chats}", "--show=0"]) == 2

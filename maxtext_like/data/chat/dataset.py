@@ -4,7 +4,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.vision import VisionConfig
@@ -63,6 +63,7 @@ class Chat:
   train_on: TrainOn
   multimodal: Multimodal | None = None
   special_tokens: str | None = None
+  _newest: tuple[Conversation, tuple[Rendered, ...]] | None = field(default=None, repr=False, compare=False)
 
   @classmethod
   def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
@@ -81,6 +82,12 @@ class Chat:
 
   def samples(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
     """The texts that are trained on. Raises BadRecordError: the template does not have it, or there is nothing to learn."""
+    newest = self._newest
+    if newest is None or newest[0] is not conversation:  # a record is checked and then encoded
+      newest = self._newest = conversation, self._rendered(conversation, place)
+    return newest[1]
+
+  def _rendered(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
     learned = answers_to_learn(conversation, self.train_on)
     try:
       samples = self.renderer.samples(conversation, learned)
