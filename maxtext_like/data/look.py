@@ -1,6 +1,7 @@
 """What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -163,7 +163,7 @@ def test_missing_images_are_found_before_the_first_step_and_may_come_back(make, 
   image = (tmp_path / "27.png").rename(tmp_path / "away.png")
   given = write(tmp_path, "jsonl", records) | {"vision": VISION, "vocab_size": 300}
   for _ in range(2):
-    with pytest.raises(UserError, match=r"jsonl:28: image .*27\.png: no such file\. Repair"):
+    with pytest.raises(UserError, match=r"jsonl:28: image .*27\.png: no such file\n  fix: repair"):
       make(**given)
   image.rename(tmp_path / "27.png")
   make(**given)
