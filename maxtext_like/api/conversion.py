@@ -1,5 +1,6 @@
 """Hugging Face checkpoints and peft's adapters to ours, and back."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
   from maxtext_like.storage import Place
 
 FOLDER = "hugging_face"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def export_checkpoint(
   step, stored = _step_of(source)
   require_counterpart(section("model", stored.config))  # before its weights are read
   origin, notes = _origin(step, stored), ()
+  _warn_if_failed(step, stored)
   dtype = dtype or origin.dtype or "bfloat16"
   if holds_adapter_alone(stored):
     whole = _on_one_device(step, stored)
@@ -277,6 +280,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   if not holds_adapter_alone(stored):
     raise UserError(f"{step}: holds a whole model and no adapter\n  fix: export it as a model")
   require_counterpart(section("model", stored.config))
+  _warn_if_failed(step, stored)
   model = _on_one_device(step, stored)
   adapter, factors = read_adapter(step, stored, model)
   base = Base.from_json(stored.extra[EXTRA])
@@ -293,6 +297,14 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     settings=settings,
   )
   return ExportedAdapter(target, written.maps, settings.lora_rank, base.source, base.seed, settings.base_weights, written.notes)
+
+
+def _warn_if_failed(step: Path, stored: "Manifest") -> None:
+  """Warns if the run that saved the step has failed."""
+  from maxtext_like.training.divergence import reasons_of
+
+  if reasons := reasons_of(stored):
+    _log.warning("%s: the run has failed, and these weights are not usable: %s", step, "; ".join(reasons))
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

@@ -9,12 +9,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
+from maxtext_like.training.step import Batch, State
 from maxtext_like.training.what_to_try import what_to_try
 
 _log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ WORDS = {  # what is called otherwise in messages
   "state_parameters": "parameters",
   "state_optimizer": "optimizer state",
 }
+USUAL_NORM = "0.1 to 100"  # of the gradients of a first step, in the model files from random and from trained weights
+LARGE_NORM = 1000.0  # one above this is remarked on
 SHOWN = 8  # names of non-finite arrays that are listed
 
 Report = dict[str, dict[str, Any]]
@@ -49,12 +52,32 @@ class StepResult:
     """Whether the state after the step is, and so may be saved."""
     return bool(self.finite["state_parameters"].all() and self.finite["state_optimizer"].all())
 
+  @property
+  def overflow(self) -> bool:
+    """Whether it was skipped for float16 gradients, which a lower loss scale keeps finite."""
+    return "loss_scale" in self.scalars and bool(self.finite["loss"]) and not self.finite["gradients"].all()
+
 
 def model_order(name: str) -> tuple:
   """Sorts parameter names as a forward pass meets them."""
   if layer := re.match(r"(?:\w+\.)?layers\.(\d+)\.(.*)", name):
     return (1, int(layer[1]), layer[2])
   return (2 if re.search(r"\b(final_norm|head)\b", name) else 0, 0, name)
+
+
+class Explainer(Protocol):
+  """Watches a run for the step that ends it; analysis.failed_step has the one there is."""
+
+  def remember(self, state: State) -> None:
+    """Gets the state before each step, which takes the state's memory."""
+    ...
+
+  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
+    """The error with what is known about it, of finished steps, the state after the failed one, and its batch.
+
+    Args: ``applied``: the update was taken over, so the state before it is gone.
+    """
+    ...
 
 
 class FinitenessGuard:
@@ -198,6 +221,8 @@ class FinitenessGuard:
     entry = _entry(not names, step=result.step, arrays=len(self._labels[check]))
     if not names or check == "gradients":
       entry["norm"] = _number(norm)  # of parameters that were not taken over there is none
+      if check == "gradients" and not names and (remark := _unusual(norm)):
+        entry["remark"] = remark
     if names:
       entry |= {"non_finite": len(names), "first": names[:SHOWN]}
     if "loss_scale" in result.scalars and check == "gradients":
@@ -211,7 +236,7 @@ class FinitenessGuard:
     if name.startswith("loss"):
       return f"finiteness  {name:<10}  {e['result']:<10}  {_text(e['value'])}"
     if "first" not in e:
-      detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}"
+      detail = f"{e['arrays']} arrays, norm {_text(e['norm'])}" + (f": {e['remark']}" if "remark" in e else "")
     else:
       more = ", ..." if e["non_finite"] > 3 else ""
       detail = f"{e['non_finite']} of {e['arrays']} arrays: {', '.join(e['first'][:3])}{more}"
@@ -238,6 +263,13 @@ class FinitenessGuard:
 
 def _entry(finite: bool, **values: Any) -> dict[str, Any]:
   return {"result": "finite" if finite else "not finite", "finite": finite, **values}
+
+
+def _unusual(norm: float) -> str | None:
+  """A remark on a gradient norm that is far from what is usual in a first step, else None."""
+  if norm > LARGE_NORM:
+    return f"far above the usual {USUAL_NORM}; check the weights (maxtext-like risk) and the data, and lower learning_rate"
+  return "no parameter has a gradient in this batch" if norm == 0 else None
 
 
 def _number(x: float) -> float | str:

@@ -13,7 +13,6 @@ from maxtext_like.config.load import Loaded
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Problem, error_of
 from maxtext_like.config.schema import Config
-from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.data import input_files
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenizer import AUTO, find_tokenizer
@@ -21,6 +20,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote, require_usable
 from maxtext_like.training import standing
 from maxtext_like.training.best import stopped_early
+from maxtext_like.training.divergence import failed_run, reasons_of
 from maxtext_like.training.remote_run_directory import RemoteRunDirectory
 from maxtext_like.training.run_directory import RunDirectory
 from maxtext_like.training.sinks import trackers
@@ -40,6 +40,7 @@ def first_look(loaded: Loaded) -> str | None:
 
   Raises:
     UserError: every path that leads nowhere; or as ``Standing.require``; or the run is of another model.
+    NonFiniteError: the run is finished, and the weights that it left are not usable.
   """
   config = loaded.config
   directory = run_directory(config)
@@ -58,7 +59,7 @@ def first_look(loaded: Loaded) -> str | None:
     early, steps = stopped_early(stored, config.training), config.training.steps  # those of epochs are not counted yet
     over = early is not None or (steps is not None and stands.newest >= steps)
     if over and not mirrored and compatibility.surely_same_arrays(stored.config, current):
-      return finished_line(directory.shown, stands.newest, early, config.training)
+      return finished_line(directory.shown, stored, early, config)
   if not remote and (reason := _unusable(directory.path)) is not None:
     raise UserError(
       f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
@@ -66,12 +67,27 @@ def first_look(loaded: Loaded) -> str | None:
   return None
 
 
-def finished_line(run: str, step: int, early: str | None, training: TrainingConfig) -> str:
-  """What a finished run says; ``early``: why it ended before its last step, if it did."""
-  if early is not None and (training.steps is None or step < training.steps):
-    return f"{run}: {early}; raise early_stopping_patience to go on"
-  length = "steps" if training.epochs is None else "epochs"
-  return f"{run}: already at step {step} of {training.last_step}; raise {length} to go on"
+def finished_line(run: str, stored: manifest.Manifest, early: str | None, config: Config) -> str:
+  """The line about a finished run.
+
+  Args:
+    run: its directory.
+    stored: manifest of its newest checkpoint.
+    early: why it ended before its last step; None if it did not.
+    config: of whoever starts it again.
+
+  Raises:
+    NonFiniteError: the weights that it left are not usable.
+  """
+  training = config.training
+  if early is not None and (training.steps is None or stored.step < training.steps):
+    done, onward = early, "raise early_stopping_patience to go on"
+  else:
+    done = f"already at step {stored.step} of {training.last_step}"
+    onward = f"raise {'steps' if training.epochs is None else 'epochs'} to go on"
+  if reasons := reasons_of(stored):
+    raise failed_run(f"{run}: {done}", reasons, config)
+  return f"{run}: {done}; {onward}"
 
 
 def _lost_paths(loaded: Loaded) -> Iterator[Problem]:

@@ -8,25 +8,27 @@ step n + 1 can keep the host until far into that step, and every end but the las
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 
 from maxtext_like.checkpoint.adapter_step import EXTRA as BASE
 from maxtext_like.checkpoint.adapter_step import Base
 from maxtext_like.checkpoint.manager import CheckpointManager
 from maxtext_like.errors import ExitError, NonFiniteError
 from maxtext_like.sharding import processes
-from maxtext_like.training import memory, update_survival
+from maxtext_like.training import update_survival
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import batch_of
-from maxtext_like.training.finiteness import FinitenessGuard, StepResult
+from maxtext_like.training.divergence import EXTRA as DIVERGENCE
+from maxtext_like.training.divergence import Divergence
+from maxtext_like.training.finiteness import Explainer, FinitenessGuard, StepResult
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
 from maxtext_like.training.goodput import Goodput
+from maxtext_like.training.launched_step import LaunchedStep
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
@@ -41,44 +43,6 @@ from maxtext_like.training.stepper import Stepper
 from maxtext_like.training.watchdog import Watchdog
 
 _GOODPUT_SECONDS = 10.0  # between two writes: what a killed life may leave uncounted
-
-
-@dataclass(frozen=True)
-class _Launched:
-  """A step that the device works on.
-
-  Attributes:
-    step: its number.
-    metrics: there when it is finished.
-    batch: of the step.
-    end: of the step, in seconds of ``time.perf_counter``.
-    drawn: when the host began and ended to wait for the batch, likewise.
-    read: how far the data were read when it was drawn, as ``DataSource.progress`` says.
-    position: state of the data after its batch; None: nobody goes back.
-  """
-
-  step: int
-  metrics: Metrics
-  batch: Any
-  end: Future[float]
-  drawn: tuple[float, float]
-  read: dict[str, float]
-  position: dict[str, Any] | None
-
-
-class Explainer(Protocol):
-  """Watches a run for the step that ends it; analysis.failed_step has the one there is."""
-
-  def remember(self, state: State) -> None:
-    """Gets the state before each step, which takes the state's memory."""
-    ...
-
-  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
-    """The error with what is known about it, of finished steps, the state after the failed one, and its batch.
-
-    Args: ``applied``: the update was taken over, so the state before it is gone.
-    """
-    ...
 
 
 @dataclass
@@ -102,6 +66,7 @@ class Loop:
     goodput: clock of this life.
     spikes: of the loss; off unless given.
     best: watches the evaluations; None: nobody asks which was best.
+    divergence: watches losses and the parameter norm.
     finished: steps that are.
     stopped_early: why the run ended before its last step; None: it did not.
     profile: traces some steps; None: none.
@@ -118,6 +83,7 @@ class Loop:
   progress: Progress
   stop: StopRequest
   guard: FinitenessGuard
+  divergence: Divergence
   flops: float
   peak_tflops: float | None
   failed: Explainer | None = None
@@ -130,19 +96,21 @@ class Loop:
   finished: int = field(default=0, init=False)
   stopped_early: str | None = field(default=None, init=False)
   profile: Profile | None = None
-  _pending: _Launched | None = field(default=None, init=False)
+  _pending: LaunchedStep | None = field(default=None, init=False)
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
+  _batch: Any = field(default=None, init=False)  # of the newest finished step
   _low: bool = field(default=False, init=False)  # that little of the updates survives has been said
-  _spiked: tuple[_Launched, Spike] | None = field(default=None, init=False)
+  _spiked: tuple[LaunchedStep, Spike] | None = field(default=None, init=False)
   _unsaved_seconds: float = field(default=0.0, init=False)
 
   def run(self, start: int) -> None:
     """Trains from ``start`` finished steps to the configuration's ``steps``.
 
     Raises:
-      NonFiniteError: see ``FinitenessGuard``; no state is saved after that.
+      NonFiniteError: see ``FinitenessGuard``; no state is saved after that. Or all steps were taken, and ``Divergence`` says
+        that the weights are not usable; they are saved with that remark.
       ExitError: stopped by a signal, after a checkpoint.
       RetryableError: checkpoints keep failing.
       UserError, RetryableError: the data's own, as of a file that has gone; the finished steps are saved before.
@@ -194,7 +162,7 @@ class Loop:
           continue
         end = clock.submit(_end_of, metrics["loss"])
         position = None if self.spikes is None else self.data.get_state()
-        self._pending = _Launched(step, metrics, batch, end, self._drawn, self.data.progress(), position)
+        self._pending = LaunchedStep(step, metrics, batch, end, self._drawn, self.data.progress(), position)
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         evaluating = self.evaluate is not None and step % d.eval_interval == 0
         saving = self.manager is not None and self.manager.due(step)
@@ -218,7 +186,8 @@ class Loop:
         if self.manager is not None:
           self.manager.poll()
           found = self._keeps_best and self.best is not None and self.best.step == step
-          if (saving or found) and step < t.last_step:
+          # The last step is saved below, when it is known whether its weights are usable.
+          if (saving or found) and step < t.last_step and not self._is_enough(step):
             with self.goodput.phase("save"):
               self._flush()
               self._look_before_save(step)
@@ -231,7 +200,18 @@ class Loop:
         if step < t.last_step:
           self._stop_if_asked(step)
         self.watchdog.again("step", f"step {step + 1}")
-    self._save_and_wait(step)
+    self._measure_final_loss()
+    kept = self._save_and_wait(step)
+    if (error := self.divergence.failure(step, kept, (self._best_to_keep() or (None,))[0])) is not None:
+      raise error
+
+  def _measure_final_loss(self) -> None:
+    """Runs the weights that the last step left forward: that step's loss is of the weights before it."""
+    if self._batch is None or self.divergence.history.reasons(0) or not self.finite:
+      return
+    with self.goodput.phase("end"), self.watchdog.watch("step", "the forward pass of the final weights"):
+      self.state, loss = self.stepper.loss(self.state, self._batch)
+      self.divergence.history.final = float(jax.device_get(loss))
 
   @property
   def _keeps_best(self) -> bool:
@@ -288,7 +268,7 @@ class Loop:
     return self.program.place(batch)
 
   def _extra(self) -> dict[str, Any]:
-    extra = {"data": self.data.get_state(), "batch": batch_of(self.program)}
+    extra = {"data": self.data.get_state(), "batch": batch_of(self.program), DIVERGENCE: self.divergence.get_state()}
     if self.spikes is not None:
       self.spikes.documents = self.data.counts()["documents"]
       extra[SPIKES] = self.spikes.get_state()
@@ -341,6 +321,7 @@ class Loop:
     self.stepper.forget()
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
+    self.divergence.restart(restored.extra.get(DIVERGENCE))
     if self.best is not None:
       self.best.set_state(restored.extra.get(BEST), to)
     self.files.rewind(to)
@@ -453,31 +434,19 @@ class Loop:
     if step == self.finished and self.stop.requested is not None:  # no step after it
       self.watchdog.leave()
     seconds, self._last_end = end - begin, end
-    # While the device works on a step, the host may wait for the next batch for nothing.
-    starved = min(max(0.0, launched.drawn[1] - max(launched.drawn[0], begin)), seconds)
+    starved = launched.starved(begin, seconds)
     self.goodput.move("steps", "data", starved)
     finite = host.pop("finite")
-    every = self.program.config.logging.numerics_every
-    by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
-    survival = host.pop(update_survival.NAME, None)
-    # Whole numbers stay whole: a count is not 1024.0.
-    scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
-    row: Row = {"step": step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
-    row["data_seconds"] = starved
-    row["tflops_per_device"] = self.flops / self.program.model.mesh.size / seconds / 1e12
-    if self.peak_tflops:
-      row["mfu"] = row["tflops_per_device"] / self.peak_tflops
-    row |= memory.in_use(self.program.model.devices)
-    row |= launched.read
-    if every and step % every == 0:
-      row |= by_layer
-    if survival is not None and step % self.program.config.logging.update_survival_every == 0 and not scalars["skipped"]:
-      row |= (shares := update_survival.metrics(survival, self.program.labels))
-      if shares and not self._low and (low := update_survival.warning(step, shares, self.program.config)):
-        self._low = True
-        self.progress.say(low)
+    row, scalars = launched.row(
+      self.program, host, seconds, starved, flops=self.flops, peak_tflops=self.peak_tflops
+    )  # fmt: skip
+    if update_survival.NAME in row and not self._low and (low := update_survival.warning(step, row, self.program.config)):
+      self._low = True
+      self.progress.say(low)
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None
+    self._batch = launched.batch
+    rises = self.divergence.observe(step, scalars, self.stepper.norm, overflow=result.overflow)
     if self.spikes is not None:
       self._unsaved_seconds += seconds
       row["spike_rollbacks"] = self.spikes.rollbacks
@@ -498,14 +467,14 @@ class Loop:
     if self.guard.changed:
       self.guard.changed = False
       self.files.text("finiteness.json", json.dumps(self.guard.report, indent=1) + "\n")
-    for line in lines:
+    for line in lines + rises:
       self.progress.say(line)
     self.progress.step(row)
     if error is not None:
       if self.failed is not None:
         with self.goodput.phase("end"), self.watchdog.watch("compile", f"the look through step {step}"):
           error = self.failed.explained(error, step, self.state, launched.batch, applied=not scalars["skipped"])
-      raise error
+      raise self.divergence.explained(error, step)
     if failure is not None:
       self._keep_finished()
       raise failure

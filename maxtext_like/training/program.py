@@ -23,7 +23,7 @@ from maxtext_like.layers.rules import free_axes
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
-from maxtext_like.models.row_norms import row_labels, row_peaks, state_labels, state_peaks
+from maxtext_like.models.row_norms import plain_squares, row_labels, row_peaks, state_labels, state_peaks
 from maxtext_like.sharding.mesh import replicated, use_mesh
 from maxtext_like.training import compiler_options, loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
@@ -214,13 +214,14 @@ class TrainProgram:
       return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
   def lower_look(self) -> Any:
-    """The look at a state that was given, or is to be saved: (params, opt_state) -> {"known" as the step takes it; bool by
-    row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
+    """The look at a state that was given, or is to be saved: (params, opt_state) -> {"known" as the step takes it;
+    "param_norm", float32 scalar; bool by row (``state_labels``), finite or not: "state_parameters", "state_optimizer"}."""
 
     def look(params, opt_state):
       parameters, optimizer = row_peaks(params), state_peaks(opt_state, self.selection.split(params)[0])
       known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
-      return {"known": known, "state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}
+      found = {"known": known, "param_norm": plain_squares(params).norm().value}
+      return found | {"state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}
 
     with use_mesh(self.model.mesh):
       state = self.abstract_state

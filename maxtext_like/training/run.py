@@ -30,13 +30,14 @@ from maxtext_like.storage import Place
 from maxtext_like.training import chosen_tokenizer, memory, provenance, standing
 from maxtext_like.training.batches import Begun, counted, open_data
 from maxtext_like.training.best import Best
+from maxtext_like.training.divergence import Divergence
 from maxtext_like.training.evaluation import Evaluation
-from maxtext_like.training.finiteness import FinitenessGuard
+from maxtext_like.training.finiteness import Explainer, FinitenessGuard
 from maxtext_like.training.first_look import finished_line, run_directory
 from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.introduction import cut_conversations, introduction, never_evaluated, passes, shares
-from maxtext_like.training.loop import Explainer, Loop
+from maxtext_like.training.loop import Loop
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
@@ -219,7 +220,7 @@ class _Run:
     if manager is None:
       return None
     if (done := finished(opened.program, manager)) is not None:
-      return finished_line(self._directory.shown, *done, self._config.training)
+      return finished_line(self._directory.shown, *done, self._config)
     if (newest := manager.latest_complete()) is not None:
       chosen_tokenizer.require_same(manager.directory / str(newest), opened.data)
     manager.preflight(opened.program.abstract_stored)
@@ -234,8 +235,9 @@ class _Run:
     spikes = Spikes(c.training) if c.training.spike_factor else None
     watched = c.checkpoint.keep_best or c.training.early_stopping_patience
     best = Best.of(c.training) if watched else None
+    divergence = Divergence(c)
     begun: Start = self._stop.interruptible(lambda: prepare(
-      program, opened.manager, opened.data, self._progress, self._goodput, spikes, best,
+      program, opened.manager, opened.data, self._progress, self._goodput, spikes, best, divergence,
       lambda what: self._watchdog.watch("read", what, thread=self._thread),
     ))  # fmt: skip
     files: RunFiles = NoFiles()
@@ -285,6 +287,7 @@ class _Run:
       goodput=self._goodput,
       spikes=spikes,
       best=best,
+      divergence=divergence,
       profile=Profile(profiled, directory.path, say, traces=processes.primary()) if profiled else None,
     )
     return loop, _Page(directory.path, guard, config_yaml, env), begun.step

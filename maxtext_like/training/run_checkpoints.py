@@ -95,9 +95,10 @@ def newest_begun(directory: RunDirectory, settings: CheckpointConfig) -> dict[st
   return None if position is None else {"step": newest, "data": position}
 
 
-def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, str | None] | None:
-  """The newest complete step, when it is the last of the configuration or beyond, or the run has stopped early there, and why
-  it did; None when there is work to do.
+def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[manifest.Manifest, str | None] | None:
+  """Returns the manifest of the newest complete step, and why the run has stopped early there, if it has.
+
+  None if there is work to do: that step is not the last of the configuration, and the run has not stopped early.
 
   Raises:
     UserError: the directory belongs to another model.
@@ -114,4 +115,4 @@ def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[int, st
     path, stored, flatten(program.abstract_stored),
     config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
   )  # fmt: skip
-  return newest, early
+  return stored, early

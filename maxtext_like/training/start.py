@@ -25,6 +25,8 @@ from maxtext_like.training.batches import Begun, counted
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
+from maxtext_like.training.divergence import EXTRA as DIVERGENCE
+from maxtext_like.training.divergence import Divergence
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights, with_given_adapter
 from maxtext_like.training.program import TrainProgram
@@ -62,9 +64,12 @@ def prepare(
   goodput: Goodput,
   spikes: Spikes | None,
   best: Best | None,
+  divergence: Divergence,
   reading: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> Start:
-  """Restores, reads or draws the state, and compiles meanwhile; data, spikes and best go on from where the state was saved.
+  """Restores, reads or draws the state, and compiles meanwhile.
+
+  Data, spikes, best and divergence continue from where the state was saved.
 
   What it reads is read inside ``reading(what)``.
   """
@@ -83,6 +88,10 @@ def prepare(
         spikes.set_state(restored.extra.get(SPIKES))
       if best is not None:
         best.set_state(restored.extra.get(BEST), restored.step)
+      same_data = restored.extra["data"].get("identity") == data.identity  # else losses cannot be compared
+      divergence.restart(restored.extra.get(DIVERGENCE) if same_data else None)
+      if reasons := divergence.history.reasons(restored.step):
+        progress.say(f"note    step {restored.step} is continued although the run has failed: {'; '.join(reasons)}")
     # Weights are read first, so that an error in them appears before minutes of compilation.
     source = c.init_from if restored is None else None
     below, base, params = None, None, None

@@ -73,6 +73,7 @@ def _rows(batch: Batch) -> jax.Array:
 
 
 UNKNOWN = np.full(2, np.inf, np.float32)  # ``known`` of a state that no step has left
+NO_UPDATE = np.full(2, np.nan, np.float32)  # ``known`` of a step that returns the state unchanged and measures the loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ class TrainStep:
       state: training state.
       batch: what the objective wants (``Objective.batch``).
       known: float32 [2], what no parameter and no number of the optimizer exceeds: "known" of the step that left this
-        state, or ``UNKNOWN``.
+        state, or ``UNKNOWN``; or ``NO_UPDATE``: the state is returned unchanged, with the metrics of the batch.
 
     Returns:
       The next state, and metrics: float32 and int32 scalars; "known" for the next step; "usual", false where the state is
@@ -192,7 +193,8 @@ class TrainStep:
 
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
-    usual = jnp.ones((), bool)
+    usual = jnp.ones((), bool) if self.watch else ~jnp.any(jnp.isnan(known))
+    applied = applied & usual
     unread = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
     if self.watch:
       params, opt_state, survival = update()

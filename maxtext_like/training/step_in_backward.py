@@ -182,12 +182,12 @@ class StepInBackward(TrainStep):
     forward = pass_.forward(params, frozen, batch)
     losses = forward.out
     loss = sum(losses["loss"].values())
-    alive, norm, squares = jnp.isfinite(loss), None, None
-    usual, kept = jnp.ones((), bool), None
+    norm, squares, kept = None, None, None
+    usual = ~jnp.any(jnp.isnan(known))
     if not self.careful:
       certain, kept = self.optimizer.certainly_finite(jnp.float32(largest_clipped(self.clip)), known[1], known[0], pass_.rate)
       usual = jnp.all(jnp.isfinite(known)) & certain
-      alive = alive & usual
+    alive = jnp.isfinite(loss) & usual
     if self.backward_passes == 2:
       _, _, _, seen = pass_.backward(forward, params, frozen, None, alive, None)
       squares = Squares(*map(by_row, seen.gradients))

@@ -12,7 +12,7 @@ import jax
 
 from maxtext_like.sharding import processes
 from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.step import UNKNOWN, Batch, Metrics, State
+from maxtext_like.training.step import NO_UPDATE, UNKNOWN, Batch, Metrics, State
 from maxtext_like.training.watchdog import Watchdog
 
 
@@ -24,11 +24,13 @@ class Stepper:
     program: of the run.
     step: compiled ``TrainProgram.lower_step``.
     look: compiled ``TrainProgram.lower_look``.
+    norm: parameter norm of the state that the steps began with; None before the first.
   """
 
   program: TrainProgram
   step: Callable[..., tuple[State, Metrics]]
   look: Callable[..., dict[str, jax.Array]]
+  norm: float | None = field(default=None, init=False)
   _known: Any = field(default=None, init=False)
   _careful: Callable[..., tuple[State, Metrics]] | None = field(default=None, init=False)
   _retaken: int | None = field(default=None, init=False)  # the newest step that was right, and not proved
@@ -36,7 +38,8 @@ class Stepper:
   def begin(self, state: State, batch: Batch) -> tuple[State, Metrics]:
     """Starts a step, which takes the state's memory."""
     if self._known is None:
-      self._known = self.seen(state)["known"]
+      seen = self.seen(state)
+      self._known, self.norm = seen["known"], float(seen["param_norm"])
     state, metrics = self.step(state, batch, self._known)
     self._known = metrics.pop("known")
     return state, metrics
@@ -56,6 +59,15 @@ class Stepper:
         self.step = careful
       self._retaken = number
     return state, metrics
+
+  def loss(self, state: State, batch: Batch) -> tuple[State, jax.Array]:
+    """Measures the loss of a batch with the compiled step, so nothing else has to be compiled.
+
+    The state is returned unchanged, in the memory of the given one.
+    """
+    state, metrics = self.step(state, batch, NO_UPDATE)
+    self.forget()
+    return state, metrics["loss"]
 
   def seen(self, state: State) -> dict[str, jax.Array]:
     """What is to be seen of a state without a step."""

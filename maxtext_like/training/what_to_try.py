@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from maxtext_like.config.precision_keys import REMEDIES, PrecisionKey
 from maxtext_like.config.schema import Config
+from maxtext_like.training.divergence import lower_rate
 from maxtext_like.training.optimizers.registry import make_rule
 
 
@@ -63,7 +64,7 @@ def what_to_try(config: Config, failed: str, cause: Spot | None = None) -> list[
     found = []
   elif failed == "parameters" and t.stochastic_rounding:  # of 16 bits alone
     found = [f"{key} stochastic_rounding=false" for key in found]
-  slower = f"a lower learning_rate (now {t.learning_rate:g})"
+  slower = lower_rate(t)
   if failed == "optimizer":
     if t.gradient_clipping_threshold == 0:
       found.append("gradient_clipping_threshold=1")

@@ -31,7 +31,8 @@ class Quick(Device):
   def step(self, state, batch, check):
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
     finite = {name: Result(0.0) for name in ("state_parameters", "state_optimizer")}
-    return state, {name: Result(0.0) for name in (*names, "usual")} | {"finite": finite, "known": 1.0}
+    metrics = {name: Result(0.0) for name in (*names, "usual")} | {"skipped": Result(0.0, 0.0)}
+    return state, metrics | {"finite": finite, "known": 1.0}
 
 
 def test_what_is_better_and_for_how_long_nothing_was():

@@ -45,6 +45,19 @@ def test_a_healthy_run_has_four_lines_and_then_none():
   assert {name: entry["finite"] for name, entry in g.report.items()} == dict.fromkeys(g.report, True)
 
 
+@pytest.mark.parametrize(
+  ("norm", "remark"), [(4e8, ": far above the usual"), (0.0, ": no parameter has a gradient"), (90.0, "")]
+)
+def test_an_unusual_gradient_norm_of_the_first_step_is_remarked_on(norm, remark):
+  first = result(1)
+  first.scalars["grad_norm"] = norm
+  g = guard()
+  lines, _ = g.observe(first)
+  _, _, found = lines[1].partition(f"norm {norm:.6g}")
+  assert found.startswith(remark)
+  assert bool(found) == bool(remark) == ("remark" in g.report["gradients"])
+
+
 def test_steps_that_may_end_the_run_are_known_before():
   g = guard("finite_check_steps=1", "max_skipped_steps=2")
   assert g.may_end_the_run

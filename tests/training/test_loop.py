@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.load import load_config
+from maxtext_like.errors import NonFiniteError
 from maxtext_like.training import loop
+from maxtext_like.training.divergence import Divergence
 from maxtext_like.training.loop import Loop
 from maxtext_like.training.stepper import Stepper
 
@@ -49,7 +51,8 @@ class Device:
     clock.sleep(begin + LAUNCH - clock.perf_counter())
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
     finite = {name: Result(self.free) for name in ("state_parameters", "state_optimizer")}
-    return state, {name: Result(self.free) for name in (*names, "usual")} | {"finite": finite, "known": 1.0}
+    metrics = {name: Result(self.free) for name in (*names, "usual")} | {"skipped": Result(self.free, 0.0)}
+    return state, metrics | {"finite": finite, "known": 1.0}
 
 
 class Doubtful(Device):
@@ -71,6 +74,9 @@ class Result:
 
   def copy_to_host_async(self):
     pass
+
+  def __bool__(self):
+    return bool(self._value)
 
   def __array__(self, dtype=None, copy=None):
     self.block_until_ready()
@@ -98,12 +104,13 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   data: Any = MagicMock(progress=dict, __next__=lambda _: {})
   quiet: Any = MagicMock()
   given = {"evaluate": None, "sample": None, "manager": None} | parts
-  seen = {"known": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
+  seen = {"known": 1.0, "param_norm": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
   look: Any = lambda *_: seen
   stepper = Stepper(program, parts.get("device", Device()).step, look)
   state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
   Loop(
-    program, stepper, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard, 1.0, None,
+    program, stepper, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard,
+    Divergence(program.config), 1.0, None,
     profile=given.get("profile"), best=given.get("best"),
   ).run(0)  # fmt: skip
   return files
@@ -148,18 +155,27 @@ def test_a_step_that_did_nothing_and_cannot_be_taken_again_is_not_saved_as_done(
   manager.save_and_wait.assert_not_called()
 
 
-class Careful(Device):
-  """Updates in every step."""
+class Skipping(Device):
+  """Applies no update."""
 
   def step(self, state, batch, check):
     state, metrics = super().step(state, batch, check)
-    return state, metrics | {"skipped": jnp.zeros(())}
+    return state, metrics | {"skipped": Result(self.free)}
 
 
-@pytest.mark.parametrize(("kind", "usual"), [(Careful, 3), (Device, 6)])
+@pytest.mark.parametrize(("kind", "usual"), [(Device, 3), (Skipping, 6)])
 def test_steps_that_no_proof_holds_for_are_not_all_begun_twice(kind, usual):
   """After two of them in a row; not where two were left out, of which the next one need not be."""
   begun, taken = MagicMock(side_effect=Doubtful().step), MagicMock(side_effect=kind().step)
-  run(6, device=SimpleNamespace(step=begun), lower_step=lambda careful: SimpleNamespace(compile=lambda: taken))
-  assert taken.call_count == 6
+  parts: dict[str, Any] = {
+    "device": SimpleNamespace(step=begun),
+    "lower_step": lambda careful: SimpleNamespace(compile=lambda: taken),
+  }
+  if kind is Skipping:
+    with pytest.raises(NonFiniteError, match=r"the last 6 steps \(1 to 6\) were skipped"):
+      run(6, **parts)
+    assert taken.call_count == 6
+  else:
+    run(6, **parts)
+    assert taken.call_count == 7  # and the loss of the final weights
   assert begun.call_count >= 6 if usual == 6 else begun.call_count == usual

@@ -130,6 +130,20 @@ def test_a_finished_run_is_left_as_it_is(workplace, unbroken, capsys):
   assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_a_run_that_exploded_ends_with_3_again_and_again_and_its_export_warns(workplace, capsys):
+  words = ["learning_rate=1e4", "steps=4", "max_skipped_steps=100"]
+  assert train(workplace, "exploded", *words) == 3
+  out, err = capsys.readouterr()
+  assert "step 1: the parameter norm rose from " in out
+  assert "what to try: a lower learning_rate (now 10000)" in out
+  assert "the run ended at step 4 (saved in " in err
+  assert "far above" in err
+  assert train(workplace, "exploded", *words) == 3
+  assert "already at step 4 of 4; the run has failed:" in capsys.readouterr().err
+  assert main(["export", str(workplace / "exploded"), "--out", str(workplace / "exported")]) == 0
+  assert "the run has failed, and these weights are not usable" in capsys.readouterr().err
+
+
 def main_thread_waits_for_a_batch() -> bool:
   frame: Any = sys._current_frames()[threading.main_thread().ident or 0]
   while frame is not None and (frame.f_code.co_name, Path(frame.f_code.co_filename).name) != ("get", "prefetch.py"):

@@ -10,7 +10,7 @@ import pytest
 from maxtext_like.models.row_norms import clip, row_labels, row_squares, split_squares, state_labels
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.optimizer import Optimizer
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.step import NO_UPDATE, UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 
 CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # the second is enough to do without a second look
@@ -295,6 +295,16 @@ def test_the_usual_form_does_what_the_careful_one_does(forms):
     assert bool(a["usual"])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), (one, a), (other, b))
     assert np.all(np.asarray(known) >= np.asarray(exact))
+
+
+def test_the_loss_is_measured_without_an_update(forms):
+  *steps, state = forms
+  expected, _ = reference(state["params"], toy_batch())
+  for step in steps:
+    new, metrics = step(state, toy_batch(), jnp.asarray(NO_UPDATE))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    assert same(new, state)
+    assert metrics["skipped"]
 
 
 @pytest.mark.parametrize("what", ["nothing known", "a huge parameter", "a gradient that is not finite"])

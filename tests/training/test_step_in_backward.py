@@ -14,7 +14,7 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training import step_in_backward
 from maxtext_like.training.optimizers.optimizer import decays
 from maxtext_like.training.program import TrainProgram, make_program
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.step import NO_UPDATE, UNKNOWN
 from tests.layers.equations import equations
 from tests.training.meshes import batch_of
 from tests.training.test_parallelism import FEWER, MODELS, run
@@ -283,7 +283,7 @@ QUICK_ONES = ("sgd",)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK_ONES else pytest.mark.slow) for n in USUAL])
 def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   words = USUAL[name]
-  program, _, first, batch = compiled(*words)
+  program, looking, first, batch = compiled(*words)
   assert not program.step.careful
   careful, exact = descend(*words)
   with use_mesh(program.model.mesh):
@@ -296,6 +296,7 @@ def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
       known = metrics["known"]
       found.append(jax.device_get(metrics))
     behind, nothing = usual(jax.device_put(careful, places), placed, UNKNOWN)
+    measured = [step(jax.device_put(careful, places), placed, NO_UPDATE) for step in (usual, looking)]
   for a, b in zip(found, exact, strict=True):
     assert a["usual"]
     assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
@@ -310,6 +311,9 @@ def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   assert not nothing["usual"]
   assert np.isinf(nothing["known"]).all()
   assert_bits(jax.device_get(behind), careful)
+  for unchanged, metrics in jax.device_get(measured):
+    assert metrics["loss"] == nothing["loss"]
+    assert_bits(unchanged, careful)
 
 
 @pytest.mark.slow
