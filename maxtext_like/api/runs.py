@@ -76,7 +76,7 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
 
   Raises:
     UserError: configuration or input cannot be used.
-    NonFiniteError: numbers that are not finite, with their cause.
+    NonFiniteError: numbers that are not finite, with their cause; or the run has ended, and its last weights are not usable.
     DoesNotFitError: the memory does not suffice, with what makes the run smaller.
     StoppedRunError: a signal asked for the end; what was trained is saved.
     RetryableError: a fault that the same call again can mend.

@@ -36,7 +36,7 @@ RECENT_STEPS = 20  # steps after a rise in which a non-finite number is explaine
 
 @dataclass
 class History:
-  """What a checkpoint stores of the losses of its run, and the judgement on its weights.
+  """The losses of a run that a checkpoint stores, and the judgement on its weights.
 
   Attributes:
     first: loss of the first step; None before it.
@@ -61,7 +61,7 @@ class History:
     return cls(**state | {"last": tuple(state["last"]), "final": None if final is None else float(final)})
 
   def to_json(self) -> dict[str, Any]:
-    """What a checkpoint stores."""
+    """Returns the fields as JSON."""
     return vars(self) | {"final": None if self.final is None else repr(self.final)}  # JSON has no NaN
 
   def add(self, loss: float, *, skipped: bool, overflow: bool) -> None:
@@ -107,10 +107,10 @@ class Divergence:
   """Watches losses and the parameter norm of a run.
 
   Args:
-    config: of the run.
+    config: configuration of the run.
 
   Attributes:
-    history: of the losses.
+    history: losses so far.
   """
 
   def __init__(self, config: Config) -> None:
@@ -118,14 +118,14 @@ class Divergence:
     self.restart(None)
 
   def restart(self, state: dict[str, Any] | None) -> None:
-    """Continues from what a checkpoint stores (``get_state``); None: from nothing."""
+    """Continues from ``get_state`` of a checkpoint, or from nothing (None)."""
     self.history = History.from_json(state)
     self._norm: float | None = None  # after the newest applied step
     self._reported = 0
     self._rose_at: int | None = None
 
   def get_state(self) -> dict[str, Any]:
-    """What a checkpoint stores; JSON."""
+    """Returns the history as JSON, for a checkpoint."""
     return self.history.to_json()
 
   def observe(self, step: int, metrics: Mapping[str, float], norm_before: float | None, *, overflow: bool) -> list[str]:
@@ -133,7 +133,7 @@ class Divergence:
 
     Args:
       step: number of the step, starting at 1.
-      metrics: of the step, as Python numbers.
+      metrics: metrics of the step, as Python numbers.
       norm_before: norm of the parameters that the run, or this part of it, began with; None if it is not known.
       overflow: the step was skipped because float16 gradients overflowed.
 
@@ -184,7 +184,7 @@ class Divergence:
 
 
 def reasons_of(stored: Manifest) -> list[str]:
-  """Why the weights of a checkpoint are not usable, as far as its run knew when it was saved; empty if they are."""
+  """Why the weights of a checkpoint are not usable, by what its run knew when it saved them; empty if they are."""
   return History.from_json(stored.extra.get(EXTRA)).reasons(stored.step)
 
 
@@ -194,7 +194,7 @@ def failed_run(what: str, reasons: list[str], config: Config, *other: str) -> No
   Args:
     what: run and step.
     reasons: as of ``History.reasons``.
-    config: of the run.
+    config: configuration of the run.
     other: further remedies.
   """
   return NonFiniteError(
@@ -213,7 +213,7 @@ def lower_rate(training: TrainingConfig) -> str:
 
 
 def after_a_rise(config: Config) -> list[str]:
-  """What to try after a loss or a parameter norm that rose by an order of magnitude in one step, the likeliest cause first."""
+  """Remedies after a loss or a parameter norm that rose by an order of magnitude in one step, the likeliest cause first."""
   t = config.training
   found = [lower_rate(t)]
   if t.warmup_steps_fraction == 0:

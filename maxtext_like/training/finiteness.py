@@ -25,7 +25,7 @@ WORDS = {  # what is called otherwise in messages
   "state_parameters": "parameters",
   "state_optimizer": "optimizer state",
 }
-USUAL_NORM = "0.1 to 100"  # of the gradients of a first step, in the model files from random and from trained weights
+USUAL_NORM = "0.1 to 100"  # gradient norm of a first step, from random and from trained weights
 LARGE_NORM = 1000.0  # one above this is remarked on
 SHOWN = 8  # names of non-finite arrays that are listed
 
@@ -54,7 +54,7 @@ class StepResult:
 
   @property
   def overflow(self) -> bool:
-    """Whether it was skipped for float16 gradients, which a lower loss scale keeps finite."""
+    """True if it was skipped because float16 gradients overflowed, which a lower loss scale prevents."""
     return "loss_scale" in self.scalars and bool(self.finite["loss"]) and not self.finite["gradients"].all()
 
 
@@ -266,7 +266,7 @@ def _entry(finite: bool, **values: Any) -> dict[str, Any]:
 
 
 def _unusual(norm: float) -> str | None:
-  """A remark on a gradient norm that is far from what is usual in a first step, else None."""
+  """Returns a remark on a gradient norm that is unusual for a first step, else None."""
   if norm > LARGE_NORM:
     return f"far above the usual {USUAL_NORM}; check the weights (maxtext-like risk) and the data, and lower learning_rate"
   return "no parameter has a gradient in this batch" if norm == 0 else None

@@ -74,7 +74,7 @@ def finished_line(run: str, stored: manifest.Manifest, early: str | None, config
     run: its directory.
     stored: manifest of its newest checkpoint.
     early: why it ended before its last step; None if it did not.
-    config: of whoever starts it again.
+    config: configuration that it is started with again.
 
   Raises:
     NonFiniteError: the weights that it left are not usable.

@@ -18,10 +18,10 @@ class LaunchedStep:
 
   Attributes:
     step: number of the step, starting at 1.
-    metrics: of the step; reading them waits for its end.
-    batch: of the step.
+    metrics: its metrics; reading them waits for its end.
+    batch: its batch.
     end: time of its end, in seconds of ``time.perf_counter``.
-    drawn: when the host began and ended to wait for the batch, likewise.
+    drawn: when the host began and ended to wait for the batch, in the same seconds.
     read: how far the data were read when the batch was drawn, as ``DataSource.progress`` says.
     position: state of the data after its batch; None if the run never goes back.
   """
@@ -51,7 +51,7 @@ class LaunchedStep:
     """The row of the step, and its metrics as Python numbers.
 
     Args:
-      program: of the run.
+      program: program of the run.
       host: metrics as NumPy arrays, without flags.
       seconds: that the step took.
       starved: seconds of them without a batch.

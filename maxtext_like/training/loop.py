@@ -100,7 +100,7 @@ class Loop:
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
-  _batch: Any = field(default=None, init=False)  # of the newest finished step
+  _batch: Any = field(default=None, init=False)  # batch of the newest finished step
   _low: bool = field(default=False, init=False)  # that little of the updates survives has been said
   _spiked: tuple[LaunchedStep, Spike] | None = field(default=None, init=False)
   _unsaved_seconds: float = field(default=0.0, init=False)
