@@ -12,6 +12,7 @@ import numpy as np
 from maxtext_like.checkpoint import manifest, restore
 from maxtext_like.checkpoint.adapted_weights import configured_adapter, with_base
 from maxtext_like.checkpoint.fingerprint import fingerprint, of_files
+from maxtext_like.checkpoint.model_changes import Change
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.errors import UserError
@@ -71,23 +72,24 @@ class Base:
       return None
     return self.files == found
 
-  def require(self, found: "Base", step: Path | Place, *, same_form: bool = True, changed: Sequence[str] = ()) -> None:
+  def require(self, found: "Base", step: Path | Place, *, same_form: bool = True, changed: Sequence[Change] = ()) -> None:
     """Refuses other weights than those that an adapter was trained on.
 
     Args:
       found: what is there.
       step: of the adapter.
       same_form: they are in the dtype of then; else every number may be another, and only the files tell.
-      changed: the keys that say how they are read and are others now, a line each.
+      changed: the keys that say how they are read and have other values now.
 
     Raises:
       UserError: they are others.
     """
     if self.fingerprint != found.fingerprint if same_form else self.same_files(found.files) is False:
-      lines = "".join(f"  {line}\n" for line in changed)
+      lines = "".join(f"{change.line}\n" for change in changed)
       fix = "name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
       if changed:
-        fix = "use the checkpoint's values, or start a new run with another run_name"
+        words = " ".join(change.word for change in changed)
+        fix = f"{words} (the checkpoint's values)\n       or run_name=NAME (a new run)"
       raise UserError(
         f"{step}: the weights below this adapter are others now\n{lines}  then: {self}\n  now:  {found}\n  fix: {fix}"
       )
@@ -135,7 +137,10 @@ def read_base(model: Model, init_from: str | None, seed: int, read_weights: Call
     processes.await_compiled("the weights below the adapter", model.config.watchdog.watchdog_compile_seconds)
     params = draw(np.uint32(seed % 2**32))
   else:
-    params = read_weights(located(init_from), model)
+    # Whether the model may compute something else with them was decided when the adapter was begun.
+    checkpoint = dataclasses.replace(model.config.checkpoint, allow_model_change=True)
+    config = dataclasses.replace(model.config, checkpoint=checkpoint)
+    params = read_weights(located(init_from), dataclasses.replace(model, config=config))
   return params, Base.of(params, init_from, seed)
 
 

@@ -6,56 +6,24 @@ or the rope base changed when all shapes agree. So the configuration is stored w
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
+from maxtext_like.checkpoint.model_changes import Change, compared, require_same
+from maxtext_like.config.key_class import KeyClass, Marks, marks
+from maxtext_like.config.schema import SECTIONS, section_type
 from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
 
-# Labels, not dimensions: a renamed model file, or one that lists the tokens that end an answer, is the same model.
-_MODEL_LABELS = frozenset({"model_name", "bos_token_id", "eos_token_id"})
 # Mappings that are one value: another entry is another value, not a key of another version.
 _MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"})
-# What decides which arrays a state has, beside the model.
-_STATE_KEYS = frozenset(
-  {
-    f"training.{key}"
-    for key in (
-      "opt_type",
-      "mu_dtype",
-      "nu_dtype",
-      "sgd_momentum",
-      "adafactor_momentum_rank",
-      "optimizer_in_backward",
-      "trainable_parameters_mask",
-      "vision_tower",
-    )
-  }
-  | {"vision.use_multimodal", *_MAPPINGS}
-  | {
-    f"adapter.{key}"
-    for key in (
-      "lora_rank",
-      "lora_alpha",
-      "lora_rslora",
-      "lora_dora",
-      "lora_modules",
-      "modules_to_save",
-      "base_weights",
-      "base_weights_modules",
-    )
-  }
-)
-GRADIENT_SHARES, LOSS_SCALE = "gradient_shares", "loss_scale"
-# What decides what the numbers of a state are stored in.
-_DTYPE_KEYS = frozenset({"precision.weight_dtype", "training.mu_dtype", "training.nu_dtype"})
+GRADIENT_SHARES, LOSS_SCALE, MOMENTS = "gradient_shares", "loss_scale", "opt_state"
 # Parts of a state that a run may want and a checkpoint lack, or the other way round: they begin anew.
 BEGUN_ANEW = frozenset({GRADIENT_SHARES, LOSS_SCALE})
 # What says how long a run is.
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
 )
-# What ``vision:`` says about the data, not about the tower.
-_VISION_DATA = frozenset({"image_placeholder", "images_field", "max_images_per_row"})
 _SHOWN = 12
 
 
@@ -106,20 +74,45 @@ def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
   return all(key in _LENGTH_KEYS for key, _, _ in differences(*parts))
 
 
-def _table(changes: Iterable[tuple[str, Any, Any]]) -> str:
-  return "\n".join(f"  {key}: checkpoint {json.dumps(old)}, this run {json.dumps(new)}" for key, old, new in changes)
+def _keys(kinds: Container[KeyClass], *, trained: bool = False) -> frozenset[str]:
+  """``section.key`` of the keys of some classes that decide about a state and are not the model's.
+
+  Args:
+    kinds: the classes.
+    trained: also the keys that decide which parameters are trained.
+  """
+  return frozenset(
+    f"{section}.{key}"
+    for section in ("precision", "training", "adapter")
+    for key, found in marks(SECTIONS[section]).items()
+    if found.kind in kinds or (trained and found.selects_trained)
+  )
 
 
-def _of_the_model(sections: dict[str, Any]) -> dict[str, Any]:
-  """The sections that say which model it is; a vision tower that is not built is no part of it."""
-  vision = sections.get("vision", {})
-  tower = {k: v for k, v in vision.items() if k not in _VISION_DATA} if vision.get("use_multimodal") else {}
-  return {"model": sections.get("model", {}), "vision": tower}
+def changes_of(saved: dict[str, Any], current: dict[str, Any], keys: Container[str]) -> list[Change]:
+  """The changes of some keys that are not the model's.
+
+  Args:
+    saved, current: the configurations of checkpoint and run.
+    keys: ``section.key``.
+  """
+  none = Marks()
+  pairs = ((*key.split(".", 1), old, new) for key, old, new in differences(saved, current) if key in keys)
+  return [Change(section, key, old, new, old, none) for section, key, old, new in pairs]
+
+
+def trains_others(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+  """Whether the same optimizer trains other parameters than the checkpoint's did, so that moments are missing or left over."""
+  block = current.get("model", {}).get("decoder_block")
+  sections = {"training": SECTIONS["training"]} | ({"model": section_type("model", block)} if block in FAMILIES else {})
+  selecting = {f"{name}.{key}" for name, cls in sections.items() for key, own in marks(cls).items() if own.selects_trained}
+  changed = {key for key, _, _ in differences(saved, current)}
+  return not changed.isdisjoint(selecting) and changed.isdisjoint(_keys({KeyClass.SHAPE, KeyClass.DTYPE}))
 
 
 def require_same_model(where: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
-  """The part of ``check_state`` that needs no arrays. Raises UserError."""
-  check_state(where, saved, current, {}, {}, allow_dtype_change=True)
+  """The part of ``check_state`` that needs no arrays, for a run that resumes. Raises UserError."""
+  check_state(where, saved, current, {}, {}, allow_dtype_change=True, resumes=True)
 
 
 def check_state(
@@ -131,42 +124,45 @@ def check_state(
   *,
   allow_dtype_change: bool,
   subset: bool = False,
+  resumes: bool = False,
+  adds: bool = False,
 ) -> None:
   """Refuses a checkpoint of another model, even when every shape agrees, and one with other arrays.
 
   Args:
     where: the step's directory, for the message.
     saved: configuration of the checkpoint, by section.
-    current: configuration of this run, by section; None leaves the configurations uncompared.
+    current: configuration of this run, by section; None leaves the configurations uncompared. Its ``allow_model_change`` lets
+      the mathematics of the model differ.
     saved_leaves: shape and dtype of every stored leaf by name.
-    wanted_leaves: the same of this run's state; of what is ``BEGUN_ANEW`` either may lack some.
+    wanted_leaves: the same of this run's state; of what is ``BEGUN_ANEW``, and of moments where other parameters are trained,
+      either may lack some.
     allow_dtype_change: the key of that name; a float may then become another float.
     subset: the checkpoint may hold more leaves than are wanted.
+    resumes: the run goes on from this step; otherwise it is made of the step's weights.
+    adds: the caller initializes the parameters of a part that this model has and the checkpoint lacks.
 
   Raises:
-    UserError: lists the configuration keys and the leaves that differ.
+    UserError: lists the configuration keys and the leaves that differ, and what to type.
   """
   current = current or {}
-  models = [
-    change
-    for change in differences(_of_the_model(saved), _of_the_model(current))
-    if change[0].removeprefix("model.") not in _MODEL_LABELS
-  ]
-  leaves = _leaf_complaints(saved_leaves, wanted_leaves, subset=subset)
-  if models:
-    names = [sections.get("model", {}).get("model_name", "unnamed") for sections in (saved, current)]
-    whose = f" ({names[0]}; this run trains {names[1]})" if names[0] != names[1] else ""
-    problem = [f"checkpoint of another model configuration{whose}:\n{_table(models)}", *leaves]
-  elif leaves:
-    causes = [change for change in differences(saved, current) if change[0] in _STATE_KEYS]
-    because = [f"  configuration keys that differ:\n{_table(causes)}"] if causes else []
-    problem = ["the checkpoint's arrays are not this run's:", *because, *leaves]
-  else:
-    keys = [change for change in differences(saved, current) if change[0] in _DTYPE_KEYS]
-    _check_dtypes(where, saved_leaves, wanted_leaves, keys, allow=allow_dtype_change)
-    return
-  text = "\n".join(problem)
-  raise UserError(f"{where}: {text}\n  use the checkpoint's values, or start a new run with another run_name")
+  model = compared(saved, current, subset=subset)
+  if adds:
+    model = model.without_added()
+  allow = bool(current.get("checkpoint", {}).get("allow_model_change"))
+  leaves = _leaf_complaints(
+    saved_leaves, wanted_leaves, subset=subset, spared={MOMENTS} if trains_others(saved, current) else ()
+  )
+  shapes = model.of(KeyClass.SHAPE)
+  if leaves and not shapes:
+    causes = changes_of(saved, current, _keys({KeyClass.SHAPE, KeyClass.DTYPE}, trained=True))
+    fixes = [f"{' '.join(change.word for change in causes)} (the checkpoint's values)"] if causes else []
+    fixes.append(f"run_name=NAME init_from={where} (a new run with these weights)" if resumes else "name another checkpoint")
+    lines = [f"{where}: the checkpoint's arrays are not this run's:", *(change.line for change in causes), *leaves]
+    raise UserError("\n".join([*lines, "  fix: " + "\n       or ".join(fixes)]))
+  require_same(where, model, allow=allow, resumes=resumes, more=leaves)
+  changed = changes_of(saved, current, _keys({KeyClass.DTYPE}))
+  _check_dtypes(where, saved_leaves, wanted_leaves, changed, allow=allow_dtype_change)
 
 
 def _listed(names: list[str]) -> str:
@@ -174,11 +170,14 @@ def _listed(names: list[str]) -> str:
   return shown + (f"\n    ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _leaf_complaints(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool) -> list[str]:
-  complaints = []
-  if absent := [name for name in wanted if name not in saved and part_of(name) not in BEGUN_ANEW]:
+def _leaf_complaints(
+  saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool, spared: Collection[str]
+) -> list[str]:
+  """What is wrong with the leaves; either may lack those of ``BEGUN_ANEW`` and of a ``spared`` part."""
+  complaints, may_lack = [], {*BEGUN_ANEW, *spared}
+  if absent := [name for name in wanted if name not in saved and part_of(name) not in may_lack]:
     complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")
-  if not subset and (unknown := [name for name in saved if name not in wanted and part_of(name) not in BEGUN_ANEW]):
+  if not subset and (unknown := [name for name in saved if name not in wanted and part_of(name) not in may_lack]):
     complaints.append(f"  arrays that are only in the checkpoint:\n{_listed(unknown)}")
   shapes = [
     f"{name}: checkpoint {tuple(saved[name]['shape'])}, this run {tuple(leaf['shape'])}"
@@ -194,7 +193,7 @@ def _check_dtypes(
   where: str,
   saved: dict[str, dict[str, Any]],
   wanted: dict[str, dict[str, Any]],
-  keys: Sequence[tuple[str, Any, Any]],
+  keys: Sequence[Change],
   *,
   allow: bool,
 ) -> None:
@@ -204,12 +203,12 @@ def _check_dtypes(
   if changed and (fixed or not allow):
     lines = [f"{name}: checkpoint {old}, this run {new}" for name, old, new in fixed or changed]
     if fixed:
-      remedy = "integers and floats are never cast into each other"
-    else:
-      values = ", ".join(f"{key.split('.')[-1]}={'null' if old is None else old}" for key, old, _ in keys)
-      own = f"use the checkpoint's {values}" if keys else "use the dtypes of the checkpoint"
-      remedy = f"{own}, or allow_dtype_change=true to cast, checking the range"
-    raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}\n  {remedy}")
+      lines.append("why: integers and floats are never cast into each other")
+    words = " ".join(change.word for change in keys) or "the dtypes of the checkpoint"
+    fix = f"{words} (the checkpoint's values)" if keys else words
+    if not fixed:
+      fix += "\n       or allow_dtype_change=true (casts, and checks the range)"
+    raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}\n  fix: {fix}")
 
 
 def _is_float(dtype: str) -> bool:

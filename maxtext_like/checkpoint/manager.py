@@ -498,7 +498,7 @@ class CheckpointManager:
       UserError: all steps are corrupt, or the newest is of another model or has other arrays, or one has another's name.
     """
     wanted = tree.flatten(like)
-    same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change}
+    same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change, "resumes": True}
     choose = lambda: newest_valid(self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step)
     try:
       number = processes.from_primary(choose, self._peers_seconds)

@@ -1,14 +1,18 @@
 """The parameters that a model begins with, from a checkpoint of ours or of Hugging Face."""
 
 import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from maxtext_like.checkpoint import adapter_step, manifest, restore
+from maxtext_like.checkpoint import adapter_step, compatibility, manifest, restore
 from maxtext_like.checkpoint.huggingface import tensors
+from maxtext_like.checkpoint.huggingface.config import compared_with_file, read_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
+from maxtext_like.checkpoint.model_changes import Comparison, compared
 from maxtext_like.checkpoint.partial_read import StoredArrays
 from maxtext_like.checkpoint.quantised_rows import read_quantised
 from maxtext_like.checkpoint.weight_sources import (
@@ -19,22 +23,27 @@ from maxtext_like.checkpoint.weight_sources import (
   no_checkpoint,
   readable_step,
 )
+from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.models.placed import Model
 from maxtext_like.models.row_norms import row_labels, row_squares
+from maxtext_like.sharding import processes
+from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.storage import Place
 
 _log = logging.getLogger(__name__)
 _TOLD_ROUNDING = 0.05  # of what an adapter adds
 
 
-def read_weights(directory: Path | Place, model: Model) -> Any:
+def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str], None] | None = None) -> Any:
   """The parameters of ``directory``, each device reading its own part.
 
   Args:
     directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them; it may be
       in a store.
     model: whose they become.
+    starts: of a run that starts training with them; takes a line for each key that differs from the checkpoint's, and for a
+      part that the checkpoint lacks, whose parameters are then initialized from the run's seed. None: such a part is refused.
 
   Raises:
     UserError: nothing of the kind is there, or it is of another model.
@@ -45,16 +54,28 @@ def read_weights(directory: Path | Place, model: Model) -> Any:
     places = jax.tree.map(lambda x: x.sharding, params)
     config = model.config
     place = hugging_face_here(directory)
-    return load_hugging_face(
-      place, model.decoder, model=config.model, vision=config.vision, shardings=places, finite=True, base=model.base
-    )
+    comparison = compared_with_file(read_config(place), config.model, config.vision)
+    lacking = _lacking(comparison, model, starts is not None)
+    found = load_hugging_face(
+      place, model.decoder, model=config.model, vision=config.vision, shardings=places, finite=True, base=model.base,
+      allow_model_change=config.checkpoint.allow_model_change, without=lacking,
+    )  # fmt: skip
+    for path, value in _drawn(lacking, model).items():
+      node = found
+      for key in path[:-1]:
+        node = node.setdefault(key, {})
+      node[path[-1]] = value
+    _say(starts, comparison, lacking, config.training.seed)
+    return found
   step = find_step(directory)
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
   if model.base is not None and isinstance(step, Place):
     step = copied_step(step)  # single layers are read of it
   step = readable_step(step)
-  if adapter_step.holds_adapter_alone(stored := _manifest(step)):
+  stored = _manifest(step)
+  comparison = compared(stored.config, compatibility.record(model.config), subset=True)
+  if adapter_step.holds_adapter_alone(stored):
     if model.base is not None:
       raise UserError(
         f"init_from: {step}: an adapter on weights of its own, below another adapter on base_weights={model.base.form.name}\n"
@@ -66,12 +87,64 @@ def read_weights(directory: Path | Place, model: Model) -> Any:
         "%s: the adapter is added to weights in %s, and what rounding changes is %.2g of what it adds; weight_dtype=float32 "
         "has all of it", step, model.config.precision.weight_dtype, found.rounding,
       )  # fmt: skip
+    _say(starts, comparison, (), model.config.training.seed)
     return _finite(found.params, step, model)
   allow = model.config.checkpoint.allow_dtype_change
+  lacking = _lacking(comparison, model, starts is not None)
   quantised = set() if model.base is None else set(model.base.weights)
-  wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantised}
-  found = restore.load(step, {"params": wanted}, config=model.config, allow_dtype_change=allow).state["params"]
-  return _finite(_nested(params, found, _quantised_rows(step, model)), step, model)
+  wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantised and path not in lacking}
+  found = restore.load(step, {"params": wanted}, config=model.config, allow_dtype_change=allow, adds=starts is not None)
+  drawn = {".".join(path): x for path, x in _drawn(lacking, model).items()}
+  read = _finite(_nested(params, found.state["params"], drawn, _quantised_rows(step, model)), step, model)
+  _say(starts, comparison, lacking, model.config.training.seed)
+  return read
+
+
+def _lacking(comparison: Comparison, model: Model, starts: bool) -> tuple[tuple[str, ...], ...]:
+  """The paths of the parameters of a part that the model has and the checkpoint lacks, where a run starts training with them.
+
+  Raises:
+    UserError: an adapter alone is trained, so that those parameters would be neither trained nor stored.
+  """
+  if not starts or comparison.adds is None:
+    return ()
+  adds = comparison.adds
+  if model.config.adapter.trained:
+    raise UserError(
+      f"init_from: the checkpoint has no {adds.part}, and the run trains an adapter alone\n"
+      f"  why: the {adds.part} would stay as it is initialized\n"
+      f"  fix: train the {adds.part} first, in a run without an adapter and with {adds.stage}={to_text(adds.before)}"
+    )
+  return tuple(path for path, _ in tensors.flatten(model.spec) if adds.part in path)
+
+
+def _drawn(lacking: Collection[tuple[str, ...]], model: Model) -> dict[tuple[str, ...], jax.Array]:
+  """The parameters of some paths as a new run draws them from its seed."""
+  if not lacking:
+    return {}
+  places = {path: x.sharding for path, x in tensors.flatten(model.abstract_params) if path in lacking}
+
+  def draw(seed: jax.Array) -> list[jax.Array]:
+    drawn = dict(tensors.flatten(model.draw(jax.random.key(seed))))
+    return [drawn[path] for path in places]
+
+  seed = np.uint32(model.config.training.seed % 2**32)
+  with use_mesh(model.mesh):
+    compiled = jax.jit(draw, out_shardings=[*places.values()]).lower(seed).compile()
+  processes.await_compiled("the parameters of a new part", model.config.watchdog.watchdog_compile_seconds)
+  return dict(zip(places, compiled(seed), strict=True))
+
+
+def _say(starts: Callable[[str], None] | None, comparison: Comparison, lacking: Collection[tuple[str, ...]], seed: int) -> None:
+  """What differs from the checkpoint, to whoever starts training."""
+  if starts is None:
+    return
+  for line in comparison.without_added().lines():
+    starts(line)
+  if comparison.adds is not None:
+    starts(
+      f"new     {comparison.adds.part}: not in the checkpoint; {len(lacking)} arrays of parameters initialized from seed {seed}"
+    )
 
 
 def _quantised_rows(step: Any, model: Model) -> dict[str, Any]:

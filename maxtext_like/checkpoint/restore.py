@@ -31,6 +31,8 @@ def check(
   config: dict[str, Any] | None,
   allow_dtype_change: bool,
   subset: bool = False,
+  resumes: bool = False,
+  adds: bool = False,
 ) -> None:
   """Refuses a step that this run must not read; nothing but its manifest has been read by then.
 
@@ -51,6 +53,8 @@ def check(
     tree.describe(wanted),
     allow_dtype_change=allow_dtype_change,
     subset=subset,
+    resumes=resumes,
+    adds=adds,
   )
 
 
@@ -64,7 +68,8 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
       that no device ever holds more than it keeps. Leaves without one go to the first local device.
 
   Returns:
-    The tree of ``like`` filled with arrays, without what is begun anew and was not stored.
+    The tree of ``like`` filled with arrays, without what is begun anew and was not stored. Moments that were not stored, as of
+    parameters that were not trained, stay ``jax.ShapeDtypeStruct``.
 
   Raises:
     UserError: a value does not fit the dtype that it is cast to.
@@ -74,7 +79,10 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
 
   if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
     like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
-  wanted = tree.flatten(like)
+  everything = tree.flatten(like)
+  wanted = {name: leaf for name, leaf in everything.items() if name in stored.leaves}
+  unread = {name: leaf for name, leaf in everything.items() if name not in wanted}
+  assert all(compatibility.part_of(name) == compatibility.MOMENTS for name in unread), f"{list(unread)} were not checked"
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}
   stored_dtypes = {name: jnp.dtype(stored.leaves[name]["dtype"]) for name in wanted}
@@ -91,7 +99,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
       casts.setdefault(f"from {stored_dtypes[name]} to {leaf.dtype}", []).append(name)
   for change, names in casts.items():
     _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
-  return tree.unflatten(like, flat)
+  return tree.unflatten(like, {**flat, **unread})
 
 
 def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -136,7 +144,9 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
   return jax.device_put(array, place) if away else array
 
 
-def load(step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False) -> Restored:
+def load(
+  step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False, adds: bool = False
+) -> Restored:
   """Reads ``like`` (it may be a part of the state, such as ``{"params": ...}``) from one step of any run.
 
   Args:
@@ -144,6 +154,7 @@ def load(step_directory: Path | Place, like: Any, *, config: Any = None, allow_d
     like: tree of ``jax.ShapeDtypeStruct`` with shardings.
     config: this run's configuration; None leaves the models uncompared.
     allow_dtype_change: cast floats, with a range check, instead of refusing.
+    adds: as for ``compatibility.check_state``.
 
   Raises:
     UserError: not a complete step, damaged, of another model, or other arrays.
@@ -152,7 +163,7 @@ def load(step_directory: Path | Place, like: Any, *, config: Any = None, allow_d
     stored = manifest.read(step_directory)
     wanted = tree.flatten(like)
     current = None if config is None else compatibility.record(config)
-    check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True)
+    check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True, adds=adds)
     manifest.check_hashes(step_directory, stored)
   except manifest.DamageError as error:
     raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error

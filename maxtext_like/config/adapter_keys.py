@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from maxtext_like.config.key_class import Shape
 from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 
 TABLES = ("embed_tokens", "lm_head")
@@ -14,18 +15,18 @@ TABLES = ("embed_tokens", "lm_head")
 class AdapterConfig(Checked):
   """``adapter:``, low-rank additions that are trained in the place of the weights (LoRA)."""
 
-  lora_rank: int
-  lora_alpha: float | None
-  lora_rslora: bool
-  lora_dora: bool
+  lora_rank: Shape[int]
+  lora_alpha: Shape[float | None]
+  lora_rslora: Shape[bool]
+  lora_dora: Shape[bool]
   lora_dropout: float
-  lora_modules: tuple[str, ...]
-  modules_to_save: tuple[str, ...]
-  lora_rank_pattern: dict[str, int] | None = field(hash=False)
-  lora_alpha_pattern: dict[str, float] | None = field(hash=False)
+  lora_modules: Shape[tuple[str, ...]]
+  modules_to_save: Shape[tuple[str, ...]]
+  lora_rank_pattern: Shape[dict[str, int] | None] = field(hash=False)
+  lora_alpha_pattern: Shape[dict[str, float] | None] = field(hash=False)
   lora_from: str | None
-  base_weights: Literal["bfloat16", "nf4", "int8", "fp8_block"] | None
-  base_weights_modules: tuple[str, ...]
+  base_weights: Shape[Literal["bfloat16", "nf4", "int8", "fp8_block"] | None]
+  base_weights_modules: Shape[tuple[str, ...]]
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values."""

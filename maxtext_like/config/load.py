@@ -227,6 +227,12 @@ def make_section(section: str, values: Entries[str, Any]) -> Any:
   return section_type(section, whole["decoder_block"])(**_of_section(whole, section))
 
 
+def unchecked_section(section: str, values: Entries[str, Any]) -> Any:
+  """A section as ``make_section`` makes it, without its checks: an earlier version may have stored what this one refuses."""
+  whole: dict[str, Any] = {**base_values(), **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}}
+  return _unchecked(section_type(section, whole["decoder_block"]), _of_section(whole, section))
+
+
 def is_base(path: str) -> bool:
   """Whether a path means the defaults, ``configs/base.yml``: MaxText's commands begin with it, wherever it lies."""
   file = Path(path).expanduser()

@@ -6,8 +6,9 @@ know the family asks ``has``, ``effective`` and the other methods.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from maxtext_like.config.key_class import Mathematics, Shape, TrainingOnly, When, does_something
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 from maxtext_like.layers.load_balance import Definition, RouterLosses
 
@@ -15,8 +16,7 @@ RopeType = Literal["default", "linear", "yarn"]
 Part = Literal["experts", "indexer", "vision pooler"]
 """Parts of a model that not every one has, and that keys of ``precision:`` act on."""
 
-ROUTER_LOSSES = ("load_balance_loss", "load_balance_loss_weight", "router_z_loss_weight")
-"""Keys of the routers' auxiliary losses, which count in training alone: two models that differ in them are the same model."""
+WITH_EXPERTS = When("num_experts")
 
 SCORE_CAPS = (1e-4, 65504.0)
 """The least and the largest soft cap of attention scores: numbers that float16 holds with all their digits."""
@@ -34,25 +34,25 @@ class ModelConfig:
   rope_types: ClassVar[tuple[RopeType, ...]] = ("default",)
   parts: ClassVar[frozenset[Part]] = frozenset()
 
-  model_name: str
-  decoder_block: str  # one of models.registry.FAMILIES
-  vocab_size: int
-  emb_dim: int
-  mlp_dim: int
-  num_decoder_layers: int
-  num_query_heads: int
-  num_kv_heads: int
-  mlp_activation: Literal["gelu", "silu"]  # gelu is the tanh approximation, as in every Gemma
-  normalization_layer_epsilon: float
-  logits_via_embedding: bool
-  max_position_embeddings: int
-  attn_logits_soft_cap: float | None
-  final_logits_soft_cap: float | None
-  rope_type: RopeType
-  rope_max_timescale: float
-  pad_token_id: int | None
-  bos_token_id: int | None
-  eos_token_id: int | tuple[int, ...] | None
+  model_name: TrainingOnly[str]
+  decoder_block: Shape[str]  # one of models.registry.FAMILIES
+  vocab_size: Shape[int]
+  emb_dim: Shape[int]
+  mlp_dim: Shape[int]
+  num_decoder_layers: Shape[int]
+  num_query_heads: Shape[int]
+  num_kv_heads: Shape[int]
+  mlp_activation: Mathematics[Literal["gelu", "silu"]]  # gelu is the tanh approximation, as in every Gemma
+  normalization_layer_epsilon: Mathematics[float]
+  logits_via_embedding: Shape[bool]
+  max_position_embeddings: TrainingOnly[int]
+  attn_logits_soft_cap: Mathematics[float | None]
+  final_logits_soft_cap: Mathematics[float | None]
+  rope_type: Mathematics[RopeType]
+  rope_max_timescale: Mathematics[float]
+  pad_token_id: TrainingOnly[int | None]
+  bos_token_id: TrainingOnly[int | None]
+  eos_token_id: TrainingOnly[int | tuple[int, ...] | None]
 
   def __post_init__(self):
     if problems := list(self.problems()):
@@ -79,8 +79,11 @@ class ModelConfig:
     return part in self.parts
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what it means filled in where it is left out: two models are the same if these are."""
-    return getattr(self, key)
+    """The value of a key, with what null means filled in, or None if the key does nothing beside the other values.
+
+    Two models are the same if the effective values of all keys are equal.
+    """
+    return getattr(self, key) if does_something(self, key) else None
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values, each with the keys that take part."""
@@ -135,7 +138,7 @@ def even(model: ModelConfig, *keys: str) -> Iterator[Problem]:
 class GroupedQueryConfig(ModelConfig):
   """A model whose attention has heads of one size, ``head_dim``, of which groups of queries share keys and values."""
 
-  head_dim: int
+  head_dim: Shape[int]
 
   def problems(self) -> Iterator[Problem]:
     """Every contradiction among the values, each with the keys that take part."""
@@ -150,13 +153,13 @@ class GroupedQueryConfig(ModelConfig):
 class ExpertsConfig(ModelConfig):
   """A model that may have a mixture of experts."""
 
-  num_experts: int  # 0: none
-  num_experts_per_tok: int
-  moe_mlp_dim: int
-  norm_topk_prob: bool
-  load_balance_loss: Definition
-  load_balance_loss_weight: float
-  router_z_loss_weight: float
+  num_experts: Shape[int]  # 0: none
+  num_experts_per_tok: Mathematics[Annotated[int, WITH_EXPERTS]]
+  moe_mlp_dim: Shape[Annotated[int, WITH_EXPERTS]]
+  norm_topk_prob: Mathematics[Annotated[bool, WITH_EXPERTS]]
+  load_balance_loss: TrainingOnly[Definition]
+  load_balance_loss_weight: TrainingOnly[float]
+  router_z_loss_weight: TrainingOnly[float]
 
   @property
   def router_losses(self) -> RouterLosses:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from maxtext_like.config.key_class import StoredDtype
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import Checked
 from maxtext_like.config.vision import VisionConfig
@@ -160,7 +161,9 @@ class PrecisionConfig(Checked):
     default="bfloat16", safer="float32", per_layer=True, mends="forward", turn=9,
     meaning="activations and the operands of matrix products",
   )  # fmt: skip
-  weight_dtype: Dtype = _key(default="float32", safer="float32", mends="parameters", turn=1, meaning="stored parameters")
+  weight_dtype: StoredDtype[Dtype] = _key(
+    default="float32", safer="float32", mends="parameters", turn=1, meaning="stored parameters"
+  )  # fmt: skip
   grad_dtype: Dtype = _key(
     default="float32",
     safer="float32",

@@ -35,6 +35,7 @@ class CheckpointConfig(Checked):
   async_checkpointing: bool
   resume: bool
   allow_dtype_change: bool
+  allow_model_change: bool
   allow_data_change: bool
   init_from: str | None
   checkpoint_mirror: str | None

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from maxtext_like.config.key_class import SelectsTrained, Shape, StoredDtype, TrainingOnly
 from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.layers.kernels.attention.registry import Choice
@@ -32,7 +33,7 @@ class TrainingConfig(Checked):
   max_target_length: int
   gradient_accumulation_steps: int
   objective: objectives.Name
-  opt_type: optimizers.Name
+  opt_type: Shape[optimizers.Name]
   learning_rate: float
   lr_schedule_type: Literal["cosine", "linear", "constant", "wsd"]
   lr_schedule_steps: int | None
@@ -43,19 +44,19 @@ class TrainingConfig(Checked):
   adam_b2: float
   adam_eps: float
   adam_weight_decay: float
-  mu_dtype: Literal["float32", "bfloat16", "dynamic8"] | None
-  nu_dtype: Literal["float32", "bfloat16", "dynamic8"]
+  mu_dtype: StoredDtype[Literal["float32", "bfloat16", "dynamic8"] | None]
+  nu_dtype: StoredDtype[Literal["float32", "bfloat16", "dynamic8"]]
   stochastic_rounding: bool
-  sgd_momentum: float
-  adafactor_momentum_rank: int
+  sgd_momentum: Shape[float]
+  adafactor_momentum_rank: Shape[int]
   gradient_clipping_threshold: float
   clip: Literal["exact", "running", "layer"]
-  optimizer_in_backward: bool
+  optimizer_in_backward: Shape[bool]
   optimizer_memory_host_offload: bool
   z_loss_multiplier: float
   num_vocab_tiling: int
-  trainable_parameters_mask: tuple[str, ...]
-  vision_tower: VisionTower | None
+  trainable_parameters_mask: TrainingOnly[Annotated[tuple[str, ...], SelectsTrained()]]
+  vision_tower: TrainingOnly[Annotated[VisionTower | None, SelectsTrained()]]
   finite_check_steps: int
   max_skipped_steps: int
   replay_failed_step: bool

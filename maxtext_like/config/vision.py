@@ -6,8 +6,9 @@ Names are MaxText's where MaxText has the same. Sizes of the tower are 0 in a mo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from maxtext_like.config.key_class import Mathematics, Shape, TrainingOnly
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 
@@ -33,20 +34,20 @@ class VisionConfig:
 
   placeholder_keys: ClassVar[tuple[str, ...]] = ()  # of placeholder_ids
 
-  use_multimodal: bool
-  patch_size_for_vit: int
-  hidden_size_for_vit: int
-  intermediate_size_for_vit: int
-  num_hidden_layers_for_vit: int
-  num_attention_heads_for_vit: int
-  normalization_layer_epsilon_for_vit: float
-  vision_output_length: int
-  image_token_id: int | None
-  boi_token_id: int | None
-  eoi_token_id: int | None
-  image_placeholder: str
-  images_field: str
-  max_images_per_row: int
+  use_multimodal: Shape[bool]
+  patch_size_for_vit: Shape[int]
+  hidden_size_for_vit: Shape[int]
+  intermediate_size_for_vit: Shape[int]
+  num_hidden_layers_for_vit: Shape[int]
+  num_attention_heads_for_vit: Shape[int]
+  normalization_layer_epsilon_for_vit: Mathematics[float]
+  vision_output_length: Mathematics[int]
+  image_token_id: Mathematics[int | None]
+  boi_token_id: Mathematics[int | None]
+  eoi_token_id: Mathematics[int | None]
+  image_placeholder: TrainingOnly[str]
+  images_field: TrainingOnly[str]
+  max_images_per_row: TrainingOnly[int]
 
   def __post_init__(self):
     if problems := list(self.problems()):
@@ -56,6 +57,10 @@ class VisionConfig:
   def head_dim(self) -> int:
     """Size of a head of the tower."""
     return self.hidden_size_for_vit // self.num_attention_heads_for_vit
+
+  def effective(self, key: str) -> Any:
+    """The value of a key, with what null means filled in: two towers are the same if the effective values are equal."""
+    return getattr(self, key)
 
   @property
   def frame(self) -> str:
@@ -123,7 +128,7 @@ class VisionConfig:
 class SquareVision(VisionConfig):
   """A tower that takes every image as one square of the same size."""
 
-  image_size_for_vit: int
+  image_size_for_vit: Shape[int]
 
   @property
   def patches(self) -> int:
@@ -144,8 +149,8 @@ class SquareVision(VisionConfig):
 class PatchVision(VisionConfig):
   """A tower that takes images in their aspect ratio, as patches with a place each, and pools squares of them."""
 
-  pooling_size_for_vit: int
-  num_position_embeddings_for_vit: int
+  pooling_size_for_vit: Mathematics[int]
+  num_position_embeddings_for_vit: Shape[int]
 
   @property
   def patches(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxtext_like.checkpoint import compatibility, manifest
+from maxtext_like.checkpoint.model_changes import compared
 from maxtext_like.checkpoint.restore import Restored
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.config.load import base_values
@@ -11,6 +12,7 @@ from maxtext_like.config.problems import InvalidSectionError
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.training import kept_moments
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.schedule import make_schedule
 
@@ -34,16 +36,22 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
     program: of the run that goes on.
   """
   config: Config = program.config
-  for key, was, now in compatibility.differences(_complete(restored.config), compatibility.record(config)):
-    if key not in _UNTOLD:
-      yield f"changed {key.partition('.')[2]}: was {to_text(was)}, is {to_text(now)}"
+  model = {c.key: c.note for c in compared(restored.config, compatibility.record(config)).changes if c.note}
+  for name, was, now in compatibility.differences(_complete(restored.config), compatibility.record(config)):
+    if name not in _UNTOLD:
+      key = name.partition(".")[2]
+      note = f" ({model[key]})" if key in model else ""
+      yield f"changed {key}: was {to_text(was)}, is {to_text(now)}{note}"
+  saved = manifest.read(restored.directory)
+  if line := kept_moments.summary(saved.leaves, restored.state, program.step.optimizer):
+    yield line
   batch = batch_of(program)
   stored = restored.extra.get("batch", batch)
   for key, name in (("rows", "rows of an update"), ("devices", "devices")):
     if stored[key] != batch[key]:
       yield f"changed {name}: was {stored[key]}, is {batch[key]}"
   versions = manifest.versions()
-  for name, was in manifest.read(restored.directory).versions.items():
+  for name, was in saved.versions.items():
     if versions.get(name, was) != was:
       yield f"changed version of {name}: was {was}, is {versions[name]}"
   yield from _of_the_schedule(restored, config.training)

@@ -1,5 +1,6 @@
 """The state that a run, or a look at one of its steps, begins with."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from maxtext_like.checkpoint.given_adapter import read_given
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, no_checkpoint, readable_step
-from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding import processes
@@ -19,6 +19,7 @@ from maxtext_like.storage import Place
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.step import State
 
+_log = logging.getLogger(__name__)
 _OF_BASE = ("adapter.base_weights", "adapter.base_weights_modules", "precision.weight_dtype")
 """What says how the weights below an adapter are kept, and so is in their fingerprint."""
 
@@ -41,8 +42,7 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   c = program.config
   _require_same_sizes(program, restored.config, restored.directory)
   weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
-  pairs = compatibility.differences(restored.config, compatibility.record(c))
-  changed = [f"{key}: checkpoint {to_text(was)}, this run {to_text(now)}" for key, was, now in pairs if key in _OF_BASE]
+  changed = compatibility.changes_of(restored.config, compatibility.record(c), _OF_BASE)
   adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory, changed=changed)
   return weights, found
 
@@ -64,17 +64,19 @@ def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.M
 def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Path | Place) -> None:
   """Refuses ranks and scales that the stored factors were not trained with, where all shapes agree: the model would jump."""
   tower = config.get("training", {}).get("vision_tower")
-  stored, own = section(ADAPTER, config), program.config.adapter
+  stored = section(ADAPTER, config)
   then, now = (configured_adapter(program.model, stored, tower), program.adapter)
   assert now is not None
   if any(then.sizes[path] != now.sizes[path] for path in then.sizes.keys() & now.sizes.keys()):
     keys = ("lora_rank", "lora_alpha", "lora_rslora", "lora_rank_pattern", "lora_alpha_pattern")
-    differ = [(key, getattr(stored, key), getattr(own, key)) for key in keys]
-    lines = "\n".join(f"  {key}: checkpoint {was}, this run {is_}" for key, was, is_ in differ if was != is_)
+    sizes = [f"{ADAPTER}.{key}" for key in keys]
+    differ = compatibility.changes_of(config, compatibility.record(program.config), sizes)
+    lines = "\n".join(change.line for change in differ)
     raise UserError(
-      f"{step}: the adapter is of other ranks or scales than this run's\n{lines}\n"
+      f"{step}: the adapter has other ranks or scales than this run's\n{lines}\n"
       "  why: what it has learned would count more or less than it did\n"
-      "  fix: use the checkpoint's values, or start a new run with another run_name"
+      f"  fix: {' '.join(change.word for change in differ)} (the checkpoint's values)\n"
+      "       or run_name=NAME (a new run)"
     )
 
 
@@ -97,7 +99,8 @@ def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
-    weights, compiled = (read_weights(located(source), program.model),), program.lower_around().compile()
+    weights = (read_weights(located(source), program.model, starts=_log.info),)
+    compiled = program.lower_around().compile()
   else:
     weights, compiled = (), program.lower_init().compile()
   processes.await_compiled("the initial state", program.config.watchdog.watchdog_compile_seconds)

@@ -25,7 +25,7 @@ from maxtext_like.models.naming import ADAPTER
 from maxtext_like.models.placed import Model, Shapes, make_model, placed
 from maxtext_like.models.row_norms import plain_squares, row_labels, row_peaks, state_labels, state_peaks
 from maxtext_like.sharding.mesh import replicated, use_mesh
-from maxtext_like.training import compiler_options, loss_scale
+from maxtext_like.training import compiler_options, kept_moments, loss_scale
 from maxtext_like.training.module_api import ModuleApi, make_apply
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.objectives.objective import Objective
@@ -146,11 +146,14 @@ class TrainProgram:
     """The state of what a checkpoint kept of it.
 
     Args:
-      stored: what ``stored`` gave; what it lacks of what a step remembers begins anew.
+      stored: what ``stored`` gave; what it lacks of what a step remembers, and moments that it lacks, begin anew.
       weights: of the model, which stay as they are; of no use without an adapter.
     """
     anew = {name: jax.device_put(x, replicated(self.model.mesh)) for name, x in self._begun().items() if name not in stored}
-    return {**stored, **anew} if self.adapter is None else {**stored, **anew, "params": {**weights, **stored["params"]}}
+    params = stored["params"] if self.adapter is None else {**weights, **stored["params"]}
+    with use_mesh(self.model.mesh):
+      moments = kept_moments.completed(stored["opt_state"], self.selection.split(params)[0], self.step.optimizer)
+    return {**stored, **anew, "params": params, "opt_state": moments}
 
   @functools.cached_property
   def abstract_stored(self) -> State:

@@ -113,6 +113,6 @@ def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[manifes
     return None
   restore.check(
     path, stored, flatten(program.abstract_stored),
-    config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change,
+    config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change, resumes=True,
   )  # fmt: skip
   return stored, early

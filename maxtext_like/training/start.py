@@ -75,12 +75,13 @@ def prepare(
   """
   begin = time.monotonic()
   c = program.config.checkpoint
+  say = lambda line: progress.say(masked(line))
   with ThreadPoolExecutor(1, "compile") as pool:
     with progress.waiting("reading the newest checkpoint"):
       restored = _restore(program, manager, goodput, reading)
     if restored is not None:
       for line in changes(restored, program):
-        progress.say(masked(line))
+        say(line)
       with goodput.phase("restore"):
         data.set_state(restored.extra["data"], accept_changes=c.allow_data_change)
         _require_counted_from(program, data, restored)
@@ -99,7 +100,7 @@ def prepare(
       if restored is not None and program.adapter is not None:
         below, base = base_weights(program, restored)
       if source is not None:
-        params = read_weights(located(source), program.model)
+        params = read_weights(located(source), program.model, starts=say)
       if program.adapter is not None and params is not None:
         base = _below(program, params)
     # XLA works outside Python's lock, so the programs compile side by side.

@@ -36,19 +36,21 @@ def test_what_decides_which_arrays_there_are_is_named(key, was, now):
 @pytest.mark.parametrize(
   ("saved", "current", "own"),
   [
-    ({"nu_dtype": "bfloat16", "mu_dtype": None}, {"nu_dtype": None, "mu_dtype": None}, "the checkpoint's nu_dtype=bfloat16"),
+    ({"nu_dtype": "bfloat16", "mu_dtype": None}, {"nu_dtype": None, "mu_dtype": None},
+     "nu_dtype=bfloat16 (the checkpoint's values)"),
     ({"nu_dtype": None, "mu_dtype": None}, {"nu_dtype": "bfloat16", "mu_dtype": "bfloat16"},
-     "the checkpoint's nu_dtype=null, mu_dtype=null"),
+     "nu_dtype=null mu_dtype=null (the checkpoint's values)"),
     ({}, {}, "the dtypes of the checkpoint"),
   ],
 )  # fmt: skip
 def test_other_dtypes_name_the_keys_that_differ(saved, current, own):
   said = refusal(saved, current, leaves(nu="bfloat16"), leaves(nu="float32"))
   assert "nu: checkpoint bfloat16, this run float32\n" in said
-  assert f"use {own}, or allow_dtype_change=true to cast" in said
+  assert f"  fix: {own}\n       or allow_dtype_change=true (casts" in said
 
 
 def test_floats_are_cast_where_that_is_allowed_and_integers_never():
   check_state("runs/a", {}, {}, leaves(nu="bfloat16"), leaves(nu="float32"), allow_dtype_change=True)
   said = refusal({}, {}, leaves(nu="uint8"), leaves(nu="float32"), allow=True)
-  assert said.endswith("integers and floats are never cast into each other")
+  assert "why: integers and floats are never cast into each other" in said
+  assert "allow_dtype_change" not in said

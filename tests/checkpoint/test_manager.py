@@ -298,7 +298,7 @@ def test_another_model_is_refused_even_when_all_shapes_agree(pristine):
   refused = pytest.raises(UserError, match="checkpoint of another model configuration")
   with CheckpointManager(source, config=other) as manager, refused as caught:
     manager.restore(abstract(state))
-  assert "(a; this run trains b)" in str(caught.value)
+  assert "(a; this run has b)" in str(caught.value)
   assert "model.num_query_heads: checkpoint 3, this run 1" in str(caught.value)
   with CheckpointManager(source, config=changed_config(model_name="renamed")) as manager:
     assert manager.restore(abstract(state)) is not None
@@ -326,7 +326,7 @@ def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
   with CheckpointManager(tmp_path, config=CONFIG) as manager:
     assert manager.save_and_wait(1, state)
     half = {"w": jax.ShapeDtypeStruct((3,), jnp.float16), "n": jax.ShapeDtypeStruct((), jnp.int32)}
-    with pytest.raises(UserError, match=r"w: checkpoint float32, this run float16\n.*allow_dtype_change=true"):
+    with pytest.raises(UserError, match=r"w: checkpoint float32, this run float16\n.*\n.*allow_dtype_change=true"):
       manager.restore(half)
     with pytest.raises(UserError, match="w holds 70000, which float16 cannot hold"):
       manager.restore(half, allow_dtype_change=True)

@@ -1,6 +1,7 @@
 """The registry of precision keys: what is written from it is current, and what it says of a key holds of the layers."""
 
 import dataclasses
+import typing
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_names_types_and_defaults_are_the_layers():
   from maxtext_like.layers.precision import LAYER_KEYS, Precision
 
   theirs = {f.name: (f.type, f.default) for f in dataclasses.fields(Precision)}
-  types = {f.name: f.type for f in dataclasses.fields(PrecisionConfig)}
+  types = typing.get_type_hints(PrecisionConfig)
   assert {name: (types[name], key.default) for name, key in KEYS.items()} == theirs
   assert tuple(name for name, key in KEYS.items() if key.per_layer) == LAYER_KEYS
   for dtype in ("float32", "bfloat16", "float16"):

@@ -111,7 +111,7 @@ def test_other_weights_below_are_refused(workplace, other, capsys):
   assert train(workplace, "adapter", f"init_from={workplace}/base", *LORA, "steps=6", "base_weights=nf4") == 2
   said = capsys.readouterr().err
   assert "are others now\n  adapter.base_weights: checkpoint null, this run nf4\n" in said
-  assert "fix: use the checkpoint's values" in said
+  assert "fix: base_weights=null (the checkpoint's values)" in said
 
 
 def test_another_rank_is_refused(workplace, capsys):

@@ -19,6 +19,7 @@ def program(*words: str, rows: int = 8) -> Any:
   return SimpleNamespace(
     config=load_config("gemma4-tiny", [*RATE, *words]).config,
     global_batch=rows,
+    step=SimpleNamespace(optimizer=None),
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=jax.devices()),
   )
 
@@ -36,7 +37,11 @@ def told(tmp_path):
     )
     manifest.write(tmp_path, written)
     restored = SimpleNamespace(
-      step=50, config=stored, directory=tmp_path, extra={"batch": {"rows": 8, "devices": f"1 x {jax.devices()[0].device_kind}"}}
+      step=50,
+      state={"opt_state": ()},
+      config=stored,
+      directory=tmp_path,
+      extra={"batch": {"rows": 8, "devices": f"1 x {jax.devices()[0].device_kind}"}},
     )
     return list(changes(cast(Any, restored), program(*now, rows=rows)))
 
@@ -57,11 +62,22 @@ def test_nothing_changed_and_nothing_is_told(told):
     ("gradient_accumulation_steps=1", "gradient_accumulation_steps=2", "changed gradient_accumulation_steps: was 1, is 2"),
     ("shuffle=true", "shuffle=false", "changed shuffle: was true, is false"),
     ("trainable_parameters_mask=[mlp]", "trainable_parameters_mask=[]", "changed trainable_parameters_mask: was [mlp], is []"),
+    ("pad_token_id=0", "pad_token_id=3", "changed pad_token_id: was 0, is 3"),
+    (
+      "max_position_embeddings=512 max_target_length=128",
+      "max_position_embeddings=1024 max_target_length=128",
+      "changed max_position_embeddings: was 512, is 1024 (training only)",
+    ),
+    (
+      "sliding_window_size=16",
+      "sliding_window_size=8",
+      "changed sliding_window_size: was 16, is 8 (the model computes something else: allow_model_change=true)",
+    ),
     ("max_to_keep=3", "max_to_keep=1", "changed max_to_keep: was 3, is 1"),
   ],
 )
 def test_a_line_for_each_changed_value(told, then, now, line):
-  assert told([then], [now]) == [line]
+  assert told(then.split(), now.split()) == [line]
 
 
 def test_the_rows_of_an_update_and_versions(told):

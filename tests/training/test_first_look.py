@@ -19,6 +19,14 @@ def finished(place, *words, step=100):
   manifest.write(path, manifest.Manifest(step=step, finite=True, config=config, extra={}, leaves={}, files={}, versions={}))
 
 
+def test_a_tower_cannot_be_added(tmp_path):
+  finished(tmp_path)
+  with pytest.raises(
+    UserError, match=r"vision.use_multimodal: checkpoint false, this run true\n.*\n  fix: use_multimodal=false"
+  ):
+    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "use_multimodal=true"]))
+
+
 @pytest.mark.parametrize(
   ("words", "known"),
   [
@@ -29,7 +37,6 @@ def finished(place, *words, step=100):
     (["weight_dtype=bfloat16"], False),
     (["mu_dtype=bfloat16"], False),
     (["opt_type=lion"], False),
-    (["use_multimodal=true"], False),
   ],
 )
 def test_a_finished_run_is_known(tmp_path, words, known):

@@ -6,14 +6,17 @@ names in ``auto_map`` is never run: the keys are data here.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.tied import other_head
+from maxtext_like.checkpoint.model_changes import Change, Comparison, compared, require_same
 from maxtext_like.config import hub
-from maxtext_like.config.model import ROUTER_LOSSES, ModelConfig
+from maxtext_like.config.key_class import KeyClass, marks
+from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
@@ -97,51 +100,64 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   )
 
 
-# Labels; the interval, which is a way to write layer_types; losses of training.
-_NOT_THE_MODEL = frozenset(
-  ["inhomogeneous_layer_cycle_interval", "model_name", "max_position_embeddings", *ROUTER_LOSSES]
-  + [f"{which}_token_id" for which in ("pad", "bos", "eos")]
-)
-
-
-def require_same_model(
-  config: HuggingFaceConfig, model: ModelConfig, directory: Path, vision: VisionConfig | None = None
-) -> None:
-  """Refuses a checkpoint whose config.json describes another model, though every shape may agree.
+def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: VisionConfig | None = None) -> Comparison:
+  """The differences between the model that a config.json describes and that of a run.
 
   Args:
     config: what the file says.
     model: the ``model:`` section of the run.
-    directory: of the checkpoint.
     vision: the ``vision:`` section of the run, whose placeholders count without a tower too; None: they are not compared.
-
-  Raises:
-    UserError: lists the keys that differ.
   """
-  if config.model["decoder_block"] != model.decoder_block:
-    raise UserError(f"{printable(directory)}: a {config.model['decoder_block']}; this run trains a {model.decoder_block}")
   family = FAMILIES[model.decoder_block].huggingface
-  names = config.model.keys() - _NOT_THE_MODEL - set(family.unchecked(config.has_tower))
-  theirs = dataclasses.replace(model, **config.model)
-  pairs = {key: (theirs.effective(key), model.effective(key)) for key in sorted(names)}
+  known, here = marks(type(model)), {"model": vars(model)}
+  unchecked = set(family.unchecked(config.has_tower))
+  # A label, and numbers that a model file chooses: what the file says is no change of the user's.
+  labels = {key for key in config.model if key in known and known[key].kind is KeyClass.TRAINING}
+  found = compared({"model": {key: x for key, x in config.model.items() if key not in unchecked | labels}}, here)
+  untied = "logits_via_embedding" if config.notes else None
+  changes = [
+    dataclasses.replace(c, label=_label(c.key, family.names), source="tensors" if c.key == untied else "config.json")
+    for c in found.changes
+  ]
   if vision is not None and config.vision:
     # What lies beyond the vocabulary never occurs where there is no placeholder.
-    known = range(model.vocab_size)
+    ids = range(model.vocab_size)
     for key in vision.placeholder_keys:
-      there, here = config.vision[key], getattr(vision, key)
-      pairs[key] = (there if there in known else None, here if here in known else None)
-  changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-  if changed:
-    lines = []
-    for key, (there, here) in changed.items():
-      source = "tensors" if key == "logits_via_embedding" and config.notes else "config.json"
-      theirs = family.names.get(key, key)
-      lines.append(f"  {theirs}: {source} {there}, this run {here}" + (f" ({key})" if theirs != key else ""))
-    lines += [f"  note: {note}" for note in config.notes]
-    raise UserError(
-      f"{printable(directory)}: a checkpoint of another model:\n" + "\n".join(lines) + "\n"
-      "  fix: train a model file with the checkpoint's values; import writes one"
-    )
+      was, now = (token if token in ids else None for token in (config.vision[key], getattr(vision, key)))
+      if was != now:
+        changes.append(Change("vision", key, was, now, config.vision[key], marks(type(vision))[key], key, "config.json"))
+  return dataclasses.replace(found, changes=tuple(changes), names=(config.model["model_name"], model.model_name))
+
+
+def _label(key: str, names: Mapping[str, str]) -> str:
+  """A key as the table of a refusal calls it."""
+  return f"{names[key]} ({key})" if names.get(key, key) != key else key
+
+
+def require_same_model(
+  config: HuggingFaceConfig,
+  model: ModelConfig,
+  directory: Path,
+  vision: VisionConfig | None = None,
+  *,
+  allow_model_change: bool = False,
+  adds: bool = False,
+) -> None:
+  """Refuses a checkpoint whose config.json describes another model, though every shape may agree.
+
+  Args:
+    config, model, vision: as for ``compared_with_file``.
+    directory: of the checkpoint.
+    allow_model_change: the key of that name.
+    adds: the parameters of a part that the checkpoint lacks are initialized.
+
+  Raises:
+    UserError: lists the keys that differ, and what to type.
+  """
+  found = compared_with_file(config, model, vision)
+  if adds:
+    found = found.without_added()
+  require_same(printable(directory), found, allow=allow_model_change, notes=config.notes)
 
 
 def _float8_block(top: Fields) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,14 @@ class Weights:
 
   finite: bool = False
 
-  def __init__(self, directory: Path, decoder: Decoder, config: HuggingFaceConfig):
+  def __init__(
+    self, directory: Path, decoder: Decoder, config: HuggingFaceConfig, *, without: Collection[tuple[str, ...]] = ()
+  ):
     """Reads headers only.
+
+    Args:
+      directory, decoder, config: of the checkpoint.
+      without: paths of parameters that the checkpoint is known to lack, which are not read.
 
     Raises:
       UserError: malformed files; or tensors that are missing, unexpected, of a wrong shape, or float8 without a scale,
@@ -62,7 +68,9 @@ class Weights:
     only_head = decoder.cfg.tied and head is not None and not prefixes_with(EMBEDDING, names)
     prefix = self._prefix(names, _FINAL_NORM if only_head else EMBEDDING)
     endings = tuple(f".{rule.name}" for rule in self._family.stacked.values())
-    self.table = tensor_table(decoder, self._family, stacked=any(name.endswith(endings) for name in names))
+    table = tensor_table(decoder, self._family, stacked=any(name.endswith(endings) for name in names))
+    self.table = [tensor for tensor in table if not any(piece.path in without for piece in tensor.pieces)]
+    self._without = frozenset(without)
     head = head or HEAD
     self._file_name = {t.name: head if t.name == HEAD else prefix + t.name for t in self.table}
     if tower := self._family.tower:
@@ -258,7 +266,7 @@ class Weights:
 
     from maxtext_like.checkpoint.quantised_rows import read_quantised
 
-    spec = dict(flatten(self.decoder.params()))
+    spec = {path: param for path, param in flatten(self.decoder.params()) if path not in self._without}
     wanted = dict(flatten(shardings)) if shardings is not None else {}
     params: dict = {}
     for done, (path, param) in enumerate(spec.items()):
@@ -324,6 +332,8 @@ def load_hugging_face(
   shardings: Any = None,
   finite: bool = False,
   base: QuantisedBase | None = None,
+  allow_model_change: bool = False,
+  without: Collection[tuple[str, ...]] = (),
 ) -> dict:
   """The parameters of a Hugging Face checkpoint directory for a decoder.
 
@@ -335,6 +345,8 @@ def load_hugging_face(
     shardings: as for ``Weights.load``.
     finite: refuse numbers that are not.
     base: as for ``Weights.load``.
+    allow_model_change: the key of that name.
+    without: as for ``Weights``.
 
   Raises:
     UserError: as ``Weights``, and when config.json describes another model.
@@ -343,8 +355,8 @@ def load_hugging_face(
   directory = Path(directory)
   config = read_config(directory)
   if model is not None:
-    require_same_model(config, model, directory, vision)
-  weights = Weights(directory, decoder, config)
+    require_same_model(config, model, directory, vision, allow_model_change=allow_model_change, adds=bool(without))
+  weights = Weights(directory, decoder, config, without=without)
   weights.finite = finite
   return weights.load(shardings, base=base)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from maxtext_like.config.model import ExpertsConfig, Part, even
+from maxtext_like.config.key_class import Adds, Mathematics, SelectsTrained, Shape, TrainingOnly, When
+from maxtext_like.config.model import WITH_EXPERTS, ExpertsConfig, Part, even
 from maxtext_like.config.problems import Problem, above_zero, at_least
 
 SPELLINGS = {
@@ -13,6 +15,9 @@ SPELLINGS = {
   "user": ("<｜User｜>",),
   "assistant": ("<｜Assistant｜>",),
 }
+
+_YARN = When("rope_type", "yarn")
+_WITH_INDEXER = When("use_indexer")
 
 
 def chat_template(model: "Config") -> str:
@@ -27,35 +32,37 @@ class Config(ExpertsConfig):
   rope_types = ("default", "yarn")
   parts = frozenset({"experts", "indexer"})
 
-  attention_bias: bool
+  attention_bias: Shape[bool]
   # Rotary position embedding.
-  rope_factor: float
-  beta_fast: float
-  beta_slow: float
-  mscale: float
-  mscale_all_dim: float
-  original_max_position_embeddings: int
-  rope_interleave: bool
+  rope_factor: Mathematics[Annotated[float, _YARN]]
+  beta_fast: Mathematics[Annotated[float, _YARN]]
+  beta_slow: Mathematics[Annotated[float, _YARN]]
+  mscale: Mathematics[Annotated[float, _YARN]]
+  mscale_all_dim: Mathematics[Annotated[float, _YARN]]
+  original_max_position_embeddings: Mathematics[Annotated[int, _YARN]]
+  rope_interleave: Mathematics[bool]
   # Experts.
-  shared_experts: int
-  first_num_dense_layers: int
-  routed_scaling_factor: float
-  routed_bias: bool
-  routed_bias_update_rate: float
-  n_routing_groups: int
-  topk_routing_group: int
+  shared_experts: Shape[Annotated[int, WITH_EXPERTS]]
+  first_num_dense_layers: Shape[int]
+  routed_scaling_factor: Mathematics[Annotated[float, WITH_EXPERTS]]
+  routed_bias: Shape[Annotated[bool, WITH_EXPERTS]]
+  routed_bias_update_rate: TrainingOnly[float]
+  n_routing_groups: Mathematics[Annotated[int, WITH_EXPERTS]]
+  topk_routing_group: Mathematics[Annotated[int, WITH_EXPERTS]]
   # Multi-head latent attention and the sparse indexer.
-  q_lora_rank: int  # 0: one query projection
-  kv_lora_rank: int
-  qk_nope_head_dim: int
-  qk_rope_head_dim: int
-  v_head_dim: int
-  use_indexer: bool
-  indexer_n_heads: int
-  indexer_head_dim: int
-  indexer_topk: int
-  indexer_sparse_training: bool  # False: dense warm-up, only the indexer is trained
-  indexer_loss_scaling_factor: float
+  q_lora_rank: Shape[int]  # 0: one query projection
+  kv_lora_rank: Shape[int]
+  qk_nope_head_dim: Shape[int]
+  qk_rope_head_dim: Shape[int]
+  v_head_dim: Shape[int]
+  use_indexer: Shape[Annotated[bool, Adds("indexer", "indexer_sparse_training", before=False)]]
+  indexer_n_heads: Shape[Annotated[int, _WITH_INDEXER]]
+  indexer_head_dim: Shape[Annotated[int, _WITH_INDEXER]]
+  indexer_topk: Mathematics[Annotated[int, _WITH_INDEXER]]
+  # False: dense warm-up, which trains the indexer alone. The two values are stages of one training, so that the key may change
+  # freely, though attention becomes sparse.
+  indexer_sparse_training: TrainingOnly[Annotated[bool, _WITH_INDEXER, SelectsTrained()]]
+  indexer_loss_scaling_factor: TrainingOnly[Annotated[float, _WITH_INDEXER]]
 
   @property
   def trained_part(self) -> tuple[str, str] | None:

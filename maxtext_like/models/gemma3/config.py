@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from maxtext_like.config.key_class import Mathematics, Shape, When
 from maxtext_like.config.model import GroupedQueryConfig, ModelConfig
 from maxtext_like.config.problems import Problem, above_zero, at_least
 from maxtext_like.config.vision import SquareVision
@@ -31,11 +32,12 @@ def chat_template(model: Any) -> str:
 class GemmaConfig(GroupedQueryConfig):
   """What Gemma 3 and 4 share: sliding and global layers. ``rope_max_timescale`` is the global layers'."""
 
-  layer_types: tuple[LayerType, ...] | None  # None: every inhomogeneous_layer_cycle_interval-th layer is global
-  inhomogeneous_layer_cycle_interval: int
-  sliding_window_size: int | None
-  use_bidirectional_image_attn: bool
-  local_rope_max_timescale: float
+  # layer_types = None: every inhomogeneous_layer_cycle_interval-th layer is global. The stacks of layers follow from it.
+  layer_types: Shape[tuple[LayerType, ...] | None]
+  inhomogeneous_layer_cycle_interval: Shape[int]
+  sliding_window_size: Mathematics[int | None]
+  use_bidirectional_image_attn: Mathematics[bool]
+  local_rope_max_timescale: Mathematics[float]
 
   def attention_types(self) -> tuple[LayerType, ...]:
     """The type of every layer, spelt out."""
@@ -47,6 +49,8 @@ class GemmaConfig(GroupedQueryConfig):
 
   def effective(self, key: str) -> Any:
     """The value of a key, with what it means filled in where it is left out."""
+    if key == "inhomogeneous_layer_cycle_interval":
+      return None  # another way to write layer_types
     return self.attention_types() if key == "layer_types" else super().effective(key)
 
   def problems(self) -> Iterator[Problem]:
@@ -74,8 +78,8 @@ class Config(GemmaConfig):
 
   rope_types = ("default", "linear")
 
-  query_pre_attn_scalar: float | None  # scores are scaled by this ** -0.5; None is head_dim
-  rope_linear_scaling_factor: float
+  query_pre_attn_scalar: Mathematics[float | None]  # scores are scaled by this ** -0.5; None is head_dim
+  rope_linear_scaling_factor: Mathematics[Annotated[float, When("rope_type", "linear")]]
 
   def effective(self, key: str) -> Any:
     """The value of a key, with what it means filled in where it is left out."""

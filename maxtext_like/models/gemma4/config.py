@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from maxtext_like.config.key_class import Mathematics, Shape, When, does_something
 from maxtext_like.config.model import ExpertsConfig, ModelConfig, divides_heads, even
 from maxtext_like.config.problems import Problem, above_zero, at_least
 from maxtext_like.config.vision import PatchVision
@@ -17,6 +18,8 @@ SPELLINGS = {
   "image": ("<|image|>",),
 }
 
+_PER_LAYER = When("hidden_size_per_layer_input")
+
 
 def chat_template(model: "Config") -> str:
   """The chat template that is published for a model: E2B and E4B, with embeddings in each layer, have one of their own."""
@@ -29,19 +32,21 @@ class Config(ExpertsConfig, GemmaConfig):
 
   parts = frozenset({"experts", "vision pooler"})
 
-  global_head_dim: int | None
-  global_num_kv_heads: int | None
-  share_kv_projections: bool  # "k_eq_v": global layers take v from the raw k projection
-  num_kv_shared_layers: int
-  use_double_wide_mlp: bool
-  hidden_size_per_layer_input: int
-  vocab_size_per_layer_input: int | None  # None: vocab_size
-  global_rope_proportion: float
+  # With embeddings in each layer, the tokens of an image take that of the padding token.
+  pad_token_id: Mathematics[Annotated[int | None, _PER_LAYER]]
+  global_head_dim: Shape[int | None]
+  global_num_kv_heads: Shape[Annotated[int | None, When("share_kv_projections")]]
+  share_kv_projections: Shape[bool]  # "k_eq_v": global layers take v from the raw k projection
+  num_kv_shared_layers: Shape[int]
+  use_double_wide_mlp: Shape[bool]
+  hidden_size_per_layer_input: Shape[int]
+  vocab_size_per_layer_input: Shape[Annotated[int | None, _PER_LAYER]]  # None: vocab_size
+  global_rope_proportion: Mathematics[float]
 
   def effective(self, key: str) -> Any:
     """The value of a key, with what it means filled in where it is left out."""
     value = super().effective(key)
-    if key == "vocab_size_per_layer_input" and not self.hidden_size_per_layer_input:
+    if not does_something(self, key):
       return value
     meant = {
       "global_head_dim": self.head_dim,
@@ -116,17 +121,21 @@ class Vision(PatchVision):
 
   placeholder_keys = ("image_token_id", "video_token_id", "audio_token_id")
 
-  head_dim_for_vit: int | None  # None: hidden_size_for_vit / num_attention_heads_for_vit
-  rope_theta_for_vit: float
-  standardize_for_vit: bool
-  use_clipped_linears_for_vit: bool
-  video_token_id: int | None  # no video is read, but the token is looked up as padding
-  audio_token_id: int | None  # the same of sound
+  head_dim_for_vit: Shape[int | None]  # None: hidden_size_for_vit / num_attention_heads_for_vit
+  rope_theta_for_vit: Mathematics[float]
+  standardize_for_vit: Shape[bool]
+  use_clipped_linears_for_vit: Shape[bool]
+  video_token_id: Mathematics[int | None]  # no video is read, but the token is looked up as padding
+  audio_token_id: Mathematics[int | None]  # the same of sound
 
   @property
   def head_dim(self) -> int:
     """Size of a head of the tower."""
     return self.head_dim_for_vit or super().head_dim
+
+  def effective(self, key: str) -> Any:
+    """The value of a key, with what null means filled in."""
+    return self.head_dim if key == "head_dim_for_vit" else super().effective(key)
 
   def divides_heads(self) -> Iterator[Problem]:
     """A problem where the width of the tower has to be divided among its heads, and cannot be."""

@@ -31,6 +31,11 @@ class AdamW:
   first: ClassVar[str | None] = "mu"
   second: ClassVar[str | None] = "nu"
 
+  @property
+  def memory(self) -> int:
+    """Steps that the first moment is a mean of."""
+    return max(1, round(1 / (1 - self.b1)))
+
   def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
     del spec
     return optax.scale_by_adam(self.b1, self.b2, self.eps, mu_dtype=mu_dtype)

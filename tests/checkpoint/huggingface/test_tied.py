@@ -100,7 +100,7 @@ def test_a_run_whose_model_ties_them_is_refused_and_told(tmp_path: Path):
   with pytest.raises(UserError) as error:
     load_hugging_face(folder, decoder, model=model)
   message = str(error.value)
-  assert "\n  tie_word_embeddings: tensors False, this run True (logits_via_embedding)" in message
+  assert "\n  tie_word_embeddings (logits_via_embedding): tensors false, this run true" in message
   assert "\n  note: lm_head.weight differs from the embedding" in message
   untied = load_config(_model_file(tmp_path), ["logits_via_embedding=false"]).config.model
   assert "head" in load_hugging_face(folder, decoder, model=untied)

@@ -1,0 +1,249 @@
+"""How the model of a run differs from that of a checkpoint, by the classes of its keys (``config.key_class``). Without JAX.
+
+A model is compared by the effective values of its keys: a key that does nothing, or null in place of the value that it means,
+is no difference.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.config.key_class import Adds, KeyClass, Marks, marks
+from maxtext_like.config.load import unchecked_section
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.config.yaml_file import to_text
+from maxtext_like.errors import UserError
+from maxtext_like.models.registry import FAMILIES
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Change:
+  """A key whose effective values differ.
+
+  Attributes:
+    section, key: of the key.
+    was, now: the values of the checkpoint and of this run, to be shown.
+    stored: the value to type in order to have the checkpoint's.
+    marks: what the key declares about itself.
+    label: what the table calls it; empty: ``section.key``.
+    source: where the checkpoint's value is.
+  """
+
+  section: str
+  key: str
+  was: Any
+  now: Any
+  stored: Any
+  marks: Marks
+  label: str = ""
+  source: str = "checkpoint"
+
+  @property
+  def kind(self) -> KeyClass:
+    """The class of the key."""
+    return self.marks.kind
+
+  @property
+  def word(self) -> str:
+    """What to type in order to have the checkpoint's value."""
+    return shlex.quote(f"{self.key}={to_text(self.stored)}")
+
+  @property
+  def note(self) -> str:
+    """What an accepted change means, for the log of a run; empty for the label of a model."""
+    if self.key == "model_name":
+      return ""
+    if self.marks.selects_trained:
+      return "a stage of training"
+    return {
+      KeyClass.TRAINING: "training only",
+      KeyClass.MATHEMATICS: "the model computes something else: allow_model_change=true",
+    }.get(self.kind, "")
+
+  @property
+  def line(self) -> str:
+    """A line of the table of a refusal."""
+    label = self.label or f"{self.section}.{self.key}"
+    return f"  {label}: {self.source} {json.dumps(self.was)}, this run {json.dumps(self.now)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+  """All differences between the models of a checkpoint and of a run.
+
+  Attributes:
+    changes: of every class.
+    adds: the part that this model has and the checkpoint lacks; None: there is none.
+    untrained: the forward pass uses that part before it has been trained.
+    names: ``model_name`` of the checkpoint and of this run.
+    sections: ``model:`` of the checkpoint and of this run.
+  """
+
+  changes: tuple[Change, ...]
+  adds: Adds | None = None
+  untrained: bool = False
+  names: tuple[str, str] = ("", "")
+  sections: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+
+  def of(self, kind: KeyClass) -> tuple[Change, ...]:
+    """The changes of one class."""
+    return tuple(change for change in self.changes if change.kind is kind)
+
+  def without_added(self) -> "Comparison":
+    """The differences that remain where the parameters of the added part are initialized."""
+    if self.adds is None:
+      return self
+    switch = next(change.key for change in self.changes if change.marks.adds is self.adds)
+    own = lambda change: change.key == switch or any(when.key == switch for when in change.marks.when)
+    return replace(self, changes=tuple(c for c in self.changes if not own(c)))
+
+  def words(self, changes: Sequence[Change]) -> list[str]:
+    """What to type in order to have the checkpoint's values of some keys, and of those that have to go with them."""
+    words = {change.key: change.word for change in changes}
+    there, here = self.sections
+    if here.get("decoder_block") not in FAMILIES:
+      return [*words.values()]
+    while True:
+      # Of this run's model with those values; a contradiction is between keys of this run and of the checkpoint.
+      mixed = unchecked_section("model", {**here, **{c.key: c.stored for c in changes if c.section == "model"}})
+      wrong = [key for problem in (*mixed.problems(), *mixed.pointless()) for key in problem.keys]
+      more = [key for key in dict.fromkeys(wrong) if key not in words and there.get(key) != here.get(key)]
+      if not more:
+        return [*words.values()]
+      changes = [*changes, *(Change("model", k, there[k], here[k], there[k], Marks()) for k in more if k in there)]
+      words |= {change.key: change.word for change in changes}
+
+  def lines(self) -> Iterator[str]:
+    """A line for each change that was accepted, for the log of a run."""
+    for change in self.changes:
+      if change.note:
+        yield f"changed {change.key}: was {to_text(change.was)}, is {to_text(change.now)} ({change.note})"
+
+
+def compared(saved: Sections, current: Sections, *, subset: bool = False) -> Comparison:
+  """The differences between the models of two configurations.
+
+  A key that only one of them has was added or dropped by another version of the program: it is not compared.
+
+  Args:
+    saved: of the checkpoint, by section (JSON values).
+    current: of this run.
+    subset: arrays that only the checkpoint has, as those of a vision tower, do not matter.
+  """
+  old, new = saved.get("model", {}), current.get("model", {})
+  blocks = [values.get("decoder_block") for values in (old, new)]
+  names = (str(old.get("model_name", "unnamed")), str(new.get("model_name", "unnamed")))
+  if blocks[0] != blocks[1] or blocks[0] not in FAMILIES:
+    known = marks(ModelConfig)
+    own = {"decoder_block"} if blocks[0] and blocks[1] else old.keys() & new.keys()
+    unlike = [key for key in old if key in own and old[key] != new[key]]
+    kinds = {key: known.get(key, Marks(KeyClass.SHAPE)) for key in unlike}
+    changes = tuple(Change("model", k, old[k], new[k], old[k], kinds[k]) for k in unlike)
+    return Comparison(changes, names=names)
+  found = [*_of_section("model", old, new, blocks[0])]
+  there, here = saved.get("vision", {}), current.get("vision", {})
+  switch = "use_multimodal"
+  if there.get(switch) and here.get(switch):
+    found += _of_section("vision", there, here, blocks[0])
+  elif switch in there and switch in here and (here[switch] or not subset):
+    found += _of_section("vision", {switch: there[switch]}, {switch: here[switch]}, blocks[0])
+  adds = next((c.marks.adds for c in found if c.marks.adds is not None and c.now), None)
+  untrained = adds is not None and unchecked_section("model", new).effective(adds.stage) != adds.before
+  return Comparison(tuple(found), adds, untrained, names, (old, new))
+
+
+def _of_section(name: str, old: Mapping[str, Any], new: Mapping[str, Any], block: str) -> Iterator[Change]:
+  was, now = (unchecked_section(name, {**values, "decoder_block": block}) for values in (old, new))
+  for key, marked in marks(type(now)).items():
+    if key not in old or key not in new:
+      continue
+    there, here = was.effective(key), now.effective(key)
+    if there != here:
+      stored = old[key] if there is None else there
+      yield Change(name, key, stored, new[key] if here is None else here, stored, marked)
+
+
+def require_same(
+  where: str,
+  comparison: Comparison,
+  *,
+  allow: bool,
+  resumes: bool = False,
+  notes: Sequence[str] = (),
+  more: Sequence[str] = (),
+) -> None:
+  """Refuses weights for a model with other shapes, and, unless that is allowed, for one that computes something else.
+
+  Args:
+    where: the checkpoint, for the message.
+    comparison: of the models.
+    allow: the key ``allow_model_change``.
+    resumes: a run resumes from the checkpoint; otherwise a model is made of its weights.
+    notes: lines below the table.
+    more: further differences, lines that are shown with those in shape.
+
+  Raises:
+    UserError: names every key that has to be changed, and what to type.
+  """
+  shapes, computed = comparison.of(KeyClass.SHAPE), () if allow else comparison.of(KeyClass.MATHEMATICS)
+  untrained = comparison.untrained and not allow and not shapes
+  if not (shapes or computed or more or untrained):
+    return
+  theirs, ours = comparison.names
+  whose = f" ({theirs}; this run has {ours})" if theirs != ours and theirs else ""
+  lines = [change.line for change in (*shapes, *computed)]
+  lines += [*more, *(f"  note: {note}" for note in notes)]
+  if shapes or more:
+    first = f"{where}: checkpoint of another model configuration{whose}:"
+    lines.append("  why: the stored arrays do not fit this model")
+  else:
+    first = f"{where}: this model computes something else than the checkpoint's{whose}:"
+    if computed:
+      lines.append("  why: the weights were trained with the checkpoint's values")
+    if untrained and comparison.adds is not None:
+      lines.append(f"  why: the {comparison.adds.part} is new, and the model would use it before it is trained")
+  lines.append("  fix: " + "\n       or ".join(_fixes(where, comparison, shapes, computed, resumes, bool(shapes or more))))
+  raise UserError("\n".join([first, *lines]))
+
+
+def _fixes(
+  where: str,
+  comparison: Comparison,
+  shapes: Sequence[Change],
+  computed: Sequence[Change],
+  resumes: bool,
+  other_arrays: bool,
+) -> Iterator[str]:
+  """What to type, the alternatives one by one."""
+  changes, adds = (*shapes, *computed), comparison.adds
+  family = next((change for change in changes if change.key == "decoder_block"), None)
+  if family is not None:
+    theirs = _model_of(where, family, comparison.names[0])
+    yield f"name the model of the checkpoint, {theirs}, in place of {comparison.names[1]}"
+  elif changes:
+    yield f"{' '.join(comparison.words(changes))} (the checkpoint's values)"
+  elif adds is not None and not other_arrays:
+    yield f"{adds.stage}={to_text(adds.before)} (trains the new {adds.part} alone first)"
+  if not other_arrays:
+    yield "allow_model_change=true (computes with this run's values)"
+    return
+  if resumes and adds is not None and not any(c.kind is KeyClass.SHAPE for c in comparison.without_added().changes):
+    first = f"{adds.stage}={to_text(adds.before)}"
+    yield f"run_name=NAME init_from={where} {first} (a new run with these weights, which initializes the {adds.part})"
+  elif resumes:
+    yield "run_name=NAME (a new run)"
+  elif family is not None or not changes:
+    yield "name another checkpoint"
+
+
+def _model_of(where: str, family: Change, name: str) -> str:
+  """The model of a checkpoint, as it is named in a command."""
+  if family.source != "checkpoint":
+    return f"OUT/model.yml (maxtext-like import {where} OUT writes it)"
+  home = Path(where).parent.parent  # of a step; of one in a store nothing is found here
+  return next((str(file) for file in (home / "config.yml", home / "model.yml") if file.is_file()), name)
