@@ -1,0 +1,114 @@
+"""The commands that README.md and the pages print, in blocks and between backticks, with their placeholders filled in."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "gpu/README.md", "tpu/README.md", *sorted(
+  str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md") if path.name != "python.md"  # doctest runs that page
+))  # fmt: skip
+_OURS = re.compile(
+  r"(?:time |\. gpu/env\.sh; *|\w+=\S+ )*(?:maxtext-like|python -m maxtext_like(?![.\w])|(python train\.py))(?= |$)(.*)"
+)
+_SCRIPT = re.compile(
+  r"(?:\. gpu/env\.sh; *|\w+=\S+ )*python (?:-m )?((?:benchmarks|tests|docs)[./][\w./]+|maxtext_like\.[\w.]+)(.*)"
+)
+
+# A word of a printed command that stands for something of the reader's, to what the tests have in its place.
+PLACEHOLDERS = {
+  r"CONFIG|MODEL|MODEL\.yml": "gemma3-tiny",
+  r"HF_DIR|/models/[\w.-]+|gemma-[\w.-]+|PEFT_DIR": "hf",
+  r"RUN|runs/[\w/.-]+": "run",
+  r"DIR": "dir",
+  r"FILES": "chats.jsonl",
+  r"M": "gemma3-tiny",
+  r"D": "bfloat16",
+}
+_SYNOPSIS = re.compile(r"(?<= )(?:\[[^]]*\]|\w+=\.\.\.|\.\.\.|WORDS)(?= |$)")  # says what else may be there
+
+
+@dataclass(frozen=True)
+class Printed:
+  """A printed command.
+
+  Attributes:
+    page: where it is printed.
+    text: as printed, in one line.
+    words: of the command line of ``maxtext-like``, from the verb on, as printed but without what a synopsis leaves open.
+  """
+
+  page: str
+  text: str
+  words: tuple[str, ...]
+
+  @property
+  def mentioned(self) -> bool:
+    """The verb is named, perhaps with an option, and there is no command to run."""
+    return self.words[0] != "models" and "--help" not in self.words and all(w.startswith("--") for w in self.words[1:])
+
+
+def lines(page: str) -> list[str]:
+  """Every line of a block of code and every span between backticks that may be a command, in one line each."""
+  text = (ROOT / page).read_text(encoding="utf-8")
+  joined = re.sub(r" *\\\n\s*", " ", text)
+  found, fenced = [], False
+  for line in joined.splitlines():
+    if line.lstrip().startswith("```"):
+      fenced = not fenced
+    elif fenced or line.startswith("    "):
+      found += re.split(r" && ", line.strip().removeprefix("$ "))
+  prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+  spans = re.findall(r"`([^`]+)`", prose)
+  return [*found, *(re.sub(r"\s*\n\s*", " ", span).replace("\\|", "|") for span in spans)]
+
+
+def printed(page: str) -> list[Printed]:
+  """The commands of ``maxtext-like`` on a page."""
+  found = []
+  for line in lines(page):
+    if (match := _OURS.fullmatch(line)) is not None:
+      words = shlex.split(_SYNOPSIS.sub("", match[2]).replace("$'", "'"), comments=True)
+      words = (["train"] if match[1] else []) + words
+      if words:
+        found.append(Printed(page, line, tuple(words)))
+  return list(dict.fromkeys(found))
+
+
+def scripts(page: str) -> list[tuple[str, tuple[str, ...]]]:
+  """(path of a Python file of the repository, arguments) of other printed commands."""
+  found = []
+  for line in lines(page):
+    if (match := _SCRIPT.fullmatch(line)) is not None:
+      name = match[1] if match[1].endswith(".py") else match[1].replace(".", "/") + ".py"
+      found.append((name, tuple(shlex.split(match[2], comments=True))))
+  return list(dict.fromkeys(found))
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+  """(command, its output) of every block that shows a command behind ``$`` and what it prints; ``...`` is any text."""
+  text = (ROOT / page).read_text(encoding="utf-8")
+  blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+  indented = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+  blocks += [
+    re.sub(r"^    ", "", b, flags=re.MULTILINE) for b in re.findall(r"(?:^    .*\n|^\n(?=    ))+", indented, flags=re.MULTILINE)
+  ]
+  found = []
+  for block in blocks:
+    for part in re.split(r"^\$ ", re.sub(r" *\\\n\s*", " ", block), flags=re.MULTILINE)[1:]:
+      command, _, output = part.partition("\n")
+      if output.strip() and _OURS.fullmatch(command):
+        found.append((command, output))
+  return found
+
+
+def filled(word: str) -> str:
+  """A word with placeholders replaced, also in the value of a key."""
+  key, equals, value = word.partition("=")
+  for pattern, own in PLACEHOLDERS.items():
+    if re.fullmatch(pattern, word):
+      return own
+    if equals and re.fullmatch(pattern, value):
+      return f"{key}={own}"
+  return word

@@ -1,0 +1,167 @@
+"""Every printed command is one that the program takes: its options and its configuration, through the real command line.
+
+What would train, compile or read large weights is replaced by a function that only takes its arguments. Slow tests run the
+commands themselves, with tiny models in the place of large ones.
+"""
+
+import doctest
+import inspect
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from printed_commands import PAGES, ROOT, Printed, examples, filled, printed, scripts
+
+import maxtext_like
+from maxtext_like.api.configuration import load_for_sft
+from maxtext_like.cli.main import VERBS, main
+from maxtext_like.config.load import load_config
+
+COMMANDS = [pytest.param(c, id=f"{c.page}: {c.text[:70]}") for page in PAGES for c in printed(page)]
+# Beginning of a command to why it is not checked here.
+EXCEPTIONS = {
+  "maxtext-like train gs://bucket/models/mine.yml": "reads a file of a bucket; tests/test_storage.py does with an emulator",
+}
+REACHED = ("audit", "bisect", "compile_step", "export_adapter", "export_checkpoint", "forward", "import_checkpoint", "load",
+           "look_at_data", "plan", "replay", "risk", "sft", "train", "xray_step")  # fmt: skip
+"""Functions of the API behind the verbs that are not called for real."""
+
+
+class _ReachedError(Exception):
+  """The function behind a verb was called with arguments that it takes."""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+  """A folder with the files that the pages take for granted."""
+  here = tmp_path_factory.mktemp("printed")
+  for name in ("configs", "gpu", "tpu", "benchmarks", "tests", "train.py"):
+    (here / name).symlink_to(ROOT / name)
+  (here / "hf").symlink_to(ROOT / "tests/golden/gemma3_text/checkpoint")
+  chat = json.dumps({"messages": [{"role": "user", "content": "0+1?"}, {"role": "assistant", "content": "1"}]})
+  for name in (
+    "chats.jsonl",
+    "chats/a.jsonl",
+    "sums.jsonl",
+    "data/a.jsonl",
+    "web/a.jsonl.zst",
+    "code/a/a.jsonl",
+    "code/b/a.jsonl",
+  ):
+    (here / name).parent.mkdir(exist_ok=True, parents=True)
+    (here / name).write_text(f"{chat}\n" * 40)
+  (here / "mine.yml").write_text("training:\n  steps: 7\n")
+  (here / "models/gemma3-4b").mkdir(parents=True)
+  (here / "models/gemma3-4b/model.yml").write_text((ROOT / "configs/models/gemma3-tiny.yml").read_text())
+  (here / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+  np.savez(here / "in.npz", input_ids=[[1, 2]])
+  (here / "cats").mkdir()
+  for name in ("cat.jpg", "f.png", "cats/1.png"):
+    (here / name).touch()
+  for name in ("run", "dir"):
+    (here / name).mkdir()
+  return here
+
+
+def reach(name):
+  """A stand-in for a function of the API: takes what that takes, resolves a configuration, and goes no further."""
+  real = getattr(maxtext_like, name)
+
+  def stand_in(*args, **keys):
+    given = inspect.signature(real).bind(*args, **keys).arguments
+    words = [str(word) for word in given.get("overrides", ())]
+    if name in ("sft", "look_at_data"):
+      (load_for_sft if name == "sft" or given.get("for_sft") else load_config)(given["config"], words)
+    elif words:  # over a checkpoint, whose configuration a tiny model stands for
+      load_config("gemma3-tiny", words)
+    raise _ReachedError
+
+  return stand_in
+
+
+def test_the_pages_have_commands():
+  assert len(COMMANDS) > 80
+  assert {c.values[0].words[0] for c in COMMANDS} == set(VERBS)
+  for beginning in EXCEPTIONS:
+    assert any(c.values[0].text.startswith(beginning) for c in COMMANDS), beginning
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_printed_command_is_understood(command: Printed, workplace, monkeypatch, capsys):
+  assert command.words[0] in VERBS
+  if command.mentioned:
+    return
+  if reason := next((why for beginning, why in EXCEPTIONS.items() if command.text.startswith(beginning)), None):
+    pytest.skip(reason)
+  monkeypatch.chdir(workplace)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  for name in REACHED:
+    monkeypatch.setattr(maxtext_like, name, reach(name))
+  monkeypatch.setattr("maxtext_like.cli.local_processes.run", reach("train"))
+  words = [filled(word) for word in command.words]
+  if command.words[0] in ("train", "sft") and words[1:] and "=" in words[1]:  # "sft ... key=value": any model
+    words[1:1] = ["gemma3-tiny", "dataset_path=chats.jsonl"]
+  try:
+    code = main(words)
+  except _ReachedError:
+    code = 0
+  except SystemExit as end:  # --help
+    code = end.code
+  out = capsys.readouterr()
+  assert code == 0, f"{command.text}\n{out.err}"
+
+
+EXAMPLES = [pytest.param(page, *e, id=f"{page}: {e[0][:50]}") for page in PAGES for e in examples(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "text", "output"), EXAMPLES)
+def test_a_printed_output_is_what_a_command_prints(page, text, output, workplace, monkeypatch, capsys):
+  """On every version of Python and JAX: what differs is ``...`` on the page."""
+  monkeypatch.chdir(workplace)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  (command,) = [c for c in printed(page) if c.text == text]
+  main([filled(word) for word in command.words])
+  shown = capsys.readouterr().out
+  how = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+  assert doctest.OutputChecker().check_output(output, shown, how), shown
+
+
+def test_pages_show_outputs():
+  assert {page.values[0] for page in EXAMPLES} >= {
+    "README.md",
+    "docs/audit.md",
+    "docs/bisect.md",
+    "docs/chat.md",
+    "docs/numerics.md",
+  }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_printed_script_is_there_and_has_the_options(page):
+  for name, words in scripts(page):
+    path = ROOT / name
+    assert path.is_file(), (page, name)
+    source = path.read_text(encoding="utf-8")
+    for word in words:
+      if word.startswith("--"):
+        option = word.partition("=")[0]
+        assert f'"{option}"' in source, (page, name, option)
+
+
+def test_extras_that_are_printed_are_there():
+  project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+  extras = set(re.findall(r"^([\w-]+) = \[", project.partition("[project.optional-dependencies]")[2], flags=re.MULTILINE))
+  for page in PAGES:
+    for named in re.findall(r"pip install (?:-e )?'[\w.-]*\[([\w,]+)\]'", (ROOT / page).read_text(encoding="utf-8")):
+      assert set(named.split(",")) <= extras, (page, named)
+
+
+def test_the_table_of_commands_has_every_verb():
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  table = text.partition("## Commands")[2].partition("\n\n`CONFIG`")[0]
+  first_column = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| `")]
+  named = [span.removeprefix("maxtext-like ").split()[0] for cell in first_column for span in re.findall(r"`([^`]+)`", cell)]
+  assert sorted(named) == sorted(VERBS)
