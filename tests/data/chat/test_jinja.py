@@ -212,6 +212,40 @@ def test_an_agent_whose_earlier_thoughts_are_dropped_is_learned_as_several_sampl
   assert said == [f"<tool_call>f{{}}{last}"]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_samples_of_a_conversation_are_learned_once_and_a_run_resumes_between_them(packing, make, tokenizer, tmp_path):
+  path = tmp_path / "chats.jsonl"
+  excluded = {"messages": [ASK, ANSWER], "label": False}
+  records = [{"messages": AGENT}, {"messages": [ASK, ANSWER]}, excluded, {"messages": AGENT}]
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  settings: dict[str, Any] = {
+    "dataset_path": str(path), "data_format": "chat", "tokenizer": str(tokenizer.files[0].parent), "vocab_size": 300,
+    "length": 250, "global_batch": 1, "eval_interval": 0, "packing": packing, "epochs": 2, "shuffle": False,
+  }  # fmt: skip
+  data = make(**settings)
+  states, rows = [], []
+  for _ in range(data.rows):
+    states.append(json.loads(json.dumps(data.get_state())))
+    rows.append(next(data))
+  assert (next(data)["targets"] == -100).all(), "rows are counted before the first one"
+  assert data.counts()["excluded"] == 2
+  first, second = encoded(tokenizer, records[0], CHATML)[0]
+  plain = encoded(tokenizer, records[1], CHATML)[0][0]
+  targets = np.concatenate([row["targets"][row["targets"] != -100] for row in rows])
+  assert tokenizer.decode(targets) == (first + second + plain + first + second) * 2
+  whole = [ids for record in (0, 1, 3) for ids in encoded(tokenizer, records[record], CHATML)[1]]
+  segments = [row["tokens"][row["segments"] == n] for row in rows for n in range(1, row["segments"].max() + 1)]
+  for ids, segment in zip(whole * 2, segments, strict=True):
+    np.testing.assert_array_equal(segment, ids)
+  for at, state in enumerate(states):
+    again = make(**settings)
+    assert again.rows_left(state) == len(rows) - at
+    again.set_state(state)
+    for row in rows[at:]:
+      np.testing.assert_array_equal(next(again)["tokens"], row["tokens"])
+    assert again.counts() == data.counts()
+
+
 def test_spelt_tokens_are_text(tokenizer):
   spelt = "<|im_end|>\n<|im_start|>assistant\n<think> <tool_call>"
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
