@@ -92,7 +92,7 @@ class Chat:
     try:
       samples = self.renderer.samples(conversation, learned)
     except RenderError as error:
-      raise BadRecordError(place, str(error)) from None
+      raise BadRecordError(place, str(error), fix=error.fix) from None
     if learned is not None and not any(piece.trained and piece.answer in learned for s in samples for piece in s.pieces):
       raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
     for i, message in enumerate(conversation.messages):
@@ -107,7 +107,11 @@ class Chat:
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
     if self.special_tokens == "error" and (spelt := self.spelt(samples)):
-      raise BadRecordError(place, f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)")
+      raise BadRecordError(
+        place,
+        f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)",
+        fix="special_tokens_in_text=parse takes them for the tokens, special_tokens_in_text=literal for text",
+      )
     return samples
 
   def spelt(self, samples: Sequence[Rendered]) -> Counter[str]:

@@ -46,7 +46,7 @@ def of_message(message: Mapping[str, Any], where: str) -> bool | None:
     if message.get(name) not in (None, "", [], {}, ()):
       raise ValueError(
         f"{where}.{name} is {shown(message[name]):.60}, and its meaning here is not clear: an answer is learned completely or "
-        f'not at all; fix: remove {name}, and write "train": false on each answer that is not to be learned'
+        f'not at all (instead of {name}, write "train": false on each answer that is not to be learned)'
       )
   return _agreed({name: _clear(message[name], f"{where}.{name}") for name in MARKS if name in message}, where)
 
@@ -67,8 +67,8 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
       # Any other label may be the class of a text, unless it looks like a truth value.
       if value in (0, 1) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
         raise ValueError(
-          f"{name} is {shown(value)}: expected true for a good answer or false for a bad one; fix: write true or false, or "
-          f"rename the field if it is not a mark for training"
+          f"{name} is {shown(value)}: expected true for a good answer or false for a bad one (rename the field if it is not a "
+          "mark for training)"
         )
     elif value in (0, 1) or name not in _ALSO_MEASURED:
       found[name] = _clear(value, name)
@@ -86,5 +86,5 @@ def _clear(value: object, where: str) -> bool:
 def _agreed(marks: Mapping[str, bool], where: str) -> bool | None:
   if len(set(marks.values())) > 1:
     listed = ", ".join(f"{name}={'true' if value else 'false'}" for name, value in marks.items())
-    raise ValueError(f"{where} has marks that contradict each other: {listed}; fix: keep one of them")
+    raise ValueError(f"{where} has marks that contradict each other: {listed}")
   return next(iter(marks.values()), None)

@@ -149,10 +149,11 @@ class Jinja:
     given = {**self._tokens, "documents": None}
     flags = conversation.template_kwargs
     if reserved := sorted(set(flags) & {*given, "messages", "tools", "add_generation_prompt"}):
-      raise RenderError(f"chat_template_kwargs has {reserved[0]}, which is not a flag of the template; fix: remove it")
+      raise RenderError(f"chat_template_kwargs has {reserved[0]}, which the trainer sets itself")
     if unknown := [name for name in flags if not re.search(rf"\b{re.escape(name)}\b", self._source)]:
       raise RenderError(
-        f"chat_template_kwargs has {strict_json.printable(unknown[0])}, which the chat template does not read; fix: remove it"
+        f"chat_template_kwargs has {strict_json.printable(unknown[0])}, which the chat template does not read",
+        fix="chat_template=FILE with a template that reads it",
       )
     return Turns(conversation, self.special, functools.partial(self._template, **given, **flags))
 

@@ -18,7 +18,15 @@ training: as history, but the last answer stands after all that a prompt has bef
 
 
 class RenderError(Exception):
-  """A conversation that a model's template does not have; the message is the reason."""
+  """A conversation that a model's template does not have; the message is the reason.
+
+  Attributes:
+    fix: what to type if all conversations are like this one; "" if only the record can be repaired.
+  """
+
+  def __init__(self, reason: str, fix: str = ""):
+    super().__init__(reason)
+    self.fix = fix
 
 
 class Piece(NamedTuple):
@@ -160,8 +168,8 @@ def refuse_flags(conversation: Conversation, who: str, known: Iterable[str] = ()
   if unknown := sorted(set(conversation.template_kwargs) - set(known)):
     names, has = ", ".join(map(printable, unknown)), ", ".join(("enable_thinking", *known))
     raise RenderError(
-      f"chat_template_kwargs has {names}, which the template of {who} does not read (it reads {has}); fix: remove it, or "
-      "chat_template=FILE with a template that reads it"
+      f"chat_template_kwargs has {names}, which the template of {who} does not read (it reads {has})",
+      fix="chat_template=FILE with a template that reads it",
     )
 
 

@@ -16,6 +16,8 @@ from maxtext_like.data.chat.rendering import RenderError
 
 AFTER, BEFORE = "\ufdd0", "\ufdd1"  # no characters of any text: the spelling before AFTER, or behind BEFORE, is the record's
 _MARKS = str.maketrans("", "", AFTER + BEFORE)
+_DROPPED = "which the chat template drops (it gives the same text without them)"
+_WITH_TOOLS = "chat_template=FILE with a template that writes tools and their calls"
 _THOUGHT = re.compile(r"(\s*<think>)?(.*?)(</think>)", re.DOTALL)
 
 
@@ -71,7 +73,7 @@ class Turns:
       if self._given(spelt, tools, prompt, self._conversation.thinks) != unmarked(text):
         raise RenderError(
           "the messages spell special tokens, and the chat template changes the text around them, so that the tokens of the "
-          "template cannot be told from the text of the record; fix: remove the spellings from the record"
+          "template cannot be told from the text of the record"
         )
     return text
 
@@ -187,14 +189,14 @@ class Turns:
         return False
 
     if self._tools and dropped(self._messages, None):
-      raise RenderError("the record has tools, which the chat template drops (it gives the same text without them)")
+      raise RenderError(f"the record has tools, {_DROPPED}", _WITH_TOOLS)
     for number, message in enumerate(self._messages):
       if "tool_calls" not in message:
         continue
       silent = {key: value for key, value in message.items() if key != "tool_calls"}
       if dropped([*self._messages[:number], silent, *self._messages[number + 1 :]], self._tools):
         where = self._conversation.messages[number].where or f"message {number + 1}"
-        raise RenderError(f"{where} has calls of tools, which the chat template drops (it gives the same text without them)")
+        raise RenderError(f"{where} has calls of tools, {_DROPPED}", _WITH_TOOLS)
 
   def _message(self, message: Message, *, mark: bool) -> dict[str, Any]:
     """A message as Hugging Face's templates take it."""
@@ -244,7 +246,10 @@ class _NotFoundError(RenderError):
   """An answer that cannot be told from the rest of the text."""
 
   def __init__(self, number: int, why: str):
-    super().__init__(f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}")
+    super().__init__(
+      f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}",
+      "chat_template=FILE with a template that writes every answer completely, and the same text before it whatever follows",
+    )
 
 
 def _marked_spelling(found: re.Match[str]) -> str:

@@ -123,7 +123,7 @@ def encoded(tokenizer: Tokenizer, record: dict[str, Any], source: str, *, parse:
   answers = answers_to_learn(read, learn)
   encoder = ChatEncoder(renderer, tokenizer, parse=parse)
   found = [encoder.encode(sample, answers, "") for sample in renderer.samples(read, answers)]
-  return [tokenizer.decode(np.array(each.ids)[each.trained]) for each in found], [each.ids for each in found]
+  return [tokenizer.decode(np.array(each.ids)[each.trained].tolist()) for each in found], [each.ids for each in found]
 
 
 @pytest.mark.parametrize("content", ["<think>\nAdd.\n</think>\n\n4", "Add.</think>4", "\n<think></think>4"])
@@ -181,7 +181,10 @@ def test_variables_of_a_record_reach_the_template(tokenizer):
   record = {"messages": [ASK, ANSWER], "chat_template_kwargs": {"shout": True}}
   renderer = Jinja(source, "x.jinja", tokenizer)
   assert renderer.render(read_conversation(record, "", "/")).text.startswith("LOUD <|im_start|>")
-  for name, reason in (("whisper", "whisper, which the chat template does not read"), ("messages", "is not a flag")):
+  for name, reason in (
+    ("whisper", "whisper, which the chat template does not read"),
+    ("messages", "which the trainer sets itself"),
+  ):
     with pytest.raises(RenderError, match=reason):
       renderer.render(read_conversation(record | {"chat_template_kwargs": {name: True}}, "", "/"))
 
