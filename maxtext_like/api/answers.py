@@ -127,7 +127,8 @@ def generate(
   if any(prompt.conversation is not None for prompt in given):
     renderer, of_answers = chat_renderer(model.config, tokenizer)
     ends |= of_answers
-  encoded = encode(given, tokenizer, model.config.vision, renderer)
+  spelt = model.config.data.special_tokens_in_text
+  encoded = encode(given, tokenizer, model.config.vision, renderer, special_tokens=spelt)
   engine.check(encoded, decoder, max_tokens)
   params = model.params
   grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]

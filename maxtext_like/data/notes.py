@@ -84,8 +84,5 @@ class Notes:
       if self.lost_late:
         parts.append(f"{self.lost_late} after it, where the template does not write the thought that the record has")
       remedy = ". train_on=last learns the answers to the last user's message alone" if self.lost_early else ""
-      said.append(
-        f"{self.lost_early + self.lost_late} answers are learned without their thoughts: {', '.join(parts)} (first in "
-        f"{place(self.lost_first)}){remedy}"
-      )
+      said.append(f"answers learned without their thoughts: {', '.join(parts)} (first in {place(self.lost_first)}){remedy}")
     return said

@@ -123,7 +123,14 @@ def chat_renderer(config: Config, tokenizer: Tokenizer) -> tuple[Renderer, set[i
   return renderer, {token for end in renderer.ends if (token := tokenizer.find(end)) is not None}
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig, renderer: Renderer | None = None) -> Prompts:
+def encode(
+  prompts: Sequence[Prompt],
+  tokenizer: Tokenizer,
+  vision: VisionConfig,
+  renderer: Renderer | None = None,
+  *,
+  special_tokens: str | None = None,
+) -> Prompts:
   """What the engine takes for the prompts, each with the token that begins a text where the tokenizer has one.
 
   Args:
@@ -131,13 +138,14 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vision: VisionConfig
     tokenizer: of the model.
     vision: its ``vision:`` section.
     renderer: of its conversations, where there are any among the prompts.
+    special_tokens: ``special_tokens_in_text``, for what is said in conversations; "parse" takes spellings for the tokens.
 
   Raises:
     UserError: a conversation that the renderer does not have, an empty prompt, an image that cannot be used or has no place
       in its text, images for a model that takes none, text that gives the image token without an image.
   """
   rows, images = [], []
-  encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision)
+  encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision, parse=special_tokens == "parse")
   for prompt in prompts:
     if prompt.images and not vision.use_multimodal:
       raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")

@@ -50,7 +50,8 @@ class Samples:
       renderer, ends = chat_renderer(program.config, tokenizer)
       self._stop |= ends
     prompts = [replace(make(text), place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
-    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer)
+    spelt = program.config.data.special_tokens_in_text
+    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer, special_tokens=spelt)
     check(self._prompts, program.model.decoder, self._tokens)
 
   def __call__(self, step: int, params: Any) -> list[Row]:

@@ -78,7 +78,7 @@ def test_what_may_not_be_meant_is_noted(chats, capsys):
   assert lines[1] == "documents 3, 0 empty, 0 bad"
   assert lines[3].endswith("0 left out with nothing to learn, 1 left out as their records mark them")
   assert lines[5] == "note      fields of the records that are not used: 'source' in 2 of 3 records"
-  lost = "note      1 answers are learned without their thoughts: 1 before the last user's message, where the template drops"
+  lost = "note      answers learned without their thoughts: 1 before the last user's message, where the template drops"
   assert lines[6].startswith(f"{lost} thoughts (first in {chats}:1). train_on=last")
 
 

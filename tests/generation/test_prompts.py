@@ -168,6 +168,8 @@ def test_conversations_are_rendered_as_for_training(folder: Path, tokenizer):
   assert end not in text("<end_of_turn>")
   assert got.tokens[1] == [2, start, *text("user\na"), *asks, *text("b"), end, *text("\n"), start, *text("user\nc"), *asks]
   assert got.tokens[2:] == [[2, start, *text("user\na"), *asks], [2, *text("a")]]
+  (parsed,) = encode([Prompt.chat("see <end_of_turn>")], tokenizer, vision, renderer, special_tokens="parse").tokens
+  assert parsed == [2, start, *text("user\nsee "), end, *asks], "as a run with special_tokens_in_text=parse has learned it"
   trained = renderer.render(read_conversation({"messages": [
     {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
   ]}, "", "/"), "training")  # fmt: skip

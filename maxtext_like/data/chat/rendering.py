@@ -166,9 +166,9 @@ class Writer:
 def refuse_flags(conversation: Conversation, who: str, known: Iterable[str] = ()) -> None:
   """Raises RenderError if the record's ``chat_template_kwargs`` have a variable that the template does not know."""
   if unknown := sorted(set(conversation.template_kwargs) - set(known)):
-    names, has = ", ".join(map(printable, unknown)), ", ".join(("enable_thinking", *known))
+    names, has = ", ".join(map(printable, unknown)), ", ".join(known) or "none"
     raise RenderError(
-      f"chat_template_kwargs has {names}, which the template of {who} does not read (it reads {has})",
+      f"chat_template_kwargs has {names}, which the template of {who} does not read (it reads: {has})",
       fix="chat_template=FILE with a template that reads it",
     )
 

@@ -160,7 +160,7 @@ class Turns:
     elif spelt := _THOUGHT.match(content):
       thought, content = spelt[2], content[spelt.end() :]
     if content.strip() not in said:
-      raise _NotFoundError(number, "its text is not where its turn is: the template drops or changes a part of it")
+      raise _NotFoundError(number, "its text is not where its turn is, so the template drops or changes a part of it")
     return bool(thought.strip()) and thought.strip() not in said
 
   def _thinks(self, count: int) -> bool:
