@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from maxtext_like.checkpoint import adapter_step, compatibility, manifest, restore
+from maxtext_like.checkpoint.added_rows import with_added_rows, with_stored_vocabulary
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import compared_with_file, read_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
@@ -36,7 +37,7 @@ _TOLD_ROUNDING = 0.05  # of what an adapter adds
 
 
 def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str], None] | None = None) -> Any:
-  """The parameters of ``directory``, each device reading its own part.
+  """The parameters of ``directory``, each device reading its own part; rows are added if ``model`` has a larger vocabulary.
 
   Args:
     directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them; it may be
@@ -49,6 +50,8 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
     UserError: nothing of the kind is there, or it is of another model.
     NonFiniteError: a weight is not finite.
   """
+  if (smaller := with_stored_vocabulary(directory, model)) is not None:
+    return with_added_rows(read_weights(directory, smaller, starts=starts), model, directory)
   params = model.abstract_params
   if is_hugging_face(directory):
     places = jax.tree.map(lambda x: x.sharding, params)

@@ -217,8 +217,8 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     tokenizer = SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     raise UserError(
-      f"data.tokenizer '{name}' has {tokenizer.vocab_size} token ids, more than model.vocab_size={vocab_size}; "
-      f"choose the model's own tokenizer, or vocab_size={tokenizer.vocab_size} or more"
+      f"data.tokenizer '{name}' has {tokenizer.vocab_size} token ids, more than model.vocab_size={vocab_size}\n"
+      f"  fix: the model's own tokenizer, or vocab_size={tokenizer.vocab_size}, which adds rows to the embedding of init_from"
     )
   return tokenizer
 

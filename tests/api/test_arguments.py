@@ -91,6 +91,15 @@ def test_a_configuration_is_no_checkpoint():
       call("qwen3-tiny")
 
 
+def test_a_run_goes_on_with_more_tokens(run, tmp_path, caplog):
+  more = maxtext_like.load_config(run.directory).config.model.vocab_size + 3
+  keys = {"vocab_size": more, "dataset": "synthetic", "output_dir": tmp_path, **TINY}
+  for steps in (1, 2):  # the second resumes
+    grown = maxtext_like.train("qwen3-tiny", init_from=run.directory, steps=steps, **keys)
+  assert "rows are added to embedding.table" in caplog.text
+  assert grown.load().logits([[more - 1]]).shape == (1, 1, more)
+
+
 def test_a_run_alone_is_the_model_and_the_first_weights_of_another_run(run):
   for directory in (run.directory, run.directory / "checkpoints", run.checkpoint):
     loaded = maxtext_like.load_config(directory, steps=7)

@@ -1,0 +1,101 @@
+"""Rows of new tokens: a checkpoint for a model with a larger vocabulary.
+
+A tokenizer with added tokens has more ids than the checkpoint has rows in its embedding, and in its output head if that is
+another table. Each new row is the mean of the checkpoint's rows. transformers' ``resize_token_embeddings`` does the same, and
+adds noise with 1e-9 times their covariance.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.adapted_weights import with_base
+from maxtext_like.checkpoint.huggingface import tensors
+from maxtext_like.checkpoint.huggingface.config import read_config
+from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
+from maxtext_like.models.placed import Model, make_model
+from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.storage import Place
+
+_log = logging.getLogger(__name__)
+
+_SIZES = ("vocab_size", "vocab_size_per_layer_input")
+"""Keys of numbers of rows; the second one is Gemma 4's, of the table that every layer reads."""
+
+
+def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | None:
+  """The model with the vocabulary of a checkpoint; None unless the checkpoint has a smaller one than the model.
+
+  Args:
+    directory: a Hugging Face checkpoint, a run or a step. What cannot be read is reported when its weights are read.
+    model: whose parameters the checkpoint's become.
+
+  Raises:
+    UserError: as ``read_config``; the smaller vocabulary cannot be split over the mesh.
+  """
+  stored, own = _stored_model(directory), model.config.model
+  fewer = {key: stored[key] for key in _SIZES if stored.get(key) and stored[key] < getattr(own, key, 0)}
+  if not fewer:
+    return None
+  config = dataclasses.replace(model.config, model=dataclasses.replace(own, **fewer))
+  made = make_model(config, mesh=model.mesh, platform=model.platform, runs_attention=False)
+  return with_base(made, config.adapter) if model.base is not None else made
+
+
+def _stored_model(directory: Path | Place) -> dict[str, Any]:
+  """The ``model:`` section of a checkpoint; empty if it is damaged or not there."""
+  if is_hugging_face(directory):
+    return read_config(hugging_face_here(directory, weights=False)).model
+  if (step := find_step(directory)) is None:
+    return {}
+  try:
+    return manifest.read(step).config.get("model", {})
+  except (manifest.DamageError, OSError):
+    return {}
+
+
+def with_added_rows(params: Any, model: Model, directory: Path | Place) -> Any:
+  """The parameters of a smaller vocabulary, with rows added for those of ``model``.
+
+  Args:
+    params: as ``with_stored_vocabulary``'s model has them.
+    model: whose they become, each array where it has it.
+    directory: where they came from, for the log.
+  """
+  wanted = dict(tensors.flatten(model.abstract_params))
+  fewer = {path: x for path, x in tensors.flatten(params) if x.shape != wanted[path].shape}
+  with use_mesh(model.mesh):
+    grow = jax.jit(
+      lambda arrays: {name: _grown(x, wanted[name].shape) for name, x in arrays.items()},
+      out_shardings={path: wanted[path].sharding for path in fewer},
+    )
+    grown = grow(fewer)
+  adapter = model.config.adapter
+  _log.warning(
+    "%s has fewer token ids than vocab_size=%d: rows are added to %s, each the mean of the rows that are there%s",
+    directory, model.config.model.vocab_size,
+    ", ".join(f"{'.'.join(path)} {x.shape} -> {wanted[path].shape}" for path, x in fewer.items()),
+    "; the adapter does not train them, modules_to_save=[embed_tokens] does"
+    if adapter.lora_rank and not adapter.modules_to_save else "",
+  )  # fmt: skip
+
+  def walk(node: Any, path: tuple[str, ...]) -> Any:
+    if path in grown:
+      return grown[path]
+    return {key: walk(value, (*path, key)) for key, value in node.items()} if isinstance(node, dict) else node
+
+  return walk(params, ())
+
+
+def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """An array with rows added along the axis in which it is shorter than ``shape``."""
+  (axis,) = (i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
+  mean = jnp.mean(x, axis, keepdims=True, dtype=jnp.float32).astype(x.dtype)
+  added = [*x.shape]
+  added[axis] = shape[axis] - x.shape[axis]
+  return jnp.concatenate([x, jnp.broadcast_to(mean, added)], axis)
