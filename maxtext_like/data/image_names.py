@@ -132,8 +132,8 @@ def is_data(name: str | Path) -> bool:
 
 
 def shown(name: str | Path) -> str:
-  """A name for messages."""
-  text = str(name)
+  """A name for messages, in one line whatever it holds."""
+  text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
   return f"{text[:_SHOWN]}... ({len(text):,} characters)" if is_data(name) else text
 
 

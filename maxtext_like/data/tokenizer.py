@@ -22,6 +22,7 @@ from maxtext_like.data.worker_main import RefusedError
 from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
+from maxtext_like.strict_json import printable
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder beside a tokenizer, with chat templates by name (transformers)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
@@ -239,6 +240,8 @@ def find_tokenizer(name: str) -> Path:
     if len(models) != 1:
       listed = f"{len(models)} .model files" if models else "no .model file"
       raise UserError(f"data.tokenizer '{name}': the folder has no tokenizer.json, no tokenizer.model and {listed}")
+    if not models[0].name.isprintable():  # a line break in it would forge lines of logs and errors
+      raise UserError(f"data.tokenizer '{name}': {printable(models[0].name)} has characters that cannot be printed in its name")
     return models[0]
   if not path.is_file():
     raise UserError(f"data.tokenizer '{name}' is not a regular file")

@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.data import input_files
+from maxtext_like.data.image_names import shown
 from maxtext_like.data.images import BadImageError, load_image
 from maxtext_like.data.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
@@ -59,6 +60,14 @@ def test_a_file_that_a_fifo_takes_the_place_of_between_look_and_open(tmp_path, m
   monkeypatch.setattr(input_files.os, "stat", lambda *_: regular)
   with pytest.raises(input_files.NotRegularError, match="a FIFO"):
     input_files.open_regular(path)
+
+
+def test_names_in_records_and_folders_forge_no_lines(tmp_path):
+  assert shown("a\nerror: forged.png") == "a\\nerror: forged.png"
+  (tmp_path / "a\nerror: forged.model").write_bytes(b"")
+  with pytest.raises(UserError, match=r"a\\nerror: forged\.model has characters that cannot be printed") as refused:
+    load_tokenizer(str(tmp_path))
+  assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["a\nerror: forged.jsonl", "a\x1b[2J.jsonl", "a\rb.jsonl"])
