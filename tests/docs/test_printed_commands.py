@@ -139,6 +139,50 @@ def test_pages_show_outputs():
   }
 
 
+SMALL = {
+  "train": ["steps=2", "max_target_length=96", "per_device_batch_size=1", "enable_tensorboard=false", "eval_fraction=0"],
+  "sft": ["steps=2", "max_target_length=96", "per_device_batch_size=1", "enable_tensorboard=false", "eval_interval=1"],
+  "generate": ["--max-tokens", "3"],
+}
+"""What is added to a command of each verb that really runs."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("page", "beginnings"),
+  [
+    (
+      "README.md",
+      ["maxtext-like train gemma3-4b init", "maxtext-like generate --checkpoint runs/mine", "maxtext-like export runs/mine"],
+    ),
+    (
+      "docs/evaluation.md",
+      [
+        "maxtext-like sft gemma3-4b init",
+        "maxtext-like generate --checkpoint runs/gemma3-4b",
+        "maxtext-like export runs/gemma3-4b",
+      ],
+    ),
+    ("docs/chat.md", ["maxtext-like data --sft", "maxtext-like sft "]),
+  ],
+)
+def test_the_steps_of_a_page_run_one_after_the_other(page, beginnings, workplace, tmp_path, monkeypatch, capsys):
+  """With gemma3-tiny for gemma3-4b, and its own weights, exported, for those of the reader."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  (tmp_path / "chats").symlink_to(workplace / "chats")
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data/a.jsonl").write_text('{"text": "Dear reader"}\n' * 20)
+  assert main(["train", "gemma3-tiny", "run_name=first", "dataset=synthetic", *SMALL["train"], "steps=1"]) == 0
+  assert main(["export", "runs/first", "--out", "weights"]) == 0
+  commands = {c.text: c for c in printed(page)}
+  for beginning in beginnings:
+    (command,) = [c for text, c in commands.items() if text.startswith(beginning)]
+    words = [re.sub(r"(^|=)/models/\S+", r"\1weights", word).replace("gemma3-4b", "gemma3-tiny") for word in command.words]
+    code = main([*words, *SMALL.get(words[0], [])])
+    assert code == 0, (command.text, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_printed_script_is_there_and_has_the_options(page):
   for name, words in scripts(page):
