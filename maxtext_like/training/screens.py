@@ -93,7 +93,8 @@ class Terminal:
 
   def say(self, text: str) -> None:
     """Writes lines above what is live."""
-    self._console.print(text, highlight=False, markup=False)
+    # The terminal wraps a long line itself: a line break in the middle of a path would be copied with it.
+    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
   def wait(self, what: str, seconds: float) -> None:
     """A spinner, or a word behind the bar where there is one. The terminal counts the seconds itself."""

@@ -144,7 +144,7 @@ SMALL = {
   "sft": ["steps=2", "max_target_length=96", "per_device_batch_size=1", "enable_tensorboard=false", "eval_interval=1"],
   "generate": ["--max-tokens", "3"],
 }
-"""What is added to a command of each verb that really runs."""
+"""Words that are added to a command of each verb when it really runs."""
 
 
 @pytest.mark.slow
