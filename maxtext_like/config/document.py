@@ -76,7 +76,7 @@ def page() -> str:
     "- A bool is `true` or `false`. `null` stands where the type says so. Lists are `[a, b]`.",
     "- A file is plain YAML: no tags, anchors, merge keys, second document or duplicate key.",
     "- An unknown key, a key of another family and a precision flag that would do nothing are errors.",
-    "- A key that another value leaves without an effect is accepted, and the start of the run prints a note with the reason, as",
+    "- A key that another value leaves without an effect is accepted. The start of the run prints a note with the reason:",
     '  `argument "adam_b2=0.9": adam_b2 has no effect: opt_type is sgd`.',
   ]
   for section in SECTIONS:
