@@ -177,12 +177,13 @@ def _casts(program: TrainProgram) -> int:
 
 
 def _taken_again(program: TrainProgram) -> float:
-  """FLOPs over all devices that are taken more than once: of the layers' forward pass by remat, in each backward pass, and of
-  the backward pass where one measures the gradients before another updates by them."""
+  """FLOPs over all devices that are taken more than once: of the layers' forward pass by remat, in each backward pass, and
+  where one finds the load of experts first; of the backward pass where one measures the gradients before another updates."""
   decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
   backward = program.step.backward_passes
   again = backward_flops(decoder, program.spec, program.selection, rows, t.max_target_length) if backward > 1 else 0.0
-  return (backward - 1) * again + backward * _recomputed(program)
+  first = sum(forward_flops(decoder, program.spec, rows, t.max_target_length)) if program.step.forward_passes > 1 else 0.0
+  return (backward - 1) * again + backward * _recomputed(program) + first
 
 
 def _recomputed(program: TrainProgram) -> float:

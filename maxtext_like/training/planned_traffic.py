@@ -50,7 +50,11 @@ def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int)
   parts = program.config.training.gradient_accumulation_steps
   part = _of_layers(program) + _of_dequantised(program) + _of_fetched(program, weights) + _of_head(program, weights)
   # A backward pass has two products for each of the forward one.
-  part += PASSES * (1 + 2 * program.step.backward_passes) / 3 * everything + _of_expert_rows(program) + _of_scores(program)
+  part += (
+    PASSES * (program.step.forward_passes + 2 * program.step.backward_passes) / 3 * everything
+    + _of_expert_rows(program)
+    + _of_scores(program)
+  )
   return parts * part + _of_update(program)
 
 

@@ -125,6 +125,11 @@ class TrainStep:
     return 1
 
   @property
+  def forward_passes(self) -> int:
+    """Of each part of the batch: one more where a loss first needs the load of the complete batch."""
+    return 2 if self.parts > 1 and self.objective.decoder.router_losses[0].needs_batch_load else 1
+
+  @property
   def _tells_large(self) -> bool:
     """Sums of squares tell numbers beyond 1e19 from infinite ones. So they do in the usual form of a rule that needs arrays
     whole: gradients that are not finite shall not take its careful form, which has the steps of all arrays in memory, and which
@@ -371,7 +376,7 @@ class TrainStep:
     probabilities is multiplied by the load of the complete batch, which no microbatch knows. The load has no gradient, so a
     forward pass over all microbatches finds it before the first gradient is taken. The result is that of one large batch.
     """
-    if not self.objective.decoder.router_losses[0].needs_batch_load:
+    if self.forward_passes == 1:
       return {}
 
     def add(load, part):

@@ -50,9 +50,9 @@ def summed_bytes(program: TrainProgram) -> int:
 
 
 def passes(program: TrainProgram) -> int:
-  """How often a step sends what a layer sends in its forward pass: in each backward one, and where it is computed again."""
+  """How often a part of the batch sends what a layer sends in a forward pass: in each pass, and where it is computed again."""
   again = program.config.training.remat_policy not in ("none", "minimal")
-  return 1 + program.step.backward_passes * (1 + again)
+  return program.step.forward_passes + program.step.backward_passes * (1 + again)
 
 
 def _microbatches(program: TrainProgram) -> int:
@@ -153,7 +153,8 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   ways, length = model.ways("sequence"), config.training.max_target_length
   item, parts = jnp.dtype(config.precision.dtype).itemsize, _microbatches(program)
   backward = program.step.backward_passes
-  forward = (1 + backward * (config.training.remat_policy in ("full", "save_mlp", "save_outputs"))) * parts
+  again = config.training.remat_policy in ("full", "save_mlp", "save_outputs")
+  forward = (program.step.forward_passes + backward * again) * parts
   rows, size = model.rows // model.ways("batch"), length // ways
   gathered = neighbours = layers = windows = 0
   lent: dict[str, list[tuple[int, ...]]] = {}
@@ -184,7 +185,8 @@ def _of_sums(program: TrainProgram) -> Iterator[Transfer]:
   model, config = program.model, program.config
   mesh, rules = model.mesh, model.decoder.cfg.rules
   backward = program.step.backward_passes
-  forward = 1 + backward * (config.training.remat_policy not in ("none", "minimal", "save_mlp", "save_outputs"))
+  again = config.training.remat_policy not in ("none", "minimal", "save_mlp", "save_outputs")
+  forward = program.step.forward_passes + backward * again
   size = times = 0
   for layer in model.decoder.layers:
     for p in jax.tree.leaves(layer.params()):

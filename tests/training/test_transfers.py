@@ -76,3 +76,16 @@ def test_an_axis_over_slices_uses_their_network(axis):
   two = dataclasses.replace(find_topology("v6e-4"), slices=2)
   config = load_config("gemma3-tiny", [f"dcn_{axis}_parallelism=2", "dcn_data_parallelism=1"]).config
   assert any(t.between_slices for t in plan(config, two).transfers)
+
+
+def test_a_load_of_the_complete_batch_takes_one_more_forward_pass():
+  """Experts receive tokens in each pass of each of the two microbatches: 4 passes with full recomputation, or 3."""
+
+  def sent(definition):
+    words = ("gradient_accumulation_steps=2", "remat_policy=full", "load_balance_loss_weight=0.1")
+    found = planned("qwen3-moe-tiny", "h200-8", "ici_fsdp_parallelism=1", "ici_expert_parallelism=8", *words, definition)
+    return sum(t.bytes for t in found.transfers if t.kind == "all-to-all"), found.flops
+
+  (batch, flops), (rows, fewer) = sent("load_balance_loss=huggingface"), sent("load_balance_loss=maxtext")
+  assert batch / rows == pytest.approx(4 / 3)
+  assert 1.1 < flops / fewer < 1.34
