@@ -312,7 +312,7 @@ def as_oserror(error: Exception, url: str) -> OSError:
   store are wrong, EIO for all else."""
   said = " ".join(str(error).split())[:300] or type(error).__name__
   kinds = {kind.__name__ for kind in type(error).__mro__}
-  code = getattr(error, "code", None)
+  code = getattr(error, "code", None) or _http_status(error)
   if kinds & {"GoogleAuthError", "NoCredentialsError"} or str(code) == "401":
     return PermissionError(errno.EACCES, f"no valid credentials: {said}", url)
   if isinstance(error, PermissionError) or str(code) == "403" or said.startswith("Forbidden"):
@@ -322,6 +322,17 @@ def as_oserror(error: Exception, url: str) -> OSError:
   if isinstance(error, TimeoutError):
     said = f"no answer in time ({said})"
   return OSError(errno.EIO, f"storage failed: {said}", url)
+
+
+def _http_status(error: BaseException) -> int | None:
+  """The HTTP status of botocore's error, which s3fs raises again as another kind."""
+  while True:
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+      return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if error.__cause__ is None:
+      return None
+    error = error.__cause__
 
 
 def failed(error: OSError) -> UserError | RetryableError:

@@ -1,6 +1,7 @@
 """JSON from files that nobody has vouched for: every surprise is an error, and none is read in one of two ways."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ def loads(raw: bytes) -> Any:
     NotJsonError: invalid UTF-8 or JSON, a repeated key, nesting too deep, NaN or Infinity.
   """
   try:
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
   except NotJsonError:
     raise
   except UnicodeDecodeError as error:
@@ -46,6 +47,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = next(key for key, _ in pairs if key in seen or seen.add(key))
     raise NotJsonError(f"'{printable(twice)}' is listed twice in one object; which one is meant cannot be known")
   return found
+
+
+def _finite(text: str) -> float:
+  if math.isinf(number := float(text)):
+    raise NotJsonError(f"{printable(text)} is beyond the largest number of 64 bits")
+  return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -216,3 +216,14 @@ def test_of_two_who_write_on_a_condition_one_does(protocol):
   with pytest.raises(FileExistsError):
     place.replace(b"late", first)
   assert place.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, UserError), (403, UserError), (500, RetryableError), (503, RetryableError)])
+def test_s3_says_with_a_status_alone_whether_a_retry_can_help(status, kind):
+  """s3fs raises what it does not know as an OSError around botocore's error."""
+  cause = Exception("An error occurred (401) when calling the ListObjectsV2 operation: Unauthorized")
+  cause.response = {"Error": {"Code": str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}  # pyright: ignore
+  error = OSError(5, str(cause))
+  error.__cause__ = cause
+  assert type(storage.failed(storage.as_oserror(error, "s3://bucket/run"))) is kind
+  assert type(storage.failed(storage.as_oserror(cause, "s3://bucket/run"))) is kind

@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from maxtext_like import atomic
+from maxtext_like import atomic, strict_json
 from maxtext_like.storage import Place
 
 NAME = "best"
@@ -65,6 +65,6 @@ def named_best(checkpoints: Path | Place) -> int | None:
 def parsed(content: bytes) -> tuple[int, float] | None:
   """The step and its loss that stand in the file; None where it is not whole."""
   with contextlib.suppress(ValueError, KeyError, TypeError):
-    values = json.loads(content)
+    values = strict_json.loads(content)
     return int(values["step"]), float(values["eval_loss"])
   return None

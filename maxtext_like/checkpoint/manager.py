@@ -155,6 +155,9 @@ class CheckpointManager:
     except OSError as error:
       if isinstance(self.directory, Place):
         raise failed(error) from error
+      if isinstance(error, FileNotFoundError | NotADirectoryError):
+        what = "was removed while this run was going on, or its disk is away"
+        raise RetryableError(f"checkpoint directory {self.directory}: {what}; put it back and run the same command") from error
       raise
 
   def latest_complete(self) -> int | None:
@@ -281,7 +284,7 @@ class CheckpointManager:
   # A store is not asked in the loop of the training, which would wait for it.
 
   def _is_saved(self, step: int) -> bool:
-    return step == self._newest_known if isinstance(self.directory, Place) else self._steps.has(step)
+    return step == self._newest_known if isinstance(self.directory, Place) else step in self.complete_steps()
 
   def _kept(self) -> int | None:
     return self._newest_known if isinstance(self.directory, Place) else self.latest_complete()

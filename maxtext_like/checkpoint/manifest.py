@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import platform
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -164,6 +165,8 @@ def read(step_directory: Path | Place) -> Manifest:
     OSError: a store does not answer, which is no damage.
   """
   path = step_directory / FILE_NAME
+  if isinstance(path, Path) and path.exists() and not path.is_file():
+    raise DamageError(f"file {path} is not a regular file")
   try:
     text = path.read_text(encoding="utf-8")
   except FileNotFoundError as error:
@@ -207,9 +210,12 @@ def check_sizes(step_directory: Path | Place, manifest: Manifest) -> None:
   for name, expected in manifest.files.items():
     path = home(step_directory, manifest) / name
     try:
-      size = path.stat().st_size
+      found = path.stat()
     except OSError as error:
       raise DamageError(f"file {path} is missing ({error.strerror})") from error
+    if not stat.S_ISREG(found.st_mode):
+      raise DamageError(f"file {path} is not a regular file")
+    size = found.st_size
     if size != expected["size"]:
       raise DamageError(f"file {path} has {size} bytes, {expected['size']} were written")
 

@@ -91,6 +91,12 @@ class StepDirectories:
     if not self.directory.is_dir():
       return
     for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
+      if _PRIVATE.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+        what = f"a link to {os.readlink(entry.path)}" if entry.is_symlink() else "no directory"
+        raise UserError(
+          f"{entry.path} is {what}; only a save that was interrupted has such a name, and it is a directory\n"
+          "  fix: remove it, or give it another name"
+        )
       if not is_step_name(entry.name):
         continue
       if entry.is_symlink() and not entry.is_dir():

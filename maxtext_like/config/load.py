@@ -19,7 +19,16 @@ from maxtext_like.config.overrides import UnknownKeyError, leaf_of, parse_overri
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.config.problems import Problem, did_you_mean, did_you_misspell, error_of
 from maxtext_like.config.rules import cross_problems
-from maxtext_like.config.schema import FAMILIES_OF_KEY, LARGEST, LARGEST_INT, LEAVES, SECTIONS, Config, section_type
+from maxtext_like.config.schema import (
+  FAMILIES_OF_KEY,
+  LARGEST,
+  LARGEST_INT,
+  LEAVES,
+  SECTIONS,
+  Config,
+  largest_float,
+  section_type,
+)
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.errors import UserError
@@ -363,6 +372,8 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
       values[leaf] = value = coerce(entry.node, kind)
       if isinstance(value, int) and abs(value) > (most := LARGEST.get(leaf, LARGEST_INT)):
         problems.append(Problem(f"{entry.origin}: {leaf}: {value} is beyond {most}"))
+      elif isinstance(value, float) and abs(value) > (most := largest_float(leaf)):
+        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is beyond {most:.6g}"))
     except CoercionError as error:
       if isinstance(entry.node, Scalar) and entry.node.text == "null" and entry.origin.startswith("configs/base.yml:"):
         values[leaf] = None

@@ -213,3 +213,10 @@ LARGEST: dict[str, int] = {
   "num_hidden_layers_for_vit": 10_000,
 }
 """The same for leaves that differ."""
+
+
+def largest_float(leaf: str) -> float:
+  """Return the largest value of a leaf that takes a float: programs compute in float32, the system's clocks have limits."""
+  if leaf.endswith("_seconds"):
+    return 1e8  # three years
+  return LARGEST_INT if leaf == "per_device_batch_size" else 3.4e38

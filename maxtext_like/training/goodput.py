@@ -5,12 +5,13 @@ next life trains them again. Between two lives nothing runs; that is kept beside
 """
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from maxtext_like import strict_json
 
 FILE_NAME = "goodput.json"
 PHASES = {
@@ -26,6 +27,7 @@ PHASES = {
   "end": "explaining and writing at the end",
 }
 """Phase to what a reader is told about it."""
+_LARGEST = 1e12
 _log = logging.getLogger(__name__)
 
 
@@ -61,14 +63,14 @@ class Goodput:
     """Adds the lives before this one, of which ``lost`` seconds of steps are trained again."""
     path = directory / FILE_NAME
     try:
-      earlier = json.loads(path.read_text(encoding="utf-8"))
-      seconds = {name: float(earlier["seconds"].get(name, 0.0)) for name in PHASES}
-      between = float(earlier["between_lives_seconds"]) + max(0.0, self._began - float(earlier["until"]))
-      self._earlier = {"lives": int(earlier["lives"]), "between_lives_seconds": between, "seconds": seconds}
+      earlier = strict_json.loads(path.read_bytes())
+      seconds = {name: _seconds(earlier["seconds"].get(name, 0.0)) for name in PHASES}
+      between = _seconds(earlier["between_lives_seconds"]) + max(0.0, self._began - _seconds(earlier["until"]))
+      self._earlier = {"lives": int(_seconds(earlier["lives"])), "between_lives_seconds": between, "seconds": seconds}
     except FileNotFoundError:
       return
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      _log.warning("%s: %r; the time of earlier lives is not counted", path, error)
+      _log.warning("%s is damaged (%r); the time of earlier lives is not counted", path, error)
       return
     lost = min(lost, seconds["steps"])
     seconds["steps"] -= lost
@@ -90,6 +92,13 @@ class Goodput:
     now = time.monotonic()
     self.seconds[self._stack[-1]] += now - self._since
     self._since = now
+
+
+def _seconds(value: Any) -> float:
+  """Return a number of the file. ValueError where this project would not have written it."""
+  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
+    raise ValueError(f"no number of seconds: {value!r:.40}")
+  return float(value)
 
 
 def shares(goodput: dict[str, Any]) -> list[tuple[str, float]]:

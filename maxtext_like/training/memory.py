@@ -23,7 +23,7 @@ from maxtext_like.layers.quantised import Outline
 from maxtext_like.layers.remat import offload_under
 from maxtext_like.layers.rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training import gpu_memory
+from maxtext_like.training import container_memory, gpu_memory
 from maxtext_like.training.array_bytes import Numbers, as_dtype, by_place, bytes_as, bytes_of
 from maxtext_like.training.fetched import TABLE, fetched
 from maxtext_like.training.objectives.adapted import Adapted
@@ -350,16 +350,17 @@ def in_use(devices: Iterable[Any]) -> dict[str, float]:
   return {key: max(s[name] for s in here) / GB for key, name in names.items() if here and all(name in s for s in here)}
 
 
-def host_limit(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Limit | None:
+def host_limit(
+  meminfo: Path = Path("/proc/meminfo"),
+  cgroup: Path = Path("/sys/fs/cgroup"),
+  membership: Path = Path("/proc/self/cgroup"),
+) -> Limit | None:
   """Memory of this machine that is available now, or what its container may still use; None without /proc."""
   if not meminfo.exists():
     return None
   fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
   found = [Limit(int(fields["MemAvailable"].split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
-  for maximum, current in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-    if (cgroup / maximum).exists() and (text := (cgroup / maximum).read_text().strip()).isdecimal():
-      used = int((cgroup / current).read_text())
-      found.append(Limit(max(int(text) - used, 0), f"{cgroup / maximum} of the container"))
+  found += [Limit(left, f"{file} of the container") for left, file in container_memory.left(cgroup, membership)]
   return min(found, key=lambda limit: limit.bytes)
 
 

@@ -4,11 +4,13 @@ import contextlib
 import json
 import logging
 
+from maxtext_like import strict_json
 from maxtext_like.errors import ExitError, NoProgressError, RetryableError
 from maxtext_like.training.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 FILE_NAME = "restarts.json"
+_LARGEST = 1_000_000  # a run is never started so often; the file is damaged
 
 
 class Restarts(contextlib.AbstractContextManager["Restarts"]):
@@ -53,8 +55,11 @@ class Restarts(contextlib.AbstractContextManager["Restarts"]):
 
   def _stored(self) -> int:
     try:
-      stored = json.loads((self._directory.path / FILE_NAME).read_text(encoding="utf-8"))
-      return int(stored["starts"]) if stored["newest_step"] == self._newest else 0
+      stored = strict_json.loads((self._directory.path / FILE_NAME).read_bytes())
+      starts = stored["starts"]
+      if not isinstance(starts, int) or not 0 <= starts < _LARGEST:
+        raise ValueError(f"{starts!r:.40} is no number of starts")
+      return starts if stored["newest_step"] == self._newest else 0
     except FileNotFoundError:
       return 0
     except (OSError, ValueError, KeyError, TypeError) as error:

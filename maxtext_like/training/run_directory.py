@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from maxtext_like import atomic
+from maxtext_like import atomic, strict_json
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
 from maxtext_like.storage import Place
@@ -152,6 +152,7 @@ class RunDirectory:
     try:
       self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
       self.path.mkdir(parents=True, exist_ok=True)
+      self._require_regular_files()
       self._acquire()
     except (OSError, ValueError) as error:
       reason = getattr(error, "strerror", None) or str(error)
@@ -182,6 +183,13 @@ class RunDirectory:
     if error is None or isinstance(error, OSError):  # a file that cannot be written because its directory is gone
       raise RetryableError(f"run directory {self.path}: {why}") from error
     _log.error("run directory %s: %s", self.path, why)
+
+  def _require_regular_files(self) -> None:
+    """Refuse a directory with a pipe, a socket or a device in it: reading one never ends, or fills the memory."""
+    for path in sorted(self.path.iterdir()):
+      with contextlib.suppress(FileNotFoundError):  # a link to nowhere, or a file of a run that ends now
+        if not (path.is_file() or path.is_dir()) and path.stat():
+          raise UserError(not_regular(path))
 
   def _unmake(self) -> None:
     """Removes the directories that were made for this process, where nothing is left in them. Under the guard."""
@@ -327,7 +335,7 @@ class RunDirectory:
   def _read_lock(self) -> dict[str, Any] | None:
     """Returns what the lock file says; None when that is not a lock (writes are atomic)."""
     try:
-      holder = json.loads(self._lock.read_text(encoding="utf-8"))
+      holder = strict_json.loads(self._lock.read_bytes())
     except ValueError:
       return None
     return holder if isinstance(holder, dict) else None
@@ -377,6 +385,12 @@ class RunDirectory:
       if failing:
         _log.warning("%s: heartbeat works again", self._lock)
       failing = False
+
+
+def not_regular(path: Path) -> str:
+  """The message about a file of a run that is neither a file nor a directory."""
+  where = f" (a link to {path.resolve()})" if path.is_symlink() else ""
+  return f"{path}{where} is a pipe, a socket or a device, not a regular file: a run cannot read or write it\n  fix: remove it"
 
 
 def lives_here(holder: dict[str, Any]) -> bool | None:

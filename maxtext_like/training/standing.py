@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxtext_like import atomic
+from maxtext_like import atomic, strict_json
 from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.weight_sources import open_steps
 from maxtext_like.config.schema import CheckpointConfig
@@ -43,7 +43,7 @@ def remembered_newest(run: Path) -> int | None:
     FileNotFoundError: nobody wrote it down.
     ValueError: what stands there is nothing of the kind.
   """
-  record = json.loads((run / NEWEST).read_text(encoding="utf-8"))
+  record = strict_json.loads((run / NEWEST).read_bytes())
   step = record.get("step", "") if isinstance(record, dict) else ""
   if not isinstance(step, int | None):
     raise ValueError(f"no step in {json.dumps(record)}")
@@ -200,8 +200,8 @@ def _last_row(path: Path) -> int:
     return 0
   for line in reversed(lines):
     try:
-      return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+      return int(strict_json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
       continue  # a line that was cut short by a kill, or by the beginning of the tail
   return 0
 
@@ -209,7 +209,7 @@ def _last_row(path: Path) -> int:
 def _checked_steps(path: Path) -> int:
   """finiteness.json has the loss of the first step, and of the second."""
   try:
-    checks = json.loads(path.read_text(encoding="utf-8"))
+    checks = strict_json.loads(path.read_bytes())
     return sum(checks[name]["result"] != "not run" for name in ("loss0", "loss1"))
   except (FileNotFoundError, ValueError, KeyError, TypeError):
     return 0

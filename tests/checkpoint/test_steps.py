@@ -1,6 +1,7 @@
 """Tests maxtext_like/checkpoint/steps.py: what is a step, what is moved aside, what is refused; nothing is lost."""
 
 import contextlib
+import os
 import shutil
 
 import jax.numpy as jnp
@@ -133,3 +134,34 @@ def test_steps_that_the_run_went_back_past_are_kept_as_long_as_old_ones(tmp_path
     assert names(tmp_path / "c") == ["10", "5", "7.abandoned"]
     manager.save(15, STATE)
   assert names(tmp_path / "c") == ["10", "15"]
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nowhere", "file", "fifo"])
+def test_what_has_the_name_of_a_save_and_is_no_directory_is_refused_and_kept(tmp_path, kind):
+  (target := tmp_path / "precious").mkdir()
+  path = tmp_path / "checkpoints" / "20.saving-0a1b2c3d"
+  path.parent.mkdir()
+  if kind.startswith("link"):
+    path.symlink_to(target if kind == "link" else tmp_path / "gone")
+  elif kind == "file":
+    path.write_text("")
+  else:
+    os.mkfifo(path)
+  with pytest.raises(UserError, match=r"20\.saving-0a1b2c3d is .*\n  fix: remove it"):
+    StepDirectories(path.parent).make()
+  assert os.path.lexists(path)
+  assert target.is_dir()
+
+
+def test_a_manifest_or_an_array_file_that_is_a_pipe_is_damage(tmp_path):
+  """Reading it would never end."""
+  os.mkfifo(tmp_path / manifest.FILE_NAME)
+  with pytest.raises(manifest.DamageError, match="not a regular file"):
+    manifest.read(tmp_path)
+  assert not manifest.is_whole(tmp_path, 1)
+  os.mkfifo(tmp_path / "array")
+  stored = manifest.Manifest(
+    step=1, finite=True, config={}, extra={}, leaves={}, files={"array": {"size": 0, "xxh3_128": ""}}, versions={}
+  )
+  with pytest.raises(manifest.DamageError, match="not a regular file"):
+    manifest.check_hashes(tmp_path, stored)

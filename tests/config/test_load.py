@@ -200,3 +200,17 @@ def test_a_run_has_one_length_and_the_nearer_word_counts(tmp_path):
 def test_epochs_of_what_cannot_be_counted_in_passes_are_refused(words, message):
   with pytest.raises(UserError, match=message):
     load_config("gemma3-tiny", ["epochs=3", *words])
+
+
+@pytest.mark.parametrize(
+  "word",
+  [
+    "per_device_batch_size=1e308",
+    "watchdog_exit_seconds=1e308",
+    "watchdog_peers_seconds=1e12",
+    "learning_rate=1e39",
+  ],
+)
+def test_numbers_that_no_program_and_no_clock_can_hold_are_refused(word):
+  with pytest.raises(UserError, match=f"{word.partition('=')[0]}: .* is beyond"):
+    load_config("gemma3-tiny", [word])

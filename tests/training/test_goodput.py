@@ -56,7 +56,21 @@ def test_a_second_life_counts_the_first_and_what_it_lost(clock, tmp_path):
   assert summary(found).endswith(" over 2 starts")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"lives": 1}', '{"lives": 1, "seconds": 3}', "\0\0"])
+_FILE = '{"lives": LIVES, "seconds": {"steps": STEPS}, "between_lives_seconds": 0, "until": UNTIL}'
+
+
+def damaged(lives="1", steps="2.5", until="3"):
+  return _FILE.replace("LIVES", lives).replace("STEPS", steps).replace("UNTIL", until)
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    *("", "[]", '{"lives": 1}', '{"lives": 1, "seconds": 3}', "\0\0", "[" * 100_000, '"x"'),
+    *(damaged(steps=value) for value in ("1e999", "-1e999", "NaN", "-1", "1e300", '"3"', "null", "true", "9" * 5000)),
+    *(damaged(lives="1e999"), damaged(lives="-4"), damaged(until="1e999"), damaged(until="[]")),
+  ],
+)
 def test_a_damaged_file_is_told_and_this_life_still_counts(clock, tmp_path, caplog, content):
   (tmp_path / FILE_NAME).write_text(content)
   found = life(clock, steps=10.0, lost=5.0, directory=tmp_path)

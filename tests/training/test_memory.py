@@ -332,15 +332,36 @@ def test_what_fits_is_not_refused(monkeypatch):
 def test_the_container_counts_when_it_has_less_than_the_machine(tmp_path: Path):
   meminfo = tmp_path / "meminfo"
   meminfo.write_text("MemTotal:       100 kB\nMemAvailable:   80 kB\n")
-  assert memory.host_limit(meminfo, tmp_path / "none") == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
+  nowhere = tmp_path / "none"
+  assert memory.host_limit(meminfo, nowhere, nowhere) == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
   (tmp_path / "memory.max").write_text("50000\n")
   (tmp_path / "memory.current").write_text("20000\n")
-  limit = memory.host_limit(meminfo, tmp_path)
+  limit = memory.host_limit(meminfo, tmp_path, tmp_path / "none")
   assert limit is not None
   assert limit.bytes == 30000
   (tmp_path / "memory.max").write_text("max\n")
-  assert memory.host_limit(meminfo, tmp_path) == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
+  assert memory.host_limit(meminfo, tmp_path, tmp_path / "none") == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
   assert memory.host_limit(tmp_path / "absent", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+  ("membership", "group", "names"),
+  [
+    ("0::/system.slice/job.scope\n", "system.slice", ("memory.max", "memory.current")),
+    ("0::/system.slice/job.scope\n", "system.slice/job.scope", ("memory.max", "memory.current")),
+    ("4:cpu:/x\n5:memory:/slurm/job_1/step\n", "memory/slurm/job_1", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ("4:cpu,memory:/slurm\n0::/\n", "memory/slurm", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ("0::/../../outside\n", "", ("memory.max", "memory.current")),
+  ],
+)
+def test_a_limit_of_any_group_above_this_process_counts(tmp_path: Path, membership, group, names):
+  (meminfo := tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 80 kB\n")
+  (own := tmp_path / "cgroup").write_text(membership)
+  (place := tmp_path / "fs" / group).mkdir(parents=True)
+  (place / names[0]).write_text("50000\n")
+  (place / names[1]).write_text("20000\n")
+  limit = memory.host_limit(meminfo, tmp_path / "fs", own)
+  assert limit == memory.Limit(30000, f"{place / names[0]} of the container")
 
 
 def test_a_device_that_does_not_say_how_much_it_has_is_known_by_its_name():

@@ -40,7 +40,9 @@ def test_what_counts(tmp_path):
     assert json.loads((run.path / "restarts.json").read_text())["starts"] == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"newest_step": null, "starts": "x"}'])
+@pytest.mark.parametrize(
+  "text", ["", "[]", "{}", *(f'{{"newest_step": null, "starts": {n}}}' for n in ('"x"', "1e999", "-3", "1e9", "NaN", 10**12))]
+)
 def test_a_damaged_count_starts_anew(tmp_path, caplog, text):
   with RunDirectory(tmp_path, "run") as run:
     (run.path / "restarts.json").write_text(text)

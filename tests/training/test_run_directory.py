@@ -321,3 +321,28 @@ def test_what_was_made_for_nothing_is_removed(tmp_path):
   with RunDirectory(tmp_path, "there"):
     pass
   assert (tmp_path / "there").is_dir()  # it was before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.lock", "run.lock.guard", "goodput.json"])
+@pytest.mark.parametrize("kind", ["fifo", "link to a device", "link to a fifo"])
+def test_a_file_that_is_no_regular_file_is_refused_and_not_read(tmp_path, name, kind):
+  (tmp_path / "run").mkdir()
+  path = tmp_path / "run" / name
+  if kind == "link to a device":
+    path.symlink_to("/dev/full")
+  else:
+    os.mkfifo(path if kind == "fifo" else tmp_path / "fifo")
+    if kind != "fifo":
+      path.symlink_to(tmp_path / "fifo")
+  with pytest.raises(UserError, match=f"{name}.* not a regular file") as caught, RunDirectory(tmp_path, "run"):
+    pass
+  assert "fix: remove it" in str(caught.value)
+
+
+def test_links_to_files_and_to_nowhere_are_left_alone(tmp_path):
+  (tmp_path / "run").mkdir()
+  (tmp_path / "rows").write_text("")
+  (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "rows")
+  (tmp_path / "run" / "notes").symlink_to(tmp_path / "gone")
+  with RunDirectory(tmp_path, "run") as run:
+    assert run.holder

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from maxtext_like import strict_json
 from maxtext_like.atomic import Fence, write_text
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -97,11 +98,18 @@ def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
     return [], []
   for text in content.splitlines():
     try:
-      row = json.loads(text)
-    except (ValueError, RecursionError):
+      row = strict_json.loads(text)
+    except strict_json.NotJsonError:
       row = None
-    if isinstance(row, dict) and isinstance(row.get("step"), int):
+    if isinstance(row, dict) and isinstance(row.get("step"), int) and _is_written_here(row, path.name):
       rows.append(row)
     else:
       damaged.append(text)
   return rows, damaged
+
+
+def _is_written_here(row: Row, name: str) -> bool:
+  """Return True if the values of a row have the types that this project writes; readers compute with them."""
+  if name != METRICS:
+    return all(isinstance(row.get(key, ""), str) for key in ("prompt", "text"))
+  return all(x is None or isinstance(x, int | float) for v in row.values() for x in (v if isinstance(v, list) else [v]))

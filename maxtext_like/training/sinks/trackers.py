@@ -65,7 +65,7 @@ class Tracked:
     atomic.write_text(self.directory / IDS, json.dumps(self._ids() | {tracker: number}, indent=1) + "\n")
 
   def _ids(self) -> dict[str, str]:
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, RecursionError):
       return dict(json.loads((self.directory / IDS).read_text(encoding="utf-8")))
     return {}
 
