@@ -21,7 +21,7 @@ from maxtext_like.data.input_files import cache_folder
 from maxtext_like.data.pack import Document, ImageSpan, Packer, is_learned
 
 logger = logging.getLogger(__name__)
-FORMAT = 2  # of a kept number; changes when the same data fill other rows
+FORMAT = 3  # of a kept number; changes when the same data fill other rows
 _NO_IMAGE = UnreadImage(Path(), 0)
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
