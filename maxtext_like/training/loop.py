@@ -29,6 +29,7 @@ from maxtext_like.training.finiteness import Explainer, FinitenessGuard, StepRes
 from maxtext_like.training.goodput import FILE_NAME as GOODPUT
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.launched_step import LaunchedStep
+from maxtext_like.training.moved_weights import MovedWeights
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram
 from maxtext_like.training.progress import Progress
@@ -67,6 +68,7 @@ class Loop:
     spikes: of the loss; off unless given.
     best: watches the evaluations; None: nobody asks which was best.
     divergence: watches losses and the parameter norm.
+    moved: warns if updates are too small for 16-bit weights; None for no warning.
     finished: steps that are.
     stopped_early: why the run ended before its last step; None: it did not.
     profile: traces some steps; None: none.
@@ -93,6 +95,7 @@ class Loop:
   goodput: Goodput = field(default_factory=Goodput)
   spikes: Spikes | None = None
   best: Best | None = None
+  moved: MovedWeights | None = None
   finished: int = field(default=0, init=False)
   stopped_early: str | None = field(default=None, init=False)
   profile: Profile | None = None
@@ -138,9 +141,8 @@ class Loop:
     self._stop_if_asked(step)
     self._evaluate_late(step)
     with self.watchdog.watch("first_step", f"step {step + 1}"), ThreadPoolExecutor(1, "step-end") as clock:
-      while step < t.last_step and not self._is_enough(
-        step
-      ):  # never one batch too many: what is drawn counts as trained on in the next checkpoint
+      # Never one batch too many: a drawn batch counts as trained on in the next checkpoint.
+      while step < t.last_step and not self._is_enough(step):
         if self.profile is not None and self.profile.starts(step + 1):
           self._settle()
           self.profile.start()
@@ -152,11 +154,11 @@ class Loop:
           if (back := self._go_back()) is not None:  # the step was a spike
             step = back
           continue
-        metrics = self._launch(batch)
         step += 1
+        metrics = self._launch(step, batch)
         self.finished = step
         if self._settle():  # the step before was taken again, so this one did nothing
-          metrics = self._launch(batch)
+          metrics = self._launch(step, batch)
         if (back := self._go_back()) is not None:
           step = back
           continue
@@ -170,9 +172,17 @@ class Loop:
         # A step that may end the run is waited for, so that the state is still the one after it.
         last = self.failed is not None and self.guard.may_end_the_run
         traced = self.profile is not None and self.profile.ends(step)
+        measured = self.moved is not None and self.moved.due(step)
         # After the first step too: whoever started the run waits for this line.
         if (
-          evaluating or sampling or saving or last or traced or step in (start + 1, t.last_step) or self.stop.should_stop(step)
+          evaluating
+          or sampling
+          or saving
+          or last
+          or traced
+          or measured
+          or step in (start + 1, t.last_step)
+          or self.stop.should_stop(step)
         ):
           self._settle(evaluating)
           if (back := self._go_back()) is not None:
@@ -248,10 +258,12 @@ class Loop:
       self.best.look(step, held_out["eval_loss"])
     return held_out
 
-  def _launch(self, batch: Batch) -> Metrics:
+  def _launch(self, step: int, batch: Batch) -> Metrics:
     """Starts a step."""
     if self.failed is not None:
       self.failed.remember(self.state)
+    if self.moved is not None:
+      self.moved.before(step, self.state)
     self.state, metrics = self.stepper.begin(self.state, batch)
     return metrics
 
@@ -274,9 +286,7 @@ class Loop:
       extra[SPIKES] = self.spikes.get_state()
     if self.best is not None:
       extra[BEST] = self.best.get_state()
-    if self.base is not None:
-      extra[BASE] = self.base.to_json()
-    return extra
+    return extra if self.base is None else extra | {BASE: self.base.to_json()}
 
   def _go_back(self) -> int | None:
     """Where the newest step was a spike: takes up the state of the checkpoint before it, past the data of the steps since.
@@ -443,6 +453,8 @@ class Loop:
     if update_survival.NAME in row and not self._low and (low := update_survival.warning(step, row, self.program.config)):
       self._low = True
       self.progress.say(low)
+    if self.moved is not None and (few := self.moved.after(step, self.state, skipped=bool(scalars["skipped"]))):
+      self.progress.say(few)
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None
     self._batch = launched.batch

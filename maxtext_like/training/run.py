@@ -38,6 +38,7 @@ from maxtext_like.training.flops import peak_tflops, train_flops
 from maxtext_like.training.goodput import Goodput, summary
 from maxtext_like.training.introduction import cut_conversations, introduction, never_evaluated, passes, shares
 from maxtext_like.training.loop import Loop
+from maxtext_like.training.moved_weights import MovedWeights
 from maxtext_like.training.peers import join
 from maxtext_like.training.profile import Profile
 from maxtext_like.training.program import TrainProgram, make_program
@@ -288,6 +289,7 @@ class _Run:
       spikes=spikes,
       best=best,
       divergence=divergence,
+      moved=MovedWeights(program, begun.step),
       profile=Profile(profiled, directory.path, say, traces=processes.primary()) if profiled else None,
     )
     return loop, _Page(directory.path, guard, config_yaml, env), begun.step
