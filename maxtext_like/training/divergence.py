@@ -29,6 +29,10 @@ REPORTED_RISES = 5
 ABOVE, ABOVE_FACTOR, LAST = 4.0, 1.5, 5
 # One loss alone is enough if it is above both ``first + EXPLODED`` and ``EXPLODED * first``.
 EXPLODED = 10.0
+# Parameters whose norm has grown by this factor are ruined, even if the loss is that of uniform guesses: softmax and norms hide
+# their size, and their gradients are zero. Ordinary training grows the norm by a small factor.
+GROWN = 100.0
+LARGEST = 3.4e38  # stored in place of a norm beyond float32: JSON has no infinity
 # Float16 skips a step or two whenever it lowers its loss scale. More of them in a row at the end are a failure.
 OVERFLOWS = 3
 RECENT_STEPS = 20  # steps after a rise in which a non-finite number is explained by it
@@ -44,6 +48,8 @@ class History:
     skipped: steps in a row, up to the newest one, whose updates were not applied.
     overflowed: all of these were float16 overflows of gradients.
     final: loss of the weights that the last step left; None while the run continues.
+    first_norm: parameter norm before the first step; None if it is not known.
+    norm: parameter norm after the newest applied step.
   """
 
   first: float | None = None
@@ -51,6 +57,8 @@ class History:
   skipped: int = 0
   overflowed: bool = False
   final: float | None = None
+  first_norm: float | None = None
+  norm: float | None = None
 
   @classmethod
   def from_json(cls, state: dict[str, Any] | None) -> "History":
@@ -100,6 +108,8 @@ class History:
       found.append(f"a forward pass of the final weights on the last batch gives loss {self.final}")
     if (high := self.high) is not None:
       found.append(f"the last finite loss is {high:.4g}, far above {self.first:.4g} at the first step")
+    if self.norm is not None and self.first_norm and self.norm > GROWN * self.first_norm:
+      found.append(f"the parameter norm is {self.norm:.4g}, far above {self.first_norm:.4g} before the first step")
     return found
 
 
@@ -144,12 +154,14 @@ class Divergence:
     rises, before = [], self.history.newest
     if before is not None and math.isfinite(loss) and loss > RISE * max(before, 1.0):
       rises.append(f"the loss rose from {before:.4g} to {loss:.4g}")
+    if self.history.first_norm is None and self.history.first is None:
+      self.history.first_norm = None if norm_before is None else min(norm_before, LARGEST)
     before = norm_before if self._norm is None else self._norm
     if not skipped and before and math.isfinite(norm) and norm > RISE * before:
       rises.append(f"the parameter norm rose from {before:.4g} to {norm:.4g}")
     self.history.add(loss, skipped=skipped, overflow=overflow)
     if not skipped:
-      self._norm = norm
+      self._norm, self.history.norm = norm, min(norm, LARGEST)
     if not rises:
       return []
     self._rose_at = step

@@ -34,7 +34,7 @@ class MovedWeights:
   def __init__(self, program: TrainProgram, start: int) -> None:
     self._config = program.config
     last = max(program.config.training.last_step, start + 1)
-    rates = np.asarray(program.step.schedule(np.arange(start, last)))
+    rates = np.asarray(program.step.schedule(jnp.arange(start, last)))
     self._step = start + 1 + int(np.argmax(rates))
     self._rate = float(rates.max())
     masks, _ = jax.tree.flatten(program.selection.masks)

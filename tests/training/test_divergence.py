@@ -69,6 +69,21 @@ def test_weights_that_cannot_be_used_fail_a_run_also_after_a_restart(name):
     assert all(words in reason for words, reason in zip(expected, reasons, strict=True))
 
 
+def test_a_parameter_norm_that_exploded_fails_a_run_whose_loss_is_that_of_guesses():
+  """Qwen3 at learning_rate=1e4: norms hide the size of the weights, the loss is the logarithm of the vocabulary."""
+  watch = Divergence(toy_config())
+  steps(watch, (6.76, 7.1e6), (6.24, 5.5e9), (6.24, 1.8e12), before=64.5)
+  (reason,) = watch.history.reasons(3)
+  assert reason == "the parameter norm is 1.8e+12, far above 64.5 before the first step"
+  resumed = Divergence(toy_config())
+  resumed.restart(json.loads(json.dumps(watch.get_state())))
+  steps(resumed, (6.24, 1.9e12), before=1.8e12, start=4)
+  assert resumed.history.reasons(4) == ["the parameter norm is 1.9e+12, far above 64.5 before the first step"]
+  ordinary = Divergence(toy_config())
+  steps(ordinary, (6.76, 100.0), (6.24, 900.0), before=64.5)
+  assert ordinary.history.reasons(2) == []
+
+
 def test_a_checkpoint_of_an_earlier_version_fails_nothing():
   assert History.from_json(None).reasons(7) == []
 
