@@ -184,7 +184,7 @@ class _Worker:
     self.opened: set[int] = set()
     if not sys.executable:
       raise UserError("sys.executable is empty, so templates and tokenizers cannot run in a process of their own")
-    folders = json.dumps([entry or os.getcwd() for entry in sys.path])
+    folders = json.dumps([str(entry) or os.getcwd() for entry in sys.path])  # notebooks append paths, which are no texts
     environment = os.environ | {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
       self._process = subprocess.Popen(

@@ -130,6 +130,7 @@ def test_memory_is_measured_where_the_system_does_not_limit_it(monkeypatch):
 def test_the_program_ends_without_waiting_for_its_worker():
   code = (
     "from maxtext_like.data.chat.sandbox import compile_template as c; from maxtext_like.data import worker_process as w;"
+    "import pathlib, sys; sys.path.append(pathlib.Path('/'));"
     "c('{{ 1 }}', 'x')(); print(w._running._process.pid)"
   )
   ran = subprocess.run(
