@@ -11,7 +11,7 @@ from pathlib import Path
 
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.problems import did_you_mean
-from maxtext_like.errors import UserError
+from maxtext_like.errors import DoesNotFitError, UserError
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "metal", "proxy")
 """Names that JAX knows without a plugin, or whose plugin registers itself when it is imported."""
@@ -21,6 +21,9 @@ ACCELERATORS = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 """Platforms with an extra of their own, which is called as they are, and what they run on."""
 
 
+_LEAST_ADDRESS_SPACE = 2_000_000_000  # measured with JAX 0.12 on a CPU: a tiny model aborts at 1.5 GB and trains at 2.0
+
+
 def check_environment() -> None:
   """Refuses what JAX would fail on; tells of an accelerator that the installed JAX cannot use.
 
@@ -28,6 +31,7 @@ def check_environment() -> None:
     UserError: ``JAX_PLATFORMS`` names no platform, or one whose package or device is not there; ``XLA_FLAGS`` holds a flag
       that the installed XLA does not know.
   """
+  _check_address_space()
   chosen = os.environ.get("JAX_PLATFORMS", "")
   _check_platforms(chosen)
   _check_flags(os.environ.get("XLA_FLAGS", ""))
@@ -35,6 +39,20 @@ def check_environment() -> None:
     for platform, what in ACCELERATORS.items():
       if (device := find_device(platform)) and not _installed(platform):
         print(f"note: {what} is here ({device}), but JAX has the CPU only: {install(platform)}", file=sys.stderr)
+
+
+def _check_address_space() -> None:
+  """Refuse a limit of the address space in which JAX cannot start its threads: it aborts without a reason."""
+  if sys.platform != "linux":
+    return
+  import resource
+
+  limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+  if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
+    raise DoesNotFitError(
+      f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v); JAX and its threads need "
+      f"{_LEAST_ADDRESS_SPACE / 1e9:.0f} GB before any array\n  fix: ulimit -v unlimited"
+    )
 
 
 def install(extra: str) -> str:

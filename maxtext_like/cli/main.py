@@ -115,6 +115,12 @@ def _dispatch(words: list[str]) -> int:
   verb = words[0]
   if verb not in VERBS:
     raise UserError(_unknown_verb(verb))
+  try:
+    os.getcwd()
+  except FileNotFoundError:
+    raise UserError(
+      "the working directory was deleted, so no path can be resolved\n  fix: cd to a directory that exists"
+    ) from None
   from maxtext_like.config.overrides import TypedWord
 
   rest: list[str] = [TypedWord(word) for word in words[1:]]

@@ -1,11 +1,16 @@
 """Variables of other programs: a typing error in one is told by its name before JAX starts (fault F57)."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from maxtext_like.cli import environment
 from maxtext_like.cli.environment import backend_error, check_environment, find_device
 from maxtext_like.cli.main import USES_JAX, main
 from maxtext_like.errors import UserError
+from tests.processes import ROOT
 
 
 @pytest.fixture
@@ -137,3 +142,20 @@ def test_jax_failing_to_start_a_platform_names_the_variable(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
   assert str(backend_error(RuntimeError("Unable to initialize backend 'tpu'"))).startswith("JAX: ")
   assert backend_error(RuntimeError("shapes do not match")) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits the address space on Linux")
+def test_an_address_space_in_which_jax_cannot_start_is_refused():
+  command = f"ulimit -v 1500000; {sys.executable} -m maxtext_like train gemma3-tiny"
+  done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 4
+  assert "limited to 1.54 GB (ulimit -v)" in done.stderr
+  assert "fix: ulimit -v unlimited" in done.stderr
+
+
+def test_a_deleted_working_directory_is_named(tmp_path):
+  command = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m maxtext_like config gemma3-tiny"
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+  assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+  assert "error: the working directory was deleted" in done.stderr
