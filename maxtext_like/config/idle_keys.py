@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.training.optimizers import registry as optimizers
 
 Why = Callable[[Config], str]
 """Why a key has no effect in a configuration; empty if it has one."""
@@ -45,15 +46,15 @@ def _experts(config: Config) -> bool:
   return any(model.has("experts", layer) for layer in range(model.num_decoder_layers))
 
 
-def _of_optimizer(*names: str) -> Why:
-  return lambda config: "" if config.training.opt_type in names else f"opt_type is {config.training.opt_type}"
+def _of_optimizer(key: str) -> Why:
+  return lambda config: "" if key in optimizers.KEYS[config.training.opt_type] else f"opt_type is {config.training.opt_type}"
 
 
 def _first_moment(config: Config) -> str:
   t = config.training
   if t.opt_type == "adafactor" and not t.adafactor_momentum_rank:
     return "opt_type is adafactor, which has no first moment with adafactor_momentum_rank: 0"
-  return _of_optimizer("adamw", "lion", "adafactor")(config)
+  return _of_optimizer("adam_b1")(config)
 
 
 def _final_rate(config: Config) -> str:
@@ -100,10 +101,10 @@ def _unless(section: str, key: str) -> Why:
 
 IDLE: Mapping[str, Idle] = {
   "adam_b1": Idle(_first_moment),
-  "adam_b2": Idle(_of_optimizer("adamw", "lion")),
-  "adam_eps": Idle(_of_optimizer("adamw")),
-  "sgd_momentum": Idle(_of_optimizer("sgd")),
-  "adafactor_momentum_rank": Idle(_of_optimizer("adafactor")),
+  "adam_b2": Idle(_of_optimizer("adam_b2")),
+  "adam_eps": Idle(_of_optimizer("adam_eps")),
+  "sgd_momentum": Idle(_of_optimizer("sgd_momentum")),
+  "adafactor_momentum_rank": Idle(_of_optimizer("adafactor_momentum_rank")),
   "learning_rate_final_fraction": Idle(_final_rate),
   "wsd_decay_steps_fraction": Idle(
     lambda c: "" if c.training.lr_schedule_type == "wsd" else f"lr_schedule_type is {c.training.lr_schedule_type}"

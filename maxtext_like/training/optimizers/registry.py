@@ -1,9 +1,10 @@
-"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it, and its name here.
+"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it, and its name and keys here.
 
 The file has ``build(training) -> Rule``. This module imports no JAX, so that the configuration may ask for the names.
 """
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -12,6 +13,14 @@ if TYPE_CHECKING:
 
 Name = Literal["adamw", "adafactor", "lion", "sgd"]
 NAMES: tuple[Name, ...] = get_args(Name)
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+  "adamw": ("adam_b1", "adam_b2", "adam_eps"),
+  "adafactor": ("adafactor_momentum_rank", "adam_b1"),  # the second only with the first
+  "lion": ("adam_b1", "adam_b2"),
+  "sgd": ("sgd_momentum",),
+}
+"""Keys of ``training:`` that each optimizer's ``build`` reads. Setting another optimizer's key is reported."""
 
 
 def make_rule(training: "TrainingConfig") -> "Rule":
