@@ -1,4 +1,4 @@
-"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it, and its name and keys here.
+"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it; here its name and keys.
 
 The file has ``build(training) -> Rule``. This module imports no JAX, so that the configuration may ask for the names.
 """
