@@ -160,7 +160,7 @@ def check_state(
     fixes.append(f"run_name=NAME init_from={where} (a new run with these weights)" if resumes else "name another checkpoint")
     lines = [f"{where}: the checkpoint's arrays are not this run's:", *(change.line for change in causes), *leaves]
     raise UserError("\n".join([*lines, "  fix: " + "\n       or ".join(fixes)]))
-  require_same(where, model, allow=allow, resumes=resumes, more=leaves)
+  require_same(where, model, allow=allow, resumes=resumes)
   changed = changes_of(saved, current, _keys({KeyClass.DTYPE}))
   _check_dtypes(where, saved_leaves, wanted_leaves, changed, allow=allow_dtype_change)
 

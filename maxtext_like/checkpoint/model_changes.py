@@ -175,7 +175,6 @@ def require_same(
   allow: bool,
   resumes: bool = False,
   notes: Sequence[str] = (),
-  more: Sequence[str] = (),
 ) -> None:
   """Refuses weights for a model with other shapes, and, unless that is allowed, for one that computes something else.
 
@@ -185,20 +184,19 @@ def require_same(
     allow: the key ``allow_model_change``.
     resumes: a run resumes from the checkpoint; otherwise a model is made of its weights.
     notes: lines below the table.
-    more: further differences, lines that are shown with those in shape.
 
   Raises:
     UserError: names every key that has to be changed, and what to type.
   """
   shapes, computed = comparison.of(KeyClass.SHAPE), () if allow else comparison.of(KeyClass.MATHEMATICS)
   untrained = comparison.untrained and not allow and not shapes
-  if not (shapes or computed or more or untrained):
+  if not (shapes or computed or untrained):
     return
   theirs, ours = comparison.names
   whose = f" ({theirs}; this run has {ours})" if theirs != ours and theirs else ""
   lines = [change.line for change in (*shapes, *computed)]
-  lines += [*more, *(f"  note: {note}" for note in notes)]
-  if shapes or more:
+  lines += [f"  note: {note}" for note in notes]
+  if shapes:
     first = f"{where}: checkpoint of another model configuration{whose}:"
     lines.append("  why: the stored arrays do not fit this model")
   else:
@@ -207,7 +205,7 @@ def require_same(
       lines.append("  why: the weights were trained with the checkpoint's values")
     if untrained and comparison.adds is not None:
       lines.append(f"  why: the {comparison.adds.part} is new, and the model would use it before it is trained")
-  lines.append("  fix: " + "\n       or ".join(_fixes(where, comparison, shapes, computed, resumes, bool(shapes or more))))
+  lines.append("  fix: " + "\n       or ".join(_fixes(where, comparison, shapes, computed, resumes)))
   raise UserError("\n".join([first, *lines]))
 
 
@@ -217,7 +215,6 @@ def _fixes(
   shapes: Sequence[Change],
   computed: Sequence[Change],
   resumes: bool,
-  other_arrays: bool,
 ) -> Iterator[str]:
   """What to type, the alternatives one by one."""
   changes, adds = (*shapes, *computed), comparison.adds
@@ -227,9 +224,9 @@ def _fixes(
     yield f"name the model of the checkpoint, {theirs}, in place of {comparison.names[1]}"
   elif changes:
     yield f"{' '.join(comparison.words(changes))} (the checkpoint's values)"
-  elif adds is not None and not other_arrays:
+  elif adds is not None:
     yield f"{adds.stage}={to_text(adds.before)} (trains the new {adds.part} alone first)"
-  if not other_arrays:
+  if not shapes:
     yield "allow_model_change=true (computes with this run's values)"
     return
   if resumes and adds is not None and not any(c.kind is KeyClass.SHAPE for c in comparison.without_added().changes):
@@ -237,7 +234,7 @@ def _fixes(
     yield f"run_name=NAME init_from={where} {first} (a new run with these weights, which initializes the {adds.part})"
   elif resumes:
     yield "run_name=NAME (a new run)"
-  elif family is not None or not changes:
+  elif family is not None:
     yield "name another checkpoint"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from maxtext_like.config import maxtext, maxtext_remat
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.files import configs_folder
+from maxtext_like.config.key_class import KeyClass, marks
 from maxtext_like.config.load import base_values
 from maxtext_like.config.precision_keys import KEYS, section_text
 from maxtext_like.config.schema import FAMILIES_OF_KEY, LEAVES, SECTIONS
@@ -87,7 +88,33 @@ def page() -> str:
       for k in keys()
       if k.section == section
     ]
-  return "\n".join([*lines, *_precision_page(), *_family_page(), *_maxtext_page()]) + "\n"
+  return "\n".join([*lines, *_class_page(), *_precision_page(), *_family_page(), *_maxtext_page()]) + "\n"
+
+
+def _class_page() -> list[str]:
+  """The classes that keys declare (``key_class``): the changes between a checkpoint and a run that are accepted."""
+  lines = [
+    "",
+    "## What may change after a checkpoint",
+    "",
+    "Each key belongs to one class. It decides whether a run that resumes, or that starts with `init_from`, may have another",
+    "value than the checkpoint. The same holds for keys that generate and forward take. A key that has no effect on the model,",
+    "as `rope_factor` without yarn, is not compared. [resuming.md](resuming.md) has examples.",
+    "",
+    "| class | what it decides | keys |",
+    "|---|---|---|",
+  ]
+  found: dict[KeyClass, dict[str, None]] = {kind: {} for kind in KeyClass}
+  for section, cls in SECTIONS.items():
+    own = {"model": [f.config for f in FAMILIES.values()], "vision": [f.vision for f in FAMILIES.values() if f.vision]}
+    declared = {key: m.kind for each in own.get(section, [cls]) for key, m in marks(each).items() if m.declared}
+    for key in keys():
+      if key.section == section and key.name in declared:
+        found[declared[key.name]][f"`{key.name}`"] = None
+  for kind, names in found.items():
+    more = ", and every key that is not in this table" if kind is KeyClass.TRAINING else ""
+    lines.append(f"| {kind.value} | {kind.rule} | {', '.join(names)}{more} |")
+  return lines
 
 
 def _precision_page() -> list[str]:

@@ -31,10 +31,10 @@ class KeyClass(enum.Enum):
 
 
 _RULES = {
-  KeyClass.SHAPE: "decides which arrays there are, and of which shapes: never changes",
-  KeyClass.MATHEMATICS: "decides what a forward pass computes with the same weights: changes with `allow_model_change=true`",
-  KeyClass.DTYPE: "decides the dtype of stored arrays: changes with `allow_dtype_change=true`",
-  KeyClass.TRAINING: "everything else: changes freely, and a resumed run prints a line for each change",
+  KeyClass.SHAPE: "which arrays the model or the optimizer has, and their shapes; another value is refused",
+  KeyClass.MATHEMATICS: "what a forward pass computes with the same weights; another value needs `allow_model_change=true`",
+  KeyClass.DTYPE: "the dtype of stored arrays; another value needs `allow_dtype_change=true`",
+  KeyClass.TRAINING: "how the model is trained; another value is accepted, and the run prints a line",
 }
 
 Shape = Annotated[T, KeyClass.SHAPE]

@@ -41,7 +41,7 @@ def cross_problems(
     yield Problem(
       f"max_target_length = {length} is more than max_position_embeddings = {longest}",
       ("max_target_length", "max_position_embeddings"),
-      f"the model knows {longest} positions: shorten the rows",
+      f"set max_target_length={longest}, or max_position_embeddings={length}",
     )
   if config.training.stochastic_rounding and config.precision.weight_dtype == "float32":
     yield Problem(

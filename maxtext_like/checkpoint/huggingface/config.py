@@ -126,7 +126,7 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
       was, now = (token if token in ids else None for token in (config.vision[key], getattr(vision, key)))
       if was != now:
         changes.append(Change("vision", key, was, now, config.vision[key], marks(type(vision))[key], key, "config.json"))
-  return dataclasses.replace(found, changes=tuple(changes), names=(config.model["model_name"], model.model_name))
+  return dataclasses.replace(found, changes=tuple(changes), names=("", model.model_name))
 
 
 def _label(key: str, names: Mapping[str, str]) -> str:
