@@ -152,7 +152,7 @@ class RunDirectory:
     try:
       self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
       self.path.mkdir(parents=True, exist_ok=True)
-      self._require_regular_files()
+      require_regular_files(self.path)
       self._acquire()
     except (OSError, ValueError) as error:
       reason = getattr(error, "strerror", None) or str(error)
@@ -183,13 +183,6 @@ class RunDirectory:
     if error is None or isinstance(error, OSError):  # a file that cannot be written because its directory is gone
       raise RetryableError(f"run directory {self.path}: {why}") from error
     _log.error("run directory %s: %s", self.path, why)
-
-  def _require_regular_files(self) -> None:
-    """Refuse a directory with a pipe, a socket or a device in it: reading one never ends, or fills the memory."""
-    for path in sorted(self.path.iterdir()):
-      with contextlib.suppress(FileNotFoundError):  # a link to nowhere, or a file of a run that ends now
-        if not (path.is_file() or path.is_dir()) and path.stat():
-          raise UserError(not_regular(path))
 
   def _unmake(self) -> None:
     """Removes the directories that were made for this process, where nothing is left in them. Under the guard."""
@@ -385,6 +378,14 @@ class RunDirectory:
       if failing:
         _log.warning("%s: heartbeat works again", self._lock)
       failing = False
+
+
+def require_regular_files(run: Path) -> None:
+  """Refuse a directory with a pipe, a socket or a device in it: reading one never ends, or fills the memory. UserError."""
+  for path in sorted(run.iterdir()):
+    with contextlib.suppress(FileNotFoundError):  # a link to nowhere, or a file of a run that ends now
+      if not (path.is_file() or path.is_dir()) and path.stat():
+        raise UserError(not_regular(path))
 
 
 def not_regular(path: Path) -> str:

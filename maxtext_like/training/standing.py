@@ -20,6 +20,7 @@ from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.config.yaml_file import Mapping, Scalar, read_yaml
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.storage import Place, failed
+from maxtext_like.training.run_directory import require_regular_files
 
 NEWEST = "newest_checkpoint.json"
 _METRICS, _FINITENESS, _CONFIG = "metrics.jsonl", "finiteness.json", "config.yml"
@@ -136,6 +137,8 @@ def look(run: Path, checkpoints: Path | Place) -> Standing:
   try:
     if isinstance(checkpoints, Path) and not run.is_dir():
       return Standing(run, checkpoints, None, False, ())
+    if run.is_dir():
+      require_regular_files(run)
     steps = open_steps(checkpoints)
     there = steps.is_there()
     newest = max(steps.complete(), default=None) if there else None

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.training import run_directory
+from maxtext_like.training import run_directory, standing
 from maxtext_like.training.run_directory import RunDirectory
 
 
@@ -337,6 +337,8 @@ def test_a_file_that_is_no_regular_file_is_refused_and_not_read(tmp_path, name, 
   with pytest.raises(UserError, match=f"{name}.* not a regular file") as caught, RunDirectory(tmp_path, "run"):
     pass
   assert "fix: remove it" in str(caught.value)
+  with pytest.raises(UserError, match=f"{name}.* not a regular file"):  # what a start reads before it holds the directory
+    standing.look(tmp_path / "run", tmp_path / "run" / "checkpoints")
 
 
 def test_links_to_files_and_to_nowhere_are_left_alone(tmp_path):
