@@ -265,7 +265,10 @@ def _cast_logits(p: _Program) -> tuple[Verdict, str]:
 def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
   asked = p.precision.matmul_precision
   # Of float8 nothing is lost in the units, and a precision says how sums are made.
-  found = [i.precision for i in p.forward("qk_product", "pv_product", *_LARGE) if not _in_float8(p, i)]
+  products = [i for i in p.forward("qk_product", "pv_product", *_LARGE) if not _in_float8(p, i)]
+  found = [i.precision for i in products]
+  if asked != "default" and products and all(_WIDTH.get(d, 0) < 2 for i in products for d in i.operands[:2]):
+    return "not shown", f"{len(products)} products of {p.precision.dtype} operands, which are exact in every precision"
   wrong = [w for w in found if w != asked]
   if _all_low(p, found):
     return _NO_OTHER

@@ -95,19 +95,29 @@ class StepWeights:
     decoder: the model.
     model: the same on its device.
     step: where they are.
-    notes: none.
+    exact: an adapter is added in float32, whatever the weights are stored in.
+    notes: what to know of the weights; complete once they are loaded.
   """
 
   decoder: "Decoder"
   model: "Model"
   step: Path
+  exact: bool = False
   notes: tuple[str, ...] = ()
 
   def load(self) -> Any:
     """The parameters, an adapter added to those below it. Raises UserError, NonFiniteError."""
-    from maxtext_like.checkpoint.read_weights import read_weights
+    from maxtext_like.checkpoint import manifest
+    from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
+    from maxtext_like.checkpoint.read_weights import read_merged, read_weights
 
-    return read_weights(self.step, self.model)
+    stored = manifest.read(self.step)
+    stored_in = self.model.config.precision.weight_dtype
+    if not (self.exact and stored_in != "float32" and self.model.base is None and holds_adapter_alone(stored)):
+      return read_weights(self.step, self.model)
+    params, _ = read_merged(self.step, stored, self.model, "float32")
+    self.notes += (f"the adapter is added in float32 to weights of {stored_in}; weight_dtype={stored_in} would round the sums",)
+    return params
 
   def in_transformers(self, tree: dict) -> "Iterator[tuple[str, np.ndarray]]":
     """Arrays of a tree like the parameters by transformers' names."""
@@ -143,7 +153,9 @@ def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
-  return loaded, StepWeights(_decoder(loaded), model, step)
+  # The stored configuration has every key, so only a word that was given has another origin.
+  chosen = not loaded.origins["precision.weight_dtype"].startswith(("configs/base.yml", str(loaded.path)))
+  return loaded, StepWeights(_decoder(loaded), model, step, exact=loaded.config.precision.dtype == "float32" and not chosen)
 
 
 def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":

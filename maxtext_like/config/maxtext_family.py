@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from maxtext_like.config.yaml_file import Entry, Scalar, to_text
+from maxtext_like.config.yaml_file import Entry, Scalar, parse_value, to_text
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Meaning:
 
 def entry_of(key: str, value: object, source: Entry) -> Entry:
   """An entry with a value of ours, told to come from where the source was written."""
+  if isinstance(value, tuple):
+    return Entry(key, parse_value(to_text(value), source.origin), source.origin)
   return Entry(key, Scalar(to_text(value), plain=True, line=source.node.line), source.origin)
 
 

@@ -23,7 +23,7 @@ class Sampling:
     top_p: the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1: all.
     min_p: tokens at least this likely, relative to the most likely one (Nguyen et al. 2024); 0: all.
     vocabulary: ids below this only, those that the tokenizer has: a table may have rows beyond them; 0: all.
-    seed: of the draws.
+    seed: seed of the draws, from 0 to 2**32 - 1, because JAX makes its keys from 32 bits.
   """
 
   temperature: float = 1.0
@@ -39,6 +39,8 @@ class Sampling:
         f"sampling with temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
         "  fix: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
       )
+    if not 0 <= self.seed < 2**32:
+      raise UserError(f"sampling with seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
 
 def kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

@@ -90,7 +90,7 @@ FLAGS = [
   ("gemma", "float32_gate_product=true", "multiplications of gate and up f32"),
   ("gemma", "cast_logits_to_fp32=false", "1 logits bf16"),
   ("gemma", "logits_dot_in_fp32=true", "operands of the last product f32"),
-  ("gemma", "matmul_precision=high", "products high"),
+  ("gemma", "matmul_precision=high", "products of bfloat16 operands, which are exact in every precision"),
   ("gemma", "residual_dtype=float32", "residual stream f32"),
   ("gemma", "weight_dtype=bfloat16", "parameters bf16"),
   ("gemma", "grad_dtype=bfloat16", "gradients: bf16"),
@@ -109,6 +109,14 @@ def test_each_key_the_other_way_is_honoured_too(model, word, evidence):
   keys = keys_of([*MODELS[model], word])
   assert dishonest(keys) == set()
   assert evidence in keys[word.partition("=")[0]].evidence
+
+
+@pytest.mark.slow
+def test_a_precision_of_products_is_shown_by_float32_operands_alone():
+  assert keys_of([*MODELS["gemma"], "matmul_precision=highest"])["matmul_precision"].verdict == "not shown"
+  found = keys_of([*MODELS["gemma"], "matmul_precision=highest", "dtype=float32"])["matmul_precision"]
+  assert found.verdict == "honoured"
+  assert found.evidence.endswith("products highest")
 
 
 @pytest.mark.parametrize("model", ["gemma", *(pytest.param(m, marks=pytest.mark.slow) for m in ("deepseek", "moe", "vision"))])

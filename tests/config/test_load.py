@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,3 +216,17 @@ def test_epochs_of_what_cannot_be_counted_in_passes_are_refused(words, message):
 def test_numbers_that_no_program_and_no_clock_can_hold_are_refused(word):
   with pytest.raises(UserError, match=f"{word.partition('=')[0]}: .* is beyond"):
     load_config("gemma3-tiny", [word])
+
+
+def test_a_seed_has_32_bits():
+  """JAX makes keys from 32 bits, so that 2**32 would be seed 0."""
+  assert load_config("gemma4-tiny", [f"seed={2**32 - 1}"]).config.training.seed == 2**32 - 1
+  with pytest.raises(UserError, match="seed: 4294967296 is beyond 4294967295"):
+    load_config("gemma4-tiny", ["seed=4294967296"])
+  keys = [np.asarray(jax.random.key_data(jax.random.key(np.uint32(seed)))).tolist() for seed in (0, 1, 2**31, 2**32 - 1)]
+  assert len({str(key) for key in keys}) == 4
+
+
+def test_gemma_files_have_both_tokens_that_end_an_answer_as_the_releases_do():
+  for name in ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-e2b", "gemma4-e4b", "gemma4-26b", "gemma4-31b"):
+    assert load_config(name).config.model.eos_token_id == (1, 106), name

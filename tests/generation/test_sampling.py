@@ -70,3 +70,10 @@ def test_ids_that_the_tokenizer_has_not_got_are_never_drawn(temperature):
   assert set(np.asarray(drawn).tolist()) == ({2} if temperature == 0 else {0, 1, 2})
   _, finite = draw(logits.at[0, 6].set(jnp.nan), keys, Sampling(temperature=temperature, vocabulary=3))
   assert finite.tolist() == [False] + [True] * 39, "the logits of all ids are looked at"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**32 + 7, 2**63])
+def test_a_seed_of_more_than_32_bits_is_refused(seed):
+  with pytest.raises(UserError, match=f"seed {seed}\n.*32 bits"):
+    Sampling(seed=seed)
+  assert Sampling(seed=2**32 - 1).seed == 2**32 - 1

@@ -126,6 +126,13 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   assert train(workplace, "cast", *words, "steps=2", "learning_rate=1e-3") == 0
   merged = maxtext_like.load(workplace / "cast", dtype="float32").logits([[5, 6, 7]])
   assert "cast/checkpoints/2: the adapter is added to weights in bfloat16, and what rounding changes is 0." in caplog.text
+  inputs = {"input_ids": [[5, 6, 7]]}
+  forward = maxtext_like.forward(workplace / "cast", inputs, dtype="float32")
+  assert "the adapter is added in float32 to weights of bfloat16" in "".join(forward.notes)
+  rounded = maxtext_like.forward(workplace / "cast", inputs, dtype="float32", weight_dtype="bfloat16")
+  assert "added in float32" not in "".join(rounded.notes)
+  np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
+  assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # what the rounding of the sums changes
   caplog.clear()
   maxtext_like.load(workplace / "cast", dtype="float32", weight_dtype="float32").logits([[5, 6, 7]])
   assert "rounding" not in caplog.text
@@ -187,6 +194,12 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
     ({"fan_in_fan_out": True}, "fan_in_fan_out = True is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"lora_alpha": "big"}, "lora_alpha = big is no number"),
+    ({"r": -1}, "r = -1 is no rank"),
+    ({"r": 10**12}, "r = 1000000000000 is no rank"),
+    ({"r": True}, "r = True is no rank"),
+    ({"r": 64}, "has rank 64 by r and rank_pattern, but its tensors have rank 3"),
+    ({"rank_pattern": {"q_proj": 7}}, "has rank 7 by r and rank_pattern, but its tensors have rank 3"),
+    ({"rank_pattern": [3]}, "rank_pattern = \\[3\\] is no object"),
     ({"init_lora_weights": "pissa_niter_4"}, "takes a part out of the model's own weights"),
     ({"use_qalora": True}, "use_qalora = True is not supported"),
   ],

@@ -13,6 +13,7 @@ from typing import Any
 
 from maxtext_like.checkpoint.huggingface.fields import Fields
 from maxtext_like.checkpoint.huggingface.tied import other_head
+from maxtext_like.checkpoint.huggingface.unread import unread_notes
 from maxtext_like.checkpoint.model_changes import Change, Comparison, compared, require_same
 from maxtext_like.config import hub
 from maxtext_like.config.key_class import KeyClass, marks
@@ -37,7 +38,8 @@ class HuggingFaceConfig:
     multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
     float8_block: rows and columns that share a ``_scale_inv``.
     dtype: the dtype the file names for its weights, if any.
-    notes: what the tensors say otherwise, a sentence each.
+    notes: what to know of the file, a sentence each.
+    untied: config.json ties the output head to the embedding, but the tensors have another head.
   """
 
   model_type: str
@@ -47,6 +49,7 @@ class HuggingFaceConfig:
   float8_block: tuple[int, int]
   dtype: str | None
   notes: tuple[str, ...] = ()
+  untied: bool = False
 
   @property
   def has_tower(self) -> bool:
@@ -71,7 +74,7 @@ def read_config(directory: Path) -> HuggingFaceConfig:
   if config.model["logits_via_embedding"] and (head := other_head(directory, config.float8_block)):
     untied = config.model | {"logits_via_embedding": False}
     note = f"{printable(head)} differs from the embedding, so the head is its own, though config.json ties them"
-    return dataclasses.replace(config, model=untied, notes=(note,))
+    return dataclasses.replace(config, model=untied, notes=(*config.notes, note), untied=True)
   return config
 
 
@@ -90,7 +93,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   if multimodal and not isinstance(values.get("text_config"), dict):
     raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
   model = family.read(top)
-  return HuggingFaceConfig(
+  found = HuggingFaceConfig(
     model_type=model_type,
     model={"model_name": model_type} | model,
     vision=family.tower.read(top) if family.tower else {},
@@ -98,6 +101,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
     float8_block=_float8_block(top),
     dtype=top.text("dtype", "", null="") or top.text("torch_dtype", "", null="") or None,
   )
+  return dataclasses.replace(found, notes=unread_notes(top))
 
 
 def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: VisionConfig | None = None) -> Comparison:
@@ -114,7 +118,7 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
   # A label, and numbers that a model file chooses: what the file says is no change of the user's.
   labels = {key for key in config.model if key in known and known[key].kind is KeyClass.TRAINING}
   found = compared({"model": {key: x for key, x in config.model.items() if key not in unchecked | labels}}, here)
-  untied = "logits_via_embedding" if config.notes else None
+  untied = "logits_via_embedding" if config.untied else None
   changes = [
     dataclasses.replace(c, label=_label(c.key, family.names), source="tensors" if c.key == untied else "config.json")
     for c in found.changes

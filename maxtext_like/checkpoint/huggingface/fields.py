@@ -4,7 +4,7 @@ An absent key has the default of the transformers class that it configures. null
 there, some have a meaning of their own for it (false, often), which whoever reads them says here (``null``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from typing import Any
 
 from maxtext_like.errors import UserError
@@ -20,12 +20,55 @@ def rope_type(rope: "Fields", default: str) -> str:
   return rope.text("rope_type" if "rope_type" in rope.values else "type", default)
 
 
+class _Noted(Mapping[str, Any]):
+  """A mapping that notes which of its keys were asked for. Iteration asks for none."""
+
+  def __init__(self, values: Mapping[str, Any]):
+    self._values = values
+    self.read: set[str] = set()
+
+  def __getitem__(self, key: str) -> Any:
+    self.read.add(key)
+    return self._values[key]
+
+  def __contains__(self, key: object) -> bool:
+    self.read.add(str(key))
+    return key in self._values
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._values)
+
+  def __len__(self) -> int:
+    return len(self._values)
+
+  def items(self) -> ItemsView[str, Any]:
+    return self._values.items()
+
+
 class Fields:
-  """The keys of one JSON object."""
+  """The keys of one JSON object.
+
+  Attributes:
+    values: the object.
+    where: its place, for errors.
+    sections: the objects in it that were read, by key.
+  """
 
   def __init__(self, values: Mapping[str, Any], where: str):
-    self.values = values
+    self.values = _Noted(values)
     self.where = where
+    self.sections: dict[str, Fields] = {}
+
+  @property
+  def read(self) -> set[str]:
+    """The keys that were read."""
+    return self.values.read
+
+  def over(self, other: "Fields") -> "Fields":
+    """Returns these keys laid over those of another object. All keys of both count as read there."""
+    self.read.update(self.values)
+    other.read.update(other.values)
+    return Fields({**dict(other.values.items()), **dict(self.values.items())}, self.where)
 
   def __contains__(self, key: str) -> bool:
     return self.values.get(key) is not None
@@ -106,7 +149,9 @@ class Fields:
       value = {}
     if not isinstance(value, dict):
       raise self._wrong(key, "an object")
-    return Fields(value, f"{self.where}: {printable(key)}")
+    if key not in self.sections:
+      self.sections[key] = Fields(value, f"{self.where}: {printable(key)}")
+    return self.sections[key]
 
   def only(self, key: str, allowed: Any, reason: str, *, default: Any = None, nullable: bool = False) -> None:
     """Refuses every value but ``allowed``.

@@ -347,6 +347,12 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
       a, b = peft_experts.apart(a, b, each)
     if any(f".{name}.weight".endswith(f".{target}") for target in targets):
       name += ".weight"  # what the patterns of peft are held against
+    if (rank := _rank(config, name, where)) != a.shape[-2]:
+      raise UserError(
+        f"{where}: '{printable(module)}' has rank {rank} by r and rank_pattern, but its tensors have rank {a.shape[-2]}\n"
+        f"  why: the strength of an addition is lora_alpha / r, so it cannot be known\n"
+        f"  fix: write the rank of the tensors, r = {a.shape[-2]}, if the file was edited; else save the adapter again"
+      )
     maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
     raise UserError(f"{printable(file.path)}: no tensors of an adapter")
@@ -415,16 +421,31 @@ def _bare(module: str) -> str:
   return re.sub(r"^(?:(?:model|language_model)\.)+", "", name)
 
 
-def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
-  """What multiplies B A; patterns of ranks and alphas are by the end of what peft targets, or regular expressions (peft)."""
-  alpha = config.get("lora_alpha", 8)
-  for pattern, value in (config.get("alpha_pattern") or {}).items():
+def _setting(config: dict[str, Any], patterns: str, key: str, target: str, where: str) -> Any:
+  """Returns the value of ``key`` for a target: that of the first entry of ``patterns`` that matches its end, as in peft."""
+  by_pattern = config.get(patterns) or {}
+  if not isinstance(by_pattern, dict):
+    raise UserError(f"{where}: {patterns} = {printable(by_pattern)} is no object")
+  for pattern, value in by_pattern.items():
     try:
       if re.match(rf"(?:.*\.)?({pattern})$", target):
-        alpha = value
-        break
+        return value
     except re.error as error:
-      raise UserError(f"{where}: alpha_pattern '{printable(pattern)}': {error}") from None
+      raise UserError(f"{where}: {patterns} '{printable(pattern)}': {error}") from None
+  return config.get(key, 8)  # peft's default of both
+
+
+def _rank(config: dict[str, Any], target: str, where: str) -> int:
+  """Returns the rank that the settings give to a target."""
+  rank = _setting(config, "rank_pattern", "r", target, where)
+  if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
+    raise UserError(f"{where}: r = {printable(rank)} is no rank\n  fix: a whole number from 1, the first size of every lora_A")
+  return rank
+
+
+def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
+  """Returns the factor of B A."""
+  alpha = _setting(config, "alpha_pattern", "lora_alpha", target, where)
   if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
     raise UserError(f"{where}: lora_alpha = {printable(alpha)} is no number")
   return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

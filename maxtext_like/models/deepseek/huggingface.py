@@ -23,6 +23,10 @@ def _read(top: Fields) -> dict[str, Any]:
   null_is_false = REFUSED if sparse else False  # V3.2's class takes no null
   layers = top.integer("num_hidden_layers", 61)
   heads = top.integer("num_attention_heads", 128)
+  if top.integer("num_key_value_heads", heads, null=heads) != heads:
+    raise top.error("num_key_value_heads", f"differs from num_attention_heads, {heads}: each query head has its own keys here")
+  if sparse and set(top.texts("layer_types", layers) or ()) - {"indexed_attention"}:
+    raise top.error("layer_types", "only 'indexed_attention' is supported")
   nope, rotary = top.integer("qk_nope_head_dim", 128), top.integer("qk_rope_head_dim", 64)
   q_rank = top.integer("q_lora_rank", 1536, null=None)
   if sparse and q_rank is None:
@@ -36,11 +40,11 @@ def _read(top: Fields) -> dict[str, Any]:
     "mlp_dim": top.integer("intermediate_size", 18432),
     "num_decoder_layers": layers,
     "num_query_heads": heads,
-    "num_kv_heads": heads,  # keys and values are expanded to every head; num_key_value_heads says nothing
+    "num_kv_heads": heads,
     "mlp_activation": "silu",
     "normalization_layer_epsilon": top.number("rms_norm_eps", 1e-6),
     "logits_via_embedding": top.boolean("tie_word_embeddings", False),
-    "max_position_embeddings": top.integer("max_position_embeddings", position_default),
+    "max_position_embeddings": top.integer("max_position_embeddings", position_default, least=2),
     "attention_bias": top.boolean("attention_bias", False),
     "rope_interleave": sparse or top.boolean("rope_interleave", True, null=False),
     "num_experts": top.integer(experts_key, 256),

@@ -42,7 +42,7 @@ def common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
     "normalization_layer_epsilon": text.number("rms_norm_eps", 1e-6),
     # The class with the head decides: what text_config says is not read. Gemma 3's, with a tower, takes null for false.
     "logits_via_embedding": top.boolean("tie_word_embeddings", True, null=_null_is_untied(top)),
-    "max_position_embeddings": text.integer("max_position_embeddings", 131072),
+    "max_position_embeddings": text.integer("max_position_embeddings", 131072, least=2),
     "final_logits_soft_cap": cap or None,
     "sliding_window_size": text.integer("sliding_window", defaults["sliding_window"]),
     "pad_token_id": text.token("pad_token_id", 0),
@@ -92,7 +92,7 @@ def _read(top: Fields) -> dict[str, Any]:
     scaling = text.section("rope_scaling")
     if not full.values and "rope_type" not in scaling.values and rope_type(scaling, "default") != "default":
       raise scaling.error("type", "transformers 5 reads rope_type alone here and would not scale; write rope_type")
-    full = Fields({**full.values, **scaling.values}, scaling.where)
+    full = scaling.over(full)
   plain(sliding)
   for section in (text, full):
     section.only("partial_rotary_factor", 1.0, "every dimension of a head is rotated", nullable=section is text)

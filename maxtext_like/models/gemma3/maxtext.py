@@ -43,6 +43,6 @@ def _complete(file: ModelFile) -> None:
 
 MAXTEXT = MaxText(
   fixed=FIXED | {"vision_encoder_block": ("gemma3",)},
-  defaults={"head_dim": 128},
+  defaults={"head_dim": 128, "eos_token_id": (1, 106)},  # the tokens of the tokenizer
   complete=_complete,
 )

@@ -34,7 +34,7 @@ def _read(top: Fields) -> dict[str, Any]:
     "mlp_activation": "silu",
     "normalization_layer_epsilon": top.number("rms_norm_eps", 1e-6),
     "logits_via_embedding": top.boolean("tie_word_embeddings", False),
-    "max_position_embeddings": top.integer("max_position_embeddings", 32768),
+    "max_position_embeddings": top.integer("max_position_embeddings", 32768, least=2),
     "rope_type": "default",
     "rope_max_timescale": _theta(top),
     "pad_token_id": top.token("pad_token_id", None),

@@ -51,10 +51,26 @@ def by_step(rows: list[Row]) -> list[Row]:
   return list(merged.values())
 
 
-def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext) -> list[Row]:
+def warn_of_missing(path: Path, rows: list[Row], step: int) -> None:
+  """Warns if a file of one row for each step lacks rows of the finished steps 1 to ``step``."""
+  missing = sorted(set(range(1, step + 1)) - {row["step"] for row in rows})
+  if not missing:
+    return
+  first, last = missing[0], missing[-1]
+  which = f"step {first}" if len(missing) == 1 else f"{len(missing)} of the {step} finished steps (from {first} to {last})"
+  _log.warning("%s: the rows of %s are missing, so report.html and its curves lack them", path, which)
+
+
+def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, every_step: bool = False) -> list[Row]:
   """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
 
   What is dropped goes to ``aside(path)``, behind what is there: it is all that is left of those steps.
+
+  Args:
+    path: of the file.
+    step: the last finished step.
+    fence: entered around the rename.
+    every_step: warn if a finished step has no row.
 
   Returns:
     The dropped rows.
@@ -63,6 +79,8 @@ def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext) -> 
     OSError: the file cannot be read, or not be written; it is then as it was.
   """
   rows, damaged = _scan(path)
+  if every_step:
+    warn_of_missing(path, rows, step)
   dropped = [row for row in rows if row["step"] > step]
   if not dropped and not damaged:
     return []

@@ -59,7 +59,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     self._directory, self._require_held, self._fence = directory, require_held, fence
     try:
       require_held()
-      self.again = keep_until(directory / METRICS, step, fence)
+      self.again = keep_until(directory / METRICS, step, fence, every_step=True)
       keep_until(directory / SAMPLES, step, fence)  # with or without new ones: the report shows what is there
     except OSError as error:
       raise UserError(f"{error.filename or directory}: {error.strerror}; mend it, or choose another run_name") from error

@@ -26,7 +26,7 @@ FIXED = ("decoder_block", "mlp_activation")  # every other value is another fami
 # Fields that go with one: what they are beside its other value.
 BESIDE = {"num_hidden_layers": {"layer_types": None, "per_layer_config": {}}, "num_attention_heads": {"num_key_value_heads": 1}}
 # Values of fields that the golden files leave out or leave null.
-OTHER = {"tie_word_embeddings": False, "default_output_length": 1, "final_logit_softcapping": 20.0}
+OTHER = {"tie_word_embeddings": False, "default_output_length": 1, "final_logit_softcapping": 20.0, "router_aux_loss_coef": 0.5}
 
 
 def hub(case: str) -> dict[str, Any]:
@@ -43,6 +43,8 @@ def others(config: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     if name in holder or name in OTHER:
       holder[name] = OTHER[name] if name in OTHER and holder.get(name) is None else another(holder[name])
       holder |= BESIDE.get(name, {}) if path != ("vision_config",) else {}
+      if "kv_lora_rank" in holder:  # DeepSeek has as many of both
+        holder["num_key_value_heads"] = holder["num_attention_heads"]
       if path == ("vision_config",) and "num_key_value_heads" in holder:
         holder["num_key_value_heads"] = holder["num_attention_heads"]
       yield other

@@ -51,6 +51,25 @@ def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog)
   assert dropped.read_text().endswith('{"step": 6, "lo\n{"step": 4, "loss": 0.5}\n')  # behind what was there
 
 
+@pytest.mark.parametrize(
+  ("there", "said"),
+  [
+    ([], "the rows of 5 of the 5 finished steps (from 1 to 5) are missing"),
+    ([1, 2, 5], "the rows of 2 of the 5 finished steps (from 3 to 4) are missing"),
+    ([1, 2, 3, 5, 6], "the rows of step 4 are missing"),
+    ([1, 2, 3, 4, 5], None),
+  ],
+)
+def test_rows_of_finished_steps_that_are_missing_are_reported_when_a_run_resumes(tmp_path, caplog, there, said):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text("".join(f'{{"step": {step}}}\n' for step in there))
+  (tmp_path / "samples.jsonl").write_text('{"step": 2}\n')  # has no row for each step
+  with RunFiles(tmp_path, tensorboard=False, step=5):
+    pass
+  missing = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+  assert missing == ([] if said is None else [f"{path}: {said}, so report.html and its curves lack them"])
+
+
 @pytest.mark.parametrize("damage", ["5", "[1]", '{"loss": 1}', '{"step": null}', "[" * 100000, "{}"])
 def test_a_damaged_line_is_left_out_and_told(tmp_path, caplog, damage):
   path = tmp_path / "metrics.jsonl"
