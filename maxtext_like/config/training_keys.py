@@ -22,6 +22,7 @@ class TrainingConfig(Checked):
   steps: int | None
   epochs: int | None
   seed: int
+  init_scheme: Literal["depth_scaled", "maxtext"]
   module_api: Literal["nnx", "linen"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]

@@ -15,6 +15,7 @@ from maxtext_like.layers.moe import Experts
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy
 from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.models import initial_values
 from maxtext_like.models.registry import FAMILIES
 
 
@@ -37,6 +38,7 @@ def build_decoder(
   layer_precision: Sequence[str] = (),
   vision: VisionConfig | None = None,
   scan_layers: bool = True,
+  init_scheme: initial_values.Scheme = "depth_scaled",
   remat_policy: RematPolicy = "none",
   remat_offload: RematOffload = "none",
   attention: Choice = "auto",
@@ -53,6 +55,7 @@ def build_decoder(
     layer_precision: other values for some layers, as the configuration's key has them.
     vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
     scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
+    init_scheme: how initial values are chosen; no other number depends on it.
     remat_policy: what a layer keeps for the backward pass.
     remat_offload: what of it lies in the host's memory.
     attention: the kernel, "auto" for the fastest that honours mask and flags; a tower has that with any fused one, and plain
@@ -69,7 +72,7 @@ def build_decoder(
     ValueError: sizes that no model can have, entries for layers that it has not, ``remat_offload`` without a loop.
   """
   family = FAMILIES[model.decoder_block]
-  cfg, layers = family.decoder(model, precision, attention, platform)
+  cfg, layers = initial_values.with_scheme(init_scheme, *family.decoder(model, precision, attention, platform))
   layers = tuple(
     dataclasses.replace(layer, precision=precision.in_layer(**own)) if own else layer
     for layer, own in zip(layers, layer_values(layer_precision, len(layers)), strict=True)
@@ -87,7 +90,10 @@ def build_decoder(
     assert vision.image_token_id is not None  # VisionConfig has seen to it
     # A kernel that is named is the layers'; heads of a tower are others. Plain XLA is plain XLA everywhere.
     of_tower: Choice = "dot_product" if attention in PLAIN else "auto"
-    tower = dataclasses.replace(family.tower(model, vision), kernel=of_tower, platform=platform)
+    tower = family.tower(model, vision)
+    if init_scheme == "depth_scaled":
+      tower = tower.depth_scaled()
+    tower = dataclasses.replace(tower, kernel=of_tower, platform=platform)
     cfg = dataclasses.replace(cfg, vision=tower, image_token_id=vision.image_token_id)
   decoder = Decoder(cfg, precision, layers)
   if remat_offload != "none" and not decoder.loops:

@@ -202,6 +202,7 @@ def make_model(
       layer_precision=config.precision.layer_precision,
       vision=config.vision,
       scan_layers=t.scan_layers,
+      init_scheme=t.init_scheme,
       remat_policy=t.remat_policy,
       remat_offload=t.remat_offload,
       attention=t.attention,

@@ -35,6 +35,7 @@ class AttentionConfig:
     value_norm: v is normed as they are, without a parameter (Gemma 4).
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
     qkv_bias, o_bias: biases on q, k and v, and on the output.
+    query_gain, output_gain: factors on the initial values of queries and of the output projection.
     lends: name under which later layers find this one's keys and values; None: nobody shares them.
     borrows: name of the keys and values of an earlier layer; only q and the output are projected. None: it has its own.
     bidirectional_images: tokens of one image see each other in this layer.
@@ -57,6 +58,8 @@ class AttentionConfig:
   value_is_key: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
+  query_gain: float = 1.0
+  output_gain: float = 1.0
   lends: str | None = None
   borrows: str | None = None
   bidirectional_images: bool = False
@@ -81,6 +84,11 @@ class AttentionConfig:
     if self.lends and self.borrows:
       raise ValueError(f"a layer that borrows {self.borrows!r} has no keys and values of its own to lend as {self.lends!r}")
 
+  @property
+  def score_stddev(self) -> float:
+    """Standard deviation of the scores before training, of queries and keys whose elements have mean square 1."""
+    return self.scale / self.head_dim**-0.5 * self.query_gain
+
   def layer(self, precision: Precision) -> "Attention":
     """The mixer of this configuration."""
     return Attention(self, precision)
@@ -102,9 +110,12 @@ class Attention:
       if not c.value_is_key:
         heads["v"] = (K, "kv_heads")
     spec: dict = {name: Param((D, count, H), ("embed", axis, "head_dim"), dtype) for name, (count, axis) in heads.items()}
-    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1))
+    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))
     if c.norm:
       spec |= {f"{name}_norm": RMSNorm(c.norm, self.precision).params() for name in heads if name != "v"}
+      spec["q_norm"] = RMSNorm(replace(c.norm, initial_scale=c.query_gain), self.precision).params()
+    else:
+      spec["q"] = replace(spec["q"], init=fan_in(0, gain=c.query_gain))
     if c.qkv_bias:
       axes = {name: (axis, "head_dim") for name, (_, axis) in heads.items()}
       spec |= {f"{name}_bias": Param((heads[name][0], H), a, dtype, constant(0.0)) for name, a in axes.items()}

@@ -3,7 +3,7 @@
 B batch, T position, D model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -69,6 +69,7 @@ class BlockConfig:
     mixer, ffn: configurations of the two parts.
     norm: of their inputs.
     sandwich: their outputs are normed too, before they join the stream (Gemma).
+    branch_gain: initial scale of the norms of what joins the stream.
     per_layer: how the layer takes in its own small input (Gemma 4 E2B, E4B); None: it has none.
     layer_scalar: the residual stream is multiplied by a stored number after the layer (Gemma 4).
   """
@@ -77,6 +78,7 @@ class BlockConfig:
   ffn: FeedForwardConfig
   norm: NormConfig
   sandwich: bool = False
+  branch_gain: float = 1.0
   per_layer: PerLayerGateConfig | None = None
   layer_scalar: bool = False
 
@@ -106,7 +108,8 @@ class Block:
     c, norm, ffn = self.cfg, self._norm.params(), self.ffn
     spec: dict[str, Any] = {"pre_attention_norm": norm, "attention": self.mixer.params(), "pre_mlp_norm": norm}
     if c.sandwich:
-      spec |= {"post_attention_norm": norm, "post_mlp_norm": norm}
+      branch_norm = RMSNorm(replace(c.norm, initial_scale=c.branch_gain), self.precision).params()
+      spec |= {"post_attention_norm": branch_norm, "post_mlp_norm": branch_norm}
     spec |= {ffn.name: ffn.params()} if ffn.name else ffn.params()
     if c.per_layer:
       spec["ple"] = PerLayerGate(c.per_layer, self.precision).params()

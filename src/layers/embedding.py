@@ -64,11 +64,19 @@ def constant(rows: jax.Array, held_BT: jax.Array | None) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-  """Sizes V and D, and whether rows are multiplied by sqrt(D) (Gemma)."""
+  """What the embedding needs to know.
+
+  Attributes:
+    vocab_size, emb_dim: V and D.
+    scale_by_sqrt_dim: rows are multiplied by sqrt(D) (Gemma).
+    initial_stddev: of the table's elements before training; None is D ** -0.5, with which a tied head's logits have
+      standard deviation 1.
+  """
 
   vocab_size: int
   emb_dim: int
   scale_by_sqrt_dim: bool = False
+  initial_stddev: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,7 @@ class Embedding:
   def params(self) -> dict:
     c = self.cfg
     shape = (c.vocab_size, c.emb_dim)
-    # The head sums over D.
-    init = normal(c.emb_dim**-0.5)
+    init = normal(c.emb_dim**-0.5 if c.initial_stddev is None else c.initial_stddev)
     return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, init, contracts=(1,))}
 
   @jax.named_scope("embedding")

@@ -46,6 +46,7 @@ class MLAConfig:
     nope_dim, rope_dim, value_dim: Q, P and V.
     rope: the table of the rotary part.
     bias: biases on q_a, kv_a and o.
+    query_gain, output_gain: factors on the initial values of queries and of the output projection.
     indexer: sparse attention; None: dense.
     indexer_sparse: attend to the selected keys; False is the dense warm-up, where the indexer is trained to predict
       attention and does not act on it.
@@ -65,6 +66,8 @@ class MLAConfig:
   value_dim: int
   rope: RopeConfig
   bias: bool = False
+  query_gain: float = 1.0
+  output_gain: float = 1.0
   indexer: IndexerConfig | None = None
   indexer_sparse: bool = True
   indexer_loss_weight: float = 0.0
@@ -88,6 +91,11 @@ class MLAConfig:
     if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
       m = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
     return (self.nope_dim + self.rope_dim) ** -0.5 * m * m
+
+  @property
+  def score_stddev(self) -> float:
+    """Standard deviation of the scores before training, of queries and keys whose elements have mean square 1."""
+    return self.scale / (self.nope_dim + self.rope_dim) ** -0.5 * self.query_gain
 
   def gathers(self, count: int) -> bool:
     """Whether queries that may see so many keys attend to gathered ones: it takes fewer multiplications, and no TPU has to read
@@ -115,14 +123,14 @@ class MLA:
       "kv_a": Param((D, C + P), ("embed", "kv_lora"), dtype),
       "kv_a_norm": self._latent_norm(C).params(),
       "kv_b": Param((C, N, Q + V), ("kv_lora", "heads", "head_dim"), dtype),
-      "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1)),
+      "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain)),
     }
     if R:
       spec["q_a"] = Param((D, R), ("embed", "q_lora"), dtype)
       spec["q_a_norm"] = self._latent_norm(R).params()
-      spec["q_b"] = Param((R, N, Q + P), ("q_lora", "heads", "head_dim"), dtype)
+      spec["q_b"] = Param((R, N, Q + P), ("q_lora", "heads", "head_dim"), dtype, fan_in(0, gain=c.query_gain))
     else:
-      spec["q"] = Param((D, N, Q + P), ("embed", "heads", "head_dim"), dtype)
+      spec["q"] = Param((D, N, Q + P), ("embed", "heads", "head_dim"), dtype, fan_in(0, gain=c.query_gain))
     if c.bias:
       biases = {"kv_a_bias": C + P, "o_bias": D} | ({"q_a_bias": R} if R else {})
       spec |= {name: Param((size,), (None,), dtype, constant(0.0)) for name, size in biases.items()}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.param import Param
+from maxtext_like.layers.param import Param, fan_in
 from maxtext_like.layers.partition import on_gpu
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import product
@@ -69,11 +69,12 @@ def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, j
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-  """Sizes D and F, and the activation of the gate."""
+  """Sizes D and F, the activation of the gate, and a factor on the initial values of the output projection."""
 
   emb_dim: int
   mlp_dim: int
   activation: Activation = "gelu"
+  output_gain: float = 1.0
 
   def layer(self, precision: Precision) -> "MLP":
     """The feed-forward of this configuration."""
@@ -98,7 +99,7 @@ class MLP:
     return {
       "gate": Param((D, F), ("embed", "mlp"), dtype),
       "up": Param((D, F), ("embed", "mlp"), dtype),
-      "down": Param((F, D), ("mlp", "embed"), dtype),
+      "down": Param((F, D), ("mlp", "embed"), dtype, fan_in(0, gain=self.cfg.output_gain)),
     }
 
   def alone(self, p: dict, x_BTD: jax.Array) -> jax.Array:

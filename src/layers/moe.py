@@ -42,6 +42,7 @@ class MoEConfig:
     selection_bias: the sigmoid router has a bias for the choice.
     shared_experts: experts that see every token, as one MLP of this many times F.
     losses: auxiliary losses of the router.
+    output_gain: factor on the initial values of every expert's output projection.
   """
 
   emb_dim: int
@@ -59,6 +60,7 @@ class MoEConfig:
   selection_bias: bool = True
   shared_experts: int = 0
   losses: RouterLosses = RouterLosses()
+  output_gain: float = 1.0
 
   def __post_init__(self):
     if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -200,7 +202,7 @@ class Experts:
     return {
       "gate": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
       "up": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
-      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1)),
+      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1, gain=c.output_gain)),
     }
 
   @jax.named_scope("experts")
@@ -326,7 +328,8 @@ class MoE:
   def _shared(self) -> MLP:
     c = self.cfg
     width = c.mlp_dim * c.shared_experts
-    return MLP(MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation), self.precision)
+    cfg = MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation, output_gain=c.output_gain)
+    return MLP(cfg, self.precision)
 
   def params(self) -> dict:
     spec = {

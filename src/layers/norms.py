@@ -26,6 +26,7 @@ class NormConfig:
     with_scale: multiply by a parameter.
     scale_plus_one: the parameter is the scale minus one (Gemma 3).
     round_before_scale: round to ``dtype`` before multiplying by the scale, as Llama and DeepSeek do; else after, as Gemma.
+    initial_scale: what the norm multiplies by before training.
     kernel: what makes the gradients.
   """
 
@@ -34,6 +35,7 @@ class NormConfig:
   with_scale: bool = True
   scale_plus_one: bool = False
   round_before_scale: bool = False
+  initial_scale: float = 1.0
   kernel: registry.Name = "xla"
 
 
@@ -50,7 +52,7 @@ class RMSNorm:
   def params(self) -> dict:
     if not self.cfg.with_scale:
       return {}
-    start = 0.0 if self.cfg.scale_plus_one else 1.0
+    start = self.cfg.initial_scale - 1.0 if self.cfg.scale_plus_one else self.cfg.initial_scale
     return {"scale": Param((self.cfg.dim,), (None,), self.precision.weight_dtype, constant(start))}
 
   @jax.named_scope("norm")

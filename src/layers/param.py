@@ -33,18 +33,19 @@ def _symmetric(bits: jax.Array, bound: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class FanIn:
-  """Normal numbers cut at 2 standard deviations, of variance 1 / (product of the sizes of ``axes``).
+  """Normal numbers cut at 2 standard deviations, of variance gain ** 2 / (product of the sizes of ``axes``).
 
-  The axes are those that a product sums over (LeCun et al. 1998).
+  The axes are those that a product sums over (LeCun et al. 1998), so the product of unit inputs has standard deviation ``gain``.
   """
 
   axes: tuple[int, ...]
+  gain: float = 1.0
 
   def __call__(self, bits: jax.Array) -> jax.Array:
     """float32 numbers of the shape of uint32 bits, the shape of one row."""
     size = math.prod(bits.shape[a] for a in self.axes)
     # Cut at 2, a standard normal number has the standard deviation 0.8796.
-    return jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5)
+    return jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5 * self.gain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Constant:
 Initializer = Callable[[jax.Array], jax.Array]  # from uint32 bits of one row's shape to float32 numbers
 
 
-def fan_in(*axes: int) -> FanIn:
+def fan_in(*axes: int, gain: float = 1.0) -> FanIn:
   """``FanIn`` of these axes."""
-  return FanIn(axes)
+  return FanIn(axes, gain)
 
 
 def normal(stddev: float) -> Normal:

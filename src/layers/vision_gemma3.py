@@ -5,7 +5,7 @@ I images, P patches of one image, C channels, D tower width, N heads, H head, F 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -33,6 +33,7 @@ class SiglipConfig:
     tokens_per_image: S, a square number that divides the grid of patches.
     output_dim: O.
     epsilon: of every norm, the projector's included.
+    output_gain: factor on the initial values of the output projections of attention and MLP.
     kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
   """
 
@@ -48,6 +49,7 @@ class SiglipConfig:
   output_dim: int
   channels: int = 3
   epsilon: float = 1e-6
+  output_gain: float = 1.0
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
@@ -58,6 +60,10 @@ class SiglipConfig:
       raise ValueError(f"image of {self.image_size} in patches of {self.patch_size}, {self.emb_dim} in {self.num_heads} heads")
     if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
       raise ValueError(f"a grid of {self.side} x {self.side} patches cannot be pooled to {self.tokens_per_image} tokens")
+
+  def depth_scaled(self) -> "SiglipConfig":
+    """The same tower with output projections scaled by depth before training."""
+    return replace(self, output_gain=(2 * self.num_layers) ** -0.5)
 
   def layer(self, precision: Precision) -> "Siglip":
     """The tower of this configuration."""
@@ -103,11 +109,12 @@ class SiglipLayer:
 
     attention = {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
     attention |= {f"{name}_bias": bias(N, H) for name in "qkv"}
-    attention |= {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1)), "o_bias": bias(D)}
+    attention |= {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))}
+    attention["o_bias"] = bias(D)
     mlp = {
       "up": Param((D, F), ("embed", "vision_mlp"), dtype),
       "up_bias": bias(F),
-      "down": Param((F, D), ("vision_mlp", "embed"), dtype),
+      "down": Param((F, D), ("vision_mlp", "embed"), dtype, fan_in(0, gain=c.output_gain)),
       "down_bias": bias(D),
     }
     return {"pre_attention_norm": self._norm.params(), "attention": attention, "pre_mlp_norm": self._norm.params(), "mlp": mlp}

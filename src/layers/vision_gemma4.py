@@ -4,7 +4,7 @@ I images, P patches of one image (padding included), D tower width, N heads, H h
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -40,6 +40,7 @@ class Gemma4VisionConfig:
     clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
     output_dim: O.
     epsilon: of every norm.
+    query_gain, branch_gain: initial scales of the query norm, and of the norms of what joins the stream.
     kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
   """
 
@@ -58,6 +59,8 @@ class Gemma4VisionConfig:
   standardize: bool = False
   clipped: bool = False
   epsilon: float = 1e-6
+  query_gain: float = 1.0
+  branch_gain: float = 1.0
   kernel: Choice = "auto"
   platform: str = "cpu"
   capability: str | None = None
@@ -66,6 +69,10 @@ class Gemma4VisionConfig:
   def __post_init__(self):
     if self.head_dim % 4:
       raise ValueError(f"two-dimensional rope needs a head dimension that 4 divides, got {self.head_dim}")
+
+  def depth_scaled(self) -> "Gemma4VisionConfig":
+    """The same tower with scores of standard deviation 1 and branches scaled by depth before training."""
+    return replace(self, query_gain=self.head_dim**-0.5, branch_gain=(2 * self.num_layers) ** -0.5)
 
   def layer(self, precision: Precision) -> "Gemma4Vision":
     """The tower of this configuration."""
@@ -80,26 +87,28 @@ class Gemma4VisionLayer:
   precision: Precision
   rules: Rules = RULES
 
-  def _norm(self, dim: int, *, with_scale: bool = True) -> RMSNorm:
-    return RMSNorm(NormConfig(dim=dim, epsilon=self.cfg.epsilon, with_scale=with_scale), self.precision)
+  def _norm(self, dim: int, *, with_scale: bool = True, initial_scale: float = 1.0) -> RMSNorm:
+    cfg = NormConfig(dim=dim, epsilon=self.cfg.epsilon, with_scale=with_scale, initial_scale=initial_scale)
+    return RMSNorm(cfg, self.precision)
 
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, H, F = c.emb_dim, c.num_heads, c.head_dim, c.mlp_dim
-    norm, head_norm = self._norm(D).params(), self._norm(H).params()
+    norm, branch_norm = self._norm(D).params(), self._norm(D, initial_scale=c.branch_gain).params()
+    q_norm, k_norm = self._norm(H, initial_scale=c.query_gain).params(), self._norm(H).params()
     spec = {
       "pre_attention_norm": norm,
       "attention": {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
       | {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1))}
-      | {"q_norm": head_norm, "k_norm": head_norm},
-      "post_attention_norm": norm,
+      | {"q_norm": q_norm, "k_norm": k_norm},
+      "post_attention_norm": branch_norm,
       "pre_mlp_norm": norm,
       "mlp": {
         "gate": Param((D, F), ("embed", "vision_mlp"), dtype),
         "up": Param((D, F), ("embed", "vision_mlp"), dtype),
         "down": Param((F, D), ("vision_mlp", "embed"), dtype),
       },
-      "post_mlp_norm": norm,
+      "post_mlp_norm": branch_norm,
     }
     if c.clipped:
       # float32 whatever weight_dtype: the bounds of an unclipped linear are the largest finite numbers.
