@@ -100,6 +100,7 @@ def _unless(section: str, key: str) -> Why:
 
 
 IDLE: Mapping[str, Idle] = {
+  "init_scheme": Idle(lambda c: "init_from loads all weights" if c.checkpoint.init_from else ""),
   "adam_b1": Idle(_first_moment),
   "adam_b2": Idle(_of_optimizer("adam_b2")),
   "adam_eps": Idle(_of_optimizer("adam_eps")),

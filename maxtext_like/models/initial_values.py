@@ -5,7 +5,8 @@ declared by its layer; this file sets the few gains that depend on the depth of 
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from maxtext_like.layers.block import Block
@@ -19,7 +20,7 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
 
   Args:
     scheme: ``maxtext`` keeps MaxText's values: normal numbers of variance 1 / fan-in (an untied embedding too), and 1 in norms.
-      ``depth_scaled`` changes three of them:
+      ``depth_scaled`` changes four of them:
 
       - Queries are scaled so that scores start with standard deviation 1. Gemma 4 multiplies q.k by 1 instead of
         head_dim ** -0.5, so norms of 1 give scores of standard deviation 16 to 23 and a nearly one-hot softmax.
@@ -28,6 +29,8 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
       - Each of the n branches that join the stream is multiplied by n ** -0.5, where the stream starts with mean square 1: in
         the norm behind the branch if there is one (depth-scaled sandwich norm, Yin et al. 2025, arXiv 2504.07866), otherwise
         in the output projection (Radford et al. 2019, section 2.3). All branches together then add as much as the embedding.
+      - The final norm of Gemma starts at D ** -0.25. Half of its input is the token's own row of the table, which is the head
+        too, so with 1 the model would predict its input token: that logit is about (D / 2) ** 0.5, 52 for the 31B.
     cfg, layers: what a family's ``decoder`` returned.
 
   Returns:
@@ -35,13 +38,15 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
   """
   if scheme == "maxtext":
     return cfg, layers
-  embedding = cfg.embedding
+  embedding, norm = cfg.embedding, cfg.norm
   if not cfg.tied and not embedding.scale_by_sqrt_dim:
     embedding = replace(embedding, initial_stddev=1.0)
   unit_stream = not cfg.tied or embedding.scale_by_sqrt_dim
+  if cfg.tied and embedding.scale_by_sqrt_dim:
+    norm = replace(norm, initial_scale=embedding.emb_dim**-0.25)
   branches = sum(3 if layer.cfg.per_layer else 2 for layer in layers)
   gain = branches**-0.5 if unit_stream else 1.0
-  return replace(cfg, embedding=embedding), tuple(replace(layer, cfg=_scaled(layer.cfg, gain)) for layer in layers)
+  return replace(cfg, embedding=embedding, norm=norm), tuple(replace(layer, cfg=_scaled(layer.cfg, gain)) for layer in layers)
 
 
 def _scaled(block: Any, gain: float) -> Any:
@@ -55,9 +60,59 @@ def _scaled(block: Any, gain: float) -> Any:
   return replace(block, mixer=mixer, branch_gain=gain, per_layer=per_layer)
 
 
-def saturated(stddev: float, keys: int) -> bool:
-  """Return whether a softmax over ``keys`` normal scores of this standard deviation is nearly one-hot.
+@dataclass(frozen=True)
+class InitialScores:
+  """Attention scores of a run of equal layers before training.
 
-  The sum of squared probabilities of such a softmax is about exp(stddev ** 2) / keys, and 1 if all weight is on one key.
+  Attributes:
+    first, last: indices of the layers.
+    stddev: standard deviation of the scores.
+    keys: number of keys that a query sees, at most.
   """
-  return stddev**2 > math.log(max(keys, 2))
+
+  first: int
+  last: int
+  stddev: float
+  keys: int
+
+  @property
+  def saturated(self) -> bool:
+    """Whether the softmax is nearly one-hot, so that gradients grow from layer to layer.
+
+    The sum of squared probabilities of a softmax over n normal scores is about exp(stddev ** 2) / n, and 1 if one key has all
+    the weight. The boundary is where that estimate reaches 1.
+    """
+    return self.stddev**2 > math.log(max(self.keys, 2))
+
+
+def initial_scores(layers: Sequence[Block], length: int) -> list[InitialScores]:
+  """Return the scores of every run of equal layers, for rows of ``length`` tokens."""
+  found: list[InitialScores] = []
+  for i, layer in enumerate(layers):
+    mixer: Any = layer.cfg.mixer
+    keys = min(length, getattr(mixer, "window", None) or length)
+    if found and (found[-1].stddev, found[-1].keys) == (mixer.score_stddev, keys):
+      found[-1] = replace(found[-1], last=i)
+    else:
+      found.append(InitialScores(i, i, mixer.score_stddev, keys))
+  return found
+
+
+def saturation(layers: Sequence[Block], length: int) -> str | None:
+  """Return a note for a model that would start from random weights with saturated attention; None if it does not.
+
+  Args:
+    layers: of the decoder.
+    length: tokens of a row.
+  """
+  found = [scores for scores in initial_scores(layers, length) if scores.saturated]
+  if not found:
+    return None
+  count = sum(scores.last - scores.first + 1 for scores in found)
+  sizes = sorted({scores.stddev for scores in found})
+  size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
+  return (
+    f"attention starts saturated in {count} of {len(layers)} layers: the scores of random weights have a standard deviation of "
+    f"{size}, so that the softmax is nearly one-hot and gradients grow from layer to layer\n"
+    "  fix: init_scheme=depth_scaled, or start from trained weights with init_from=DIR"
+  )

@@ -20,6 +20,7 @@ from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.errors import RetryableError
 from maxtext_like.masking import masked
+from maxtext_like.models.initial_values import saturation
 from maxtext_like.sharding import processes
 from maxtext_like.training.batches import Begun, counted
 from maxtext_like.training.best import EXTRA as BEST
@@ -124,6 +125,8 @@ def prepare(
       if program.adapter is not None and base is None:
         base = _below(program, state["params"])
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
+  if initial is not None and (note := saturation(program.model.decoder.layers, program.config.training.max_target_length)):
+    progress.say(f"warning {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, look, step, state, base)
 
