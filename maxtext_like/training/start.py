@@ -125,8 +125,10 @@ def prepare(
       if program.adapter is not None and base is None:
         base = _below(program, state["params"])
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
-  if initial is not None and (note := saturation(program.model.decoder.layers, program.config.training.max_target_length)):
-    progress.say(f"warning {note}")
+  if restored is None and source is None:
+    note = saturation(program.model.decoder.layers, program.config.training.max_target_length)
+    if note is not None:
+      progress.say(f"warning {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, look, step, state, base)
 

@@ -35,7 +35,7 @@ def _symmetric(bits: jax.Array, bound: float) -> jax.Array:
 class FanIn:
   """Normal numbers cut at 2 standard deviations, of variance gain ** 2 / (product of the sizes of ``axes``).
 
-  The axes are those that a product sums over (LeCun et al. 1998), so the product of unit inputs has standard deviation ``gain``.
+  The axes are those that a product sums over (LeCun et al. 1998): with inputs of variance 1 it has standard deviation ``gain``.
   """
 
   axes: tuple[int, ...]

@@ -92,6 +92,13 @@ def test_the_branches_of_a_model_add_as_much_as_its_embedding(name: str, branche
   assert found == pytest.approx([expected] * len(found))
 
 
+def test_the_head_of_gemma_does_not_predict_its_input():
+  """The token's own logit at the start, where half of the stream is its row of the table, is far below the log of V."""
+  for name in ("gemma3-27b", "gemma4-31b"):
+    cfg = decoder_of(name).cfg
+    assert (cfg.embedding.emb_dim / 2) ** 0.5 * cfg.norm.initial_scale < 0.55 * math.log(cfg.embedding.vocab_size)
+
+
 def test_a_tied_table_that_is_not_scaled_stays_the_output_head():
   decoder = decoder_of("qwen3-0.6b")
   block: Any = decoder.layers[0]
@@ -115,6 +122,7 @@ def gradient_norm(decoder: Any, length: int = 48) -> float:
   return math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in jax.tree.leaves(gradients)))
 
 
+@pytest.mark.slow
 def test_gradients_of_a_deep_gemma4_start_small_and_with_maxtexts_values_large():
   new, old = (gradient_norm(decoder_of("gemma4-tiny", *DEEP_GEMMA4, scheme=scheme)) for scheme in ("depth_scaled", "maxtext"))
   assert new < 20
@@ -122,7 +130,7 @@ def test_gradients_of_a_deep_gemma4_start_small_and_with_maxtexts_values_large()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny"])
 def test_gradients_of_every_family_start_small(name: str):
   assert gradient_norm(decoder_of(name, "dtype=float32")) < 50
 
