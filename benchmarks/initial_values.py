@@ -1,0 +1,145 @@
+"""Loss curves from random weights, with the two values of init_scheme.
+
+  python benchmarks/initial_values.py                                        four deep, narrow models on a CPU
+  python benchmarks/initial_values.py --only gemma4-31b gemma4-26b --devices 4   one GPU per run, four runs at a time
+  python benchmarks/initial_values.py --only qwen3 --rates 1e-3 3e-3 1e-2    compare learning rates
+
+Each run is a process: 300 steps on the same text. The narrow models have the layer pattern, the head sizes and the norms
+of a released model, 36 layers and a width of 64, so that they show what depth does. The table has, for each model, scheme and
+learning rate, the gradient norm of step 1 (largest of the seeds) and the loss at some steps: means over the seeds, for the last
+column of the last 20 steps too, with the lowest and the highest seed. ``--json FILE`` keeps every curve.
+"""
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SHARED = ["steps=300", "enable_checkpointing=false", "enable_tensorboard=false", "replay_failed_step=false"]
+NARROW = ["num_decoder_layers=36", "emb_dim=64", "num_query_heads=4", "vocab_size=512", "pad_token_id=0", "dtype=float32"]
+NARROW += ["remat_policy=none", "max_target_length=64", "per_device_batch_size=2"]
+GEMMA = ["num_kv_heads=2", "mlp_dim=256", "sliding_window_size=32"]
+LATENT = ["num_kv_heads=4", "mlp_dim=192", "q_lora_rank=32", "kv_lora_rank=32", "indexer_n_heads=4", "indexer_topk=16"]
+EXPERTS = ["num_experts=16", "num_experts_per_tok=4", "n_routing_groups=4", "topk_routing_group=2", "moe_mlp_dim=64"]
+ONE_GPU = ["gpu/one_h200.yml", "max_target_length=512"]
+MODELS = {
+  "gemma4": ["gemma4-31b", *NARROW, *GEMMA, "global_num_kv_heads=1"],
+  "gemma3": ["gemma3-27b", *NARROW, *GEMMA],
+  "deepseek3.2": ["deepseek3.2-671b", *NARROW, *LATENT, *EXPERTS],
+  "qwen3": ["qwen3-8b", *NARROW, "num_kv_heads=2", "mlp_dim=192"],
+  "gemma4-31b": ["gemma4-31b", *ONE_GPU],
+  "gemma4-26b": ["gemma4-26b", *ONE_GPU],
+}
+"""Words of ``train`` for each model: the first four fit a CPU, the last two a GPU with 80 GB."""
+
+SCHEMES = ("depth_scaled", "maxtext")
+STEPS = (1, 2, 5, 10, 20, 60, 100, 200)
+
+
+class Run(NamedTuple):
+  """One curve."""
+
+  model: str
+  scheme: str
+  rate: float
+  seed: int
+
+
+class Curve(NamedTuple):
+  """Loss and gradient norm of every step."""
+
+  loss: list[float]
+  gradient_norm: list[float]
+
+
+def trained(run: Run, words: list[str], device: int | None) -> Curve | str:
+  """The curve of a run in a process that sees this GPU (None: whatever JAX finds), or the last lines of a run that failed."""
+  with tempfile.TemporaryDirectory() as folder:
+    own = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    given = [
+      f"learning_rate={run.rate}",
+      f"seed={run.seed}",
+      f"init_scheme={run.scheme}",
+      f"output_dir={folder}",
+      "run_name=run",
+    ]
+    command = [sys.executable, "-m", "maxtext_like", "train", *MODELS[run.model], *SHARED, *given, *words]
+    done = subprocess.run(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+      return "\n".join(done.stdout.splitlines()[-5:])
+    rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+  return Curve([row["loss"] for row in rows], [row["grad_norm"] for row in rows])
+
+
+def table(curves: dict[Run, Curve]) -> list[str]:
+  """Lines of a Markdown table: a row for each model, scheme and learning rate."""
+  groups: dict[tuple[str, str, float], list[Curve]] = {}
+  for run, curve in curves.items():
+    groups.setdefault((run.model, run.scheme, run.rate), []).append(curve)
+  head = ["model", "init_scheme", "learning rate", "seeds", "gradient norm, step 1", *(f"loss, step {s}" for s in STEPS), "end"]
+  lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+  for (model, scheme, rate), found in groups.items():
+    length = min(len(curve.loss) for curve in found)
+    loss = np.array([curve.loss[:length] for curve in found])
+    ends = loss[:, -20:].mean(axis=1)
+    cells = [model, scheme, f"{rate:g}", str(len(found)), f"{max(curve.gradient_norm[0] for curve in found):.3g}"]
+    cells += [f"{loss[:, step - 1].mean():.2f}" if step <= length else "" for step in STEPS]
+    cells.append(f"{ends.mean():.3f} ({ends.min():.3f} to {ends.max():.3f})")
+    lines.append(f"| {' | '.join(cells)} |")
+  return lines
+
+
+def main() -> int:
+  """Print the table; return 1 if a run failed."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("words", nargs="*", metavar="key=value", help="laid over every run")
+  parser.add_argument("--only", nargs="+", choices=MODELS, default=["gemma4", "gemma3", "deepseek3.2", "qwen3"])
+  parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+  parser.add_argument("--rates", nargs="+", type=float, default=None, help="learning rates (3e-3; with a GPU's models 3e-4)")
+  parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each (3)")
+  parser.add_argument("--devices", type=int, default=0, help="number of GPUs, one run on each at a time (0: no GPU is chosen)")
+  parser.add_argument("--json", type=Path, metavar="FILE", help="write every curve here")
+  options = parser.parse_intermixed_args()
+  free: queue.Queue[int | None] = queue.Queue()
+  for device in range(options.devices) if options.devices else [None]:
+    free.put(device)
+  runs = [
+    Run(model, scheme, rate, seed)
+    for model in options.only
+    for seed in range(options.seeds)
+    for scheme in options.schemes
+    for rate in options.rates or [3e-4 if "gpu/one_h200.yml" in MODELS[model] else 3e-3]
+  ]
+
+  def one(run: Run) -> Curve | str:
+    device = free.get()
+    try:
+      return trained(run, options.words, device)
+    finally:
+      free.put(device)
+
+  curves: dict[Run, Curve] = {}
+  with ThreadPoolExecutor(max(1, options.devices)) as pool:
+    for run, result in zip(runs, pool.map(one, runs), strict=True):
+      if isinstance(result, str):
+        print(f"{run} failed:\n{result}", file=sys.stderr, flush=True)
+        continue
+      curves[run] = result
+      print(f"{run}: ends at {np.mean(result.loss[-20:]):.4f}", file=sys.stderr, flush=True)
+  if options.json:
+    kept: list[dict[str, Any]] = [run._asdict() | curve._asdict() for run, curve in curves.items()]
+    options.json.write_text(json.dumps(kept))
+  print(*table(curves), sep="\n")
+  return int(len(curves) < len(runs))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
