@@ -7,6 +7,7 @@ from maxtext_like.config.load import load_config
 
 NO_EXPERTS = "no layer has experts"
 ROWS = {
+  "init_scheme": [("gemma3-tiny init_from=some/checkpoint", "maxtext", "init_from loads all weights")],
   "adam_b1": [
     ("gemma3-tiny opt_type=sgd", "0.8", "opt_type is sgd"),
     ("gemma3-tiny opt_type=adafactor", "0.8", "no first moment"),

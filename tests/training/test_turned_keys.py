@@ -29,6 +29,7 @@ TURNED = {
 
 OF_A_RUN = {
   "steps": "training/run.py", "epochs": "training/batches.py", "seed": "training/initial_state.py",
+  "init_scheme": "models/placed.py",
   "finite_check_steps": "training/finiteness.py", "max_skipped_steps": "training/finiteness.py",
   "replay_failed_step": "training/run.py", "spike_factor": "training/spikes.py", "early_stopping_patience": "training/best.py",
 }  # fmt: skip
