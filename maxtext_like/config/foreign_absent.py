@@ -59,8 +59,8 @@ _FILES_ONLY = (
 _CACHE = "it is the directory of downloads; this program downloads nothing (compiled programs are in compilation_cache_dir)"
 _TOKENIZER = "the file of the tokenizer decides; nothing about it is changed here"
 _STRUCTURE = (
-  "the model families are gemma3, gemma4, deepseek and qwen3 (decoder_block), and this setting of other models does not "
-  "exist here"
+  "decoder_block chooses a model family with its equations (`maxtext-like models` lists the models), and this setting of other "
+  "models does not exist here"
 )
 _RAMP = "the batch has the same size in every step"
 _PARTS = (

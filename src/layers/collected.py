@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers import load_balance
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux
-from maxtext_like.layers.load_balance import LOAD, NAMES, RouterLosses
+from maxtext_like.layers.load_balance import LOAD, NAMES
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.layers.stack import Stack
 
 Collected = list[tuple[Stack, dict[str, Aux]]]
@@ -20,7 +22,7 @@ def totals(
   Args:
     collected: of each stack, what its layers handed out, every leaf with a leading axis of ``repeats``.
     router: the losses of the routers, and experts a token.
-    load_LE: as of ``RouterLosses.totals``.
+    load_LE: as of ``load_balance.totals``.
   """
   found: dict[str, list[jax.Array]] = {}
   probes = [f"probe.{name}" for name in PROBED]
@@ -37,7 +39,7 @@ def totals(
   losses, k = router
   statistics = {key: joined.pop(key) for key in NAMES if key in joined}
   if statistics:
-    joined |= losses.totals(statistics, k, load_LE)
+    joined |= load_balance.totals(losses, statistics, k, load_LE)
   if LOAD in statistics:
     joined[LOAD] = statistics[LOAD]
   made = {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}

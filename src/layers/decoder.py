@@ -17,13 +17,14 @@ from maxtext_like.layers.collected import captured, totals
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.load_balance import LOAD, RouterLosses
+from maxtext_like.layers.load_balance import LOAD
 from maxtext_like.layers.masks import Tokens, numbered_images
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.soft_cap import soft_cap
 from maxtext_like.layers.stack import Stack, find_stacks

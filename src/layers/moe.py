@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxtext_like.layers import load_balance
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.expert_parallel import Layout, travel
 from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.load_balance import NAMES, RouterLosses
+from maxtext_like.layers.load_balance import NAMES
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.layers.rules import RULES, Rules
 from maxtext_like.layers.weight import Groups, alone, cast, product
 
@@ -357,7 +359,7 @@ class MoE:
   def losses(self, aux: Aux) -> dict[str, jax.Array]:
     """The router's losses by name, for a model that has no other layer with experts; aux: noted by a call."""
     statistics = {name: aux[name][None] for name in NAMES if name in aux}
-    return self.cfg.losses.totals(statistics, self.cfg.num_experts_per_tok)
+    return load_balance.totals(self.cfg.losses, statistics, self.cfg.num_experts_per_tok)
 
   @jax.named_scope("moe")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context, router_input: jax.Array | None = None) -> jax.Array:
@@ -367,7 +369,7 @@ class MoE:
       p: parameters.
       x_BTD: normed input of the experts.
       ctx: its padding is computed and does not count in loads and losses. Noted: "moe_load" [E] share of choices,
-        ``RouterLosses.statistics``, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
+        ``load_balance.statistics``, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
       router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
 
     Returns:
@@ -387,7 +389,7 @@ class MoE:
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
     ctx.note("moe_load", jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok))
     probs, counted = routing.get("balanced", (routing["probs"], experts))
-    for name, value in c.losses.statistics(counts, probs, counted, routing.get("logits")).items():
+    for name, value in load_balance.statistics(c.losses, counts, probs, counted, routing.get("logits")).items():
       ctx.note(name, value)
     ctx.tap("router.scores", routing["scores"])
     ctx.tap("router.topk_weights", weights)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers import load_balance
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.load_balance import LOAD, LOSS, NAMES, Z_LOSS, Definition, RouterLosses
+from maxtext_like.layers.load_balance import LOAD, NAMES
 from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.moe import MoE, MoEConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.router_losses import LOSS, Z_LOSS, Definition, RouterLosses
 
 L, B, T, D, E, K = 3, 4, 7, 5, 6, 2
 SOFTMAX = MoEConfig(emb_dim=D, mlp_dim=3, num_experts=E, num_experts_per_tok=K, activation="silu")
@@ -115,7 +117,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   if router == "sigmoid":  # what differs between the definitions is in this case
     both = [(routed(router, logits[i], biases[i[0]]), largest(logits[i])) for i in np.ndindex(L, B, T)]
     assert any(own != unbiased for own, unbiased in both)
-  found = losses.totals(statistics(cfg, params(router), x), K)
+  found = load_balance.totals(losses, statistics(cfg, params(router), x), K)
   np.testing.assert_allclose(found[LOSS], WEIGHT * written_out(definition, router, logits, biases), rtol=2e-6)
   squares = np.log(np.exp(logits).sum(-1))[:, REAL] ** 2
   np.testing.assert_allclose(found[Z_LOSS], Z_WEIGHT * squares.mean(1).sum(), rtol=2e-6)
@@ -133,7 +135,7 @@ def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
   @functools.partial(jax.jit, static_argnums=1)
   def total(p, rows=None, load=None):
     rows = slice(*(rows or (0, B)))
-    real, found = REAL[rows], losses.totals(statistics(cfg, p, x, rows), K, load)
+    real, found = REAL[rows], load_balance.totals(losses, statistics(cfg, p, x, rows), K, load)
     share = {True: real.any(1).sum() / REAL.any(1).sum(), False: real.sum() / REAL.sum()}
     return sum(value * share[name in losses.by_row] for name, value in found.items())
 
@@ -156,13 +158,15 @@ def test_an_even_load_costs_the_smallest_loss_of_its_definition():
   smallest: dict[Definition, float] = {"maxtext": 2.0, "huggingface": 2.0, "deepseek_sequence": 3.0, "switch": 3.0}
   for definition, loss in smallest.items():
     losses = RouterLosses(definition, 1.0)
-    one = losses.statistics(jnp.ones((1, 6)), probs, chosen)
-    np.testing.assert_allclose(losses.totals({n: jnp.stack([x] * 3) for n, x in one.items()}, 2)[LOSS], loss, rtol=1e-6)
+    one = load_balance.statistics(losses, jnp.ones((1, 6)), probs, chosen)
+    np.testing.assert_allclose(
+      load_balance.totals(losses, {n: jnp.stack([x] * 3) for n, x in one.items()}, 2)[LOSS], loss, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("losses", [RouterLosses(name, 0.0) for name in get_args(Definition)])
 def test_a_weight_of_zero_leaves_nothing_behind(losses):
-  assert losses.statistics(jnp.ones((1, 2)), jnp.ones((1, 2, 3)), jnp.zeros((1, 2, 1), jnp.int32)) == {}
-  assert losses.totals({}, 1) == {}
+  assert load_balance.statistics(losses, jnp.ones((1, 2)), jnp.ones((1, 2, 3)), jnp.zeros((1, 2, 1), jnp.int32)) == {}
+  assert load_balance.totals(losses, {}, 1) == {}
   assert not losses.by_row
   assert not losses.needs_batch_load

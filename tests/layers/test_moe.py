@@ -14,10 +14,10 @@ from equations import dtypes, equations
 from written_out import gelu, rms, sigmoid, silu, tree64
 
 from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, Name, kernel
-from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.moe import Experts, MoE, MoEConfig, Router
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.router_losses import RouterLosses
 from tests.processes import environment
 
 B, T, D, F, E, K = 2, 5, 7, 3, 6, 2
@@ -292,7 +292,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import conftest, test_moe
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.load_balance import RouterLosses
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.layers.moe import MoE
 assert len(jax.devices()) == 8
 mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -11,8 +11,8 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
-from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.param import Param, constant, init, stack
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.layers.rules import RULES
 from maxtext_like.models.row_norms import row_peaks, state_peaks
 from maxtext_like.training import loss_scale
