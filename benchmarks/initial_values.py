@@ -5,9 +5,10 @@
   python benchmarks/initial_values.py --only qwen3 --rates 1e-3 3e-3 1e-2    compare learning rates
 
 Each run is a process: 300 steps on the same text. The narrow models have the layer pattern, the head sizes and the norms
-of a released model, 36 layers and a width of 64, so that they show what depth does. The table has, for each model, scheme and
-learning rate, the gradient norm of step 1 (largest of the seeds) and the loss at some steps: means over the seeds, for the last
-column of the last 20 steps too, with the lowest and the highest seed. ``--json FILE`` keeps every curve.
+of a released model, 36 layers and a width of 64, so that they show what depth does. The table has a row for each model, scheme
+and learning rate: the gradient norm of step 1 (largest of the seeds), the loss at some steps (mean of the seeds) and the mean
+loss of the last 20 steps (mean, lowest and highest of the seeds). ``--json FILE`` keeps every curve, ``--read FILE`` takes kept
+curves in place of training, ``--svg FILE`` draws the curves.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from maxtext_like.training.sinks.curves import labels, linear_ticks
 
 SHARED = ["steps=300", "enable_checkpointing=false", "enable_tensorboard=false", "replay_failed_step=false"]
 NARROW = ["num_decoder_layers=36", "emb_dim=64", "num_query_heads=4", "vocab_size=512", "pad_token_id=0", "dtype=float32"]
@@ -97,6 +100,39 @@ def table(curves: dict[Run, Curve]) -> list[str]:
   return lines
 
 
+def picture(curves: dict[Run, Curve], rate: float) -> str:
+  """An SVG file with a panel for each model: the loss at one learning rate, a running mean of 20 steps for each seed."""
+  models = list(dict.fromkeys(run.model for run in curves if run.rate == rate))
+  width, height, left, top, colours = 300, 210, 34, 24, {"depth_scaled": "#0072b2", "maxtext": "#d55e00"}
+  text = 'font-family="sans-serif" font-size="11" fill="#444"'
+  parts = []
+  for i, model in enumerate(models):
+    smooth = {
+      run: np.convolve(curve.loss, np.ones(20) / 20, "valid")
+      for run, curve in curves.items()
+      if run.model == model and run.rate == rate
+    }
+    ticks = linear_ticks(min(map(np.min, smooth.values())), max(map(np.max, smooth.values())))
+    steps = max(map(len, smooth.values())) + 19
+    x_at = lambda x, i=i, steps=steps: i * width + left + x / steps * (width - left - 12)
+    y_at = lambda y, ticks=ticks: top + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (height - top - 22)
+    parts.append(f'<text x="{x_at(0):.0f}" y="14" {text}>{model}, learning rate {rate:g}</text>')
+    for tick, label in zip(ticks, labels(ticks), strict=True):
+      parts.append(
+        f'<line x1="{x_at(0):.0f}" x2="{x_at(steps):.0f}" y1="{y_at(tick):.1f}" y2="{y_at(tick):.1f}" stroke="#ddd"/>'
+      )
+      parts.append(f'<text x="{x_at(0) - 4:.0f}" y="{y_at(tick) + 4:.1f}" text-anchor="end" {text}>{label}</text>')
+    parts.append(f'<text x="{x_at(steps):.0f}" y="{height - 6}" text-anchor="end" {text}>step {steps}</text>')
+    for run, losses in smooth.items():
+      line = " ".join(f"{x_at(step + 20):.1f},{y_at(y):.1f}" for step, y in enumerate(losses))
+      parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[run.scheme]}" stroke-width="1.2"/>')
+    for j, (scheme, colour) in enumerate(colours.items()):
+      at = f'x="{x_at(steps) - 4:.0f}" y="{top + 14 + 14 * j}" text-anchor="end"'
+      parts.append(f"<text {at} {text.replace('#444', colour)}>{scheme}</text>")
+  size = f'viewBox="0 0 {width * len(models)} {height}" width="{width * len(models)}" height="{height}"'
+  return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
+
+
 def main() -> int:
   """Print the table; return 1 if a run failed."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,7 +143,13 @@ def main() -> int:
   parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each (3)")
   parser.add_argument("--devices", type=int, default=0, help="number of GPUs, one run on each at a time (0: no GPU is chosen)")
   parser.add_argument("--json", type=Path, metavar="FILE", help="write every curve here")
+  parser.add_argument("--read", type=Path, metavar="FILE", help="take the curves of such a file, train nothing")
+  parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves of the first learning rate here")
   options = parser.parse_intermixed_args()
+  if options.read:
+    kept = [dict(row) for row in json.loads(options.read.read_text())]
+    curves = {Run(*(row[name] for name in Run._fields)): Curve(row["loss"], row["gradient_norm"]) for row in kept}
+    return report(curves, options.svg)
   free: queue.Queue[int | None] = queue.Queue()
   for device in range(options.devices) if options.devices else [None]:
     free.put(device)
@@ -126,7 +168,7 @@ def main() -> int:
     finally:
       free.put(device)
 
-  curves: dict[Run, Curve] = {}
+  curves = {}
   with ThreadPoolExecutor(max(1, options.devices)) as pool:
     for run, result in zip(runs, pool.map(one, runs), strict=True):
       if isinstance(result, str):
@@ -135,10 +177,18 @@ def main() -> int:
       curves[run] = result
       print(f"{run}: ends at {np.mean(result.loss[-20:]):.4f}", file=sys.stderr, flush=True)
   if options.json:
-    kept: list[dict[str, Any]] = [run._asdict() | curve._asdict() for run, curve in curves.items()]
-    options.json.write_text(json.dumps(kept))
+    options.json.write_text(json.dumps([run._asdict() | curve._asdict() for run, curve in curves.items()]))
+  return report(curves, options.svg) or int(len(curves) < len(runs))
+
+
+def report(curves: dict[Run, Curve], svg: Path | None) -> int:
+  """Print the table and draw the curves; return 1 if there is none."""
+  if not curves:
+    return 1
   print(*table(curves), sep="\n")
-  return int(len(curves) < len(runs))
+  if svg:
+    svg.write_text(picture(curves, next(iter(curves)).rate))
+  return 0
 
 
 if __name__ == "__main__":

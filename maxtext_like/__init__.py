@@ -13,6 +13,7 @@ if TYPE_CHECKING:
   from maxtext_like.api.configuration import load_config
   from maxtext_like.api.conversion import export_adapter, export_checkpoint, import_checkpoint
   from maxtext_like.api.fits import compile_step
+  from maxtext_like.api.initial_risk import initial_risk
   from maxtext_like.api.kernel_tests import kernel_self_test
   from maxtext_like.api.looks import replay, xray, xray_step
   from maxtext_like.api.outputs import forward
@@ -35,6 +36,7 @@ __all__ = [
   "forward",
   "generate",
   "import_checkpoint",
+  "initial_risk",
   "kernel_self_test",
   "list_keys",
   "list_models",
@@ -62,6 +64,7 @@ _HOMES = {
   "forward": "api.outputs",
   "generate": "api.answers",
   "import_checkpoint": "api.conversion",
+  "initial_risk": "api.initial_risk",
   "kernel_self_test": "api.kernel_tests",
   "load": "api.pretrained",
   "load_config": "api.configuration",

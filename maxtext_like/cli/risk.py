@@ -1,10 +1,14 @@
-"""``maxtext-like risk``: how large a checkpoint's numbers can become, from its weights alone, and what that does to a dtype."""
+"""``maxtext-like risk``: how large a checkpoint's numbers can become, from its weights alone, and what that does to a dtype.
+
+For a configuration in place of a checkpoint: how large attention scores are before training.
+"""
 
 import argparse
 import json
 from pathlib import Path
 
 from maxtext_like.cli.arguments import initial_weights, on_the_host, parse_words
+from maxtext_like.config.files import SUFFIXES, model_names
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError, UserError
@@ -15,6 +19,9 @@ exceed, against the limits of float16, bfloat16 and e4m3, worst first, and the k
 
 DIR is a Hugging Face checkpoint (config.json, safetensors), a run, or one of its checkpoints. Nothing is run.
 
+With a configuration in place of DIR (a model's name or a .yml file): the standard deviation of the attention scores of random
+weights in every layer, and whether the softmax starts nearly one-hot.
+
   expected  the median of the largest magnitude over N tokens (--tokens) whose normed inputs are random
   at most   what no input can exceed
   float16   bits between that and the largest number, of expected/at most; negative: beyond it; e4m3 likewise
@@ -24,15 +31,17 @@ DIR is a Hugging Face checkpoint (config.json, safetensors), a run, or one of it
 EPILOG = """examples:
   maxtext-like risk gemma-4-31b-it dtype=float16
   maxtext-like risk runs/gemma4-tiny --rows 0 --json risk.json dtype=float16 float32_gate_product=false
+  maxtext-like risk gemma4-31b init_scheme=maxtext
 
-exit codes: 0 no expected size is beyond what holds it; 2 wrong usage or input; 3 one is, or a weight is not finite"""
+exit codes: 0 no expected size is beyond what holds it; 2 wrong usage or input; 3 one is, or a weight is not finite, or
+attention starts saturated"""
 
 
 def run(argv: list[str]) -> int:
   """Runs the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like risk",
-    usage="maxtext-like risk DIR [--rows N] [--json FILE] [--tokens N] [key=value ...]",
+    usage="maxtext-like risk DIR|CONFIG [--rows N] [--json FILE] [--tokens N] [key=value ...]",
     description=DESCRIPTION,
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,6 +52,8 @@ def run(argv: list[str]) -> int:
   parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows of the table (20); 0 for all")
   parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row here, with numbers in full")
   parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that an expected maximum is over (4096)")
+  if argv and _names_configuration(argv[0]):
+    return _initial(parser, argv)
   options, overrides = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"risk: unknown word {unknown[0]!r}\n  fix: see maxtext-like risk --help")
@@ -59,6 +70,27 @@ def run(argv: list[str]) -> int:
     Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     print(options.json)
   return NonFiniteError.exit_code if found.overflows else 0
+
+
+def _names_configuration(word: str) -> bool:
+  """Return True for a model's name or a configuration file that is no directory."""
+  return not Path(word).is_dir() and (word in model_names() or Path(word).suffix in SUFFIXES)
+
+
+def _initial(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+  """Print the attention scores of random weights for ``CONFIG [overlay.yml ...] [key=value ...]``."""
+  options, overrides = parse_words(parser, argv[1:], {})
+  if options.checkpoint:
+    raise UserError(f"risk: {argv[0]} is a configuration and --checkpoint names weights\n  fix: leave one of them out")
+  on_the_host()
+  from maxtext_like import initial_risk
+
+  found = initial_risk(argv[0], *overrides)
+  print(found)
+  if options.json:
+    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    print(options.json)
+  return NonFiniteError.exit_code if found.note else 0
 
 
 def _with_option(argv: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import Constant, init
 from maxtext_like.models.build import build_decoder, precision_of
@@ -154,3 +155,22 @@ def test_the_vision_tower_of_gemma4_starts_alike():
   (layer,) = [spec] if "attention" in spec else list(spec.values())
   assert layer["attention"]["q_norm"]["scale"].init.value == pytest.approx(72**-0.5)
   assert layer["post_mlp_norm"]["scale"].init.value == pytest.approx((2 * 27) ** -0.5)
+
+
+@pytest.mark.parametrize(
+  ("words", "code", "facts"),
+  [
+    (["gemma4-31b"], 0, ["depth_scaled", "1024", "no layer starts saturated"]),
+    (["gemma4-31b", "init_scheme=maxtext"], 3, ["16", "22.6", "nearly one-hot", "init_scheme=depth_scaled"]),
+    (["configs/models/qwen3-8b.yml", "init_scheme=maxtext"], 0, ["0-35", "spread"]),
+  ],
+)
+def test_risk_of_a_configuration_is_that_of_random_weights(words, code, facts, capsys):
+  assert main(["risk", *words]) == code
+  printed = capsys.readouterr().out
+  assert all(fact in printed for fact in facts)
+
+
+def test_risk_takes_a_configuration_or_weights(tmp_path, capsys):
+  assert main(["risk", "gemma4-tiny", "--checkpoint", str(tmp_path)]) == 2
+  assert "leave one of them out" in capsys.readouterr().err
