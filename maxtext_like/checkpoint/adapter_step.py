@@ -17,8 +17,9 @@ from maxtext_like.checkpoint.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import Adapter, Merged
+from maxtext_like.models.initial_values import Scheme
 from maxtext_like.models.naming import ADAPTER
-from maxtext_like.models.placed import Model, placed
+from maxtext_like.models.placed import Model, make_model, placed
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import replicated
 from maxtext_like.storage import Place
@@ -123,21 +124,36 @@ def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) ->
   return adapter, found.state["params"][ADAPTER]
 
 
-def read_base(model: Model, init_from: str | None, seed: int, read_weights: Callable[..., Any]) -> tuple[Any, Base]:
-  """The weights below an adapter, from where they were, or drawn again.
+def drawn_with(config: dict[str, Any]) -> Scheme:
+  """Return the ``init_scheme`` of a stored configuration. Versions without the key drew MaxText's initial values."""
+  return config.get("training", {}).get("init_scheme", "maxtext")
+
+
+def read_base(
+  model: Model, init_from: str | None, seed: int, scheme: Scheme, read_weights: Callable[..., Any]
+) -> tuple[Any, Base]:
+  """Read the weights below an adapter, or draw them again if the run had random weights.
 
   Args:
-    model: whose they are.
-    init_from: where they are; None: the seed says.
-    seed: that they were drawn from.
+    model: the model without the adapter.
+    init_from: checkpoint of the weights; None for random weights.
+    seed: seed of random weights.
+    scheme: ``init_scheme`` of random weights.
     read_weights: (directory, model) -> the weights in it.
+
+  Returns:
+    The weights, and the record that identifies them.
   """
   if init_from is None:
+    if scheme != model.config.training.init_scheme:
+      config = dataclasses.replace(model.config, training=dataclasses.replace(model.config.training, init_scheme=scheme))
+      decoder = make_model(config, mesh=model.mesh, platform=model.platform, runs_attention=False).decoder
+      model = dataclasses.replace(model, config=config, decoder=decoder)
     draw = model.lower_init().compile()
     processes.await_compiled("the weights below the adapter", model.config.watchdog.watchdog_compile_seconds)
     params = draw(np.uint32(seed % 2**32))
   else:
-    # Whether the model may compute something else with them was decided when the adapter was begun.
+    # The run that started the adapter accepted any change of the model, so none is refused here.
     checkpoint = dataclasses.replace(model.config.checkpoint, allow_model_change=True)
     config = dataclasses.replace(model.config, checkpoint=checkpoint)
     params = read_weights(located(init_from), dataclasses.replace(model, config=config))
@@ -167,7 +183,7 @@ def read_merged(
   config = dataclasses.replace(model.config, checkpoint=dataclasses.replace(model.config.checkpoint, allow_dtype_change=True))
   below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
   base = Base.from_json(stored.extra[EXTRA])
-  params, found = read_base(below, base.source, base.seed, read_weights)
+  params, found = read_base(below, base.source, base.seed, drawn_with(stored.config), read_weights)
   same_form = model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype")
   base.require(found, step, same_form=same_form)
   return merged(params, step, stored, below, dtype)

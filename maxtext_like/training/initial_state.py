@@ -21,7 +21,9 @@ from maxtext_like.training.step import State
 
 _log = logging.getLogger(__name__)
 _OF_BASE = ("adapter.base_weights", "adapter.base_weights_modules", "precision.weight_dtype")
-"""What says how the weights below an adapter are kept, and so is in their fingerprint."""
+"""Keys that decide how the weights below an adapter are stored, which their fingerprint depends on."""
+_OF_DRAWN_BASE = ("training.seed", "training.init_scheme")
+"""Keys that decide the values of random weights below an adapter."""
 
 
 def read_state(directory: Path | Place, program: TrainProgram) -> State:
@@ -41,9 +43,15 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   """
   c = program.config
   _require_same_sizes(program, restored.config, restored.directory)
-  weights, found = adapter_step.read_base(program.model, c.checkpoint.init_from, c.training.seed, read_weights)
-  changed = compatibility.changes_of(restored.config, compatibility.record(c), _OF_BASE)
-  adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA]).require(found, restored.directory, changed=changed)
+  weights, found = adapter_step.read_base(
+    program.model, c.checkpoint.init_from, c.training.seed, c.training.init_scheme, read_weights
+  )
+  base = adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA])
+  drawn = base.source is None and found.source is None
+  scheme = {"init_scheme": adapter_step.drawn_with(restored.config)}
+  saved = restored.config | {"training": restored.config.get("training", {}) | scheme}
+  changed = compatibility.changes_of(saved, compatibility.record(c), _OF_BASE + _OF_DRAWN_BASE * drawn)
+  base.require(found, restored.directory, changed=changed)
   return weights, found
 
 
@@ -56,7 +64,8 @@ def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.M
   """
   _require_same_sizes(program, stored.config, step)
   base = adapter_step.Base.from_json(stored.extra[adapter_step.EXTRA])
-  weights, found = adapter_step.read_base(program.model, base.source, base.seed, read_weights)
+  scheme = adapter_step.drawn_with(stored.config)
+  weights, found = adapter_step.read_base(program.model, base.source, base.seed, scheme, read_weights)
   base.require(found, step, same_form=False)
   return {**weights, ADAPTER: adapter_step.read_adapter(step, stored, program.model)[1]}
 

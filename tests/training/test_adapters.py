@@ -15,13 +15,14 @@ import pytest
 import maxtext_like
 from maxtext_like.analysis import key_bisection
 from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.adapter_step import Base, read_adapter
+from maxtext_like.checkpoint.adapter_step import Base, drawn_with, read_adapter, read_base
 from maxtext_like.checkpoint.fingerprint import of_files
 from maxtext_like.checkpoint.given_adapter import require_base
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.models.placed import make_model
 from maxtext_like.training.program import make_program
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
@@ -110,8 +111,35 @@ def test_other_weights_below_are_refused(workplace, other, capsys):
   assert "fix: name the very weights in init_from" in said
   assert train(workplace, "adapter", f"init_from={workplace}/base", *LORA, "steps=6", "base_weights=nf4") == 2
   said = capsys.readouterr().err
-  assert "are others now\n  adapter.base_weights: checkpoint null, this run nf4\n" in said
+  assert 'are others now\n  adapter.base_weights: checkpoint null, this run "nf4"\n' in said
   assert "fix: base_weights=null (the checkpoint's values)" in said
+
+
+def test_random_weights_below_an_adapter_are_drawn_with_the_scheme_of_its_run():
+  def drawn(scheme: Any, *words: str) -> dict[str, Any]:
+    model = make_model(load_config("gemma3-tiny", [*WORDS, "dataset_path=text.txt", *words]).config, runs_attention=False)
+    return read_base(model, None, 3, scheme, lambda *_: None)[0]["stack_0"]["layer_0"]["post_mlp_norm"]["scale"]
+
+  # Gemma stores a norm's scale minus 1; 2 layers have 4 branches, and depth_scaled starts them at 4 ** -0.5.
+  np.testing.assert_array_equal(drawn("maxtext"), 0.0)
+  np.testing.assert_array_equal(drawn("maxtext", "init_scheme=maxtext"), 0.0)
+  np.testing.assert_array_equal(drawn("depth_scaled", "init_scheme=maxtext"), -0.5)
+  assert drawn_with({"training": {"init_scheme": "depth_scaled"}}) == "depth_scaled"
+  assert drawn_with({"training": {"seed": 3}}) == "maxtext"  # of a version without the key
+
+
+@pytest.mark.slow
+def test_an_adapter_on_random_weights_needs_their_scheme_and_seed(workplace, capsys):
+  assert train(workplace, "scheme", *LORA, "init_scheme=maxtext", "steps=2") == 0
+  assert np.isfinite(maxtext_like.load(workplace / "scheme", dtype="float32").logits([[5, 6]])).all()
+  capsys.readouterr()
+  assert train(workplace, "scheme", *LORA, "seed=1", "steps=3") == 2
+  said = capsys.readouterr().err
+  assert (
+    '  training.seed: checkpoint 0, this run 1\n  training.init_scheme: checkpoint "maxtext", this run "depth_scaled"\n' in said
+  )
+  assert "fix: seed=0 init_scheme=maxtext (the checkpoint's values)" in said
+  assert train(workplace, "scheme", *LORA, "init_scheme=maxtext", "steps=3") == 0
 
 
 def test_another_rank_is_refused(workplace, capsys):
