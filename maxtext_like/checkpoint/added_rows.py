@@ -18,6 +18,7 @@ from maxtext_like.checkpoint.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
+from maxtext_like.config.load import unchecked_section
 from maxtext_like.models.placed import Model, make_model
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.storage import Place
@@ -39,9 +40,14 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
     UserError: as ``read_config``; the smaller vocabulary cannot be split over the mesh.
   """
   stored, own = _stored_model(directory), model.config.model
-  fewer = {key: stored[key] for key in _SIZES if stored.get(key) and stored[key] < getattr(own, key, 0)}
-  if not fewer:
+  if stored.get("decoder_block") != own.decoder_block:
+    return None  # reading the weights refuses another family
+  there = unchecked_section("model", stored)
+  # Null means another key's value, and a key without effect is None.
+  sizes = {key: (there.effective(key), own.effective(key)) for key in _SIZES if hasattr(own, key)}
+  if not any(was and now and was < now for was, now in sizes.values()):
     return None
+  fewer = {key: min(was, now) for key, (was, now) in sizes.items() if was and now}
   config = dataclasses.replace(model.config, model=dataclasses.replace(own, **fewer))
   made = make_model(config, mesh=model.mesh, platform=model.platform, runs_attention=False)
   return with_base(made, config.adapter) if model.base is not None else made

@@ -55,6 +55,15 @@ def test_the_rows_that_every_layer_reads_grow_by_their_own_key():
   assert jax.tree.map(jnp.shape, found) == jax.tree.map(lambda x: x.shape, model.abstract_params)
 
 
+def test_null_rows_of_the_table_of_every_layer_are_those_of_the_vocabulary():
+  plain: Any = model_of("gemma4_e2b").config.model
+  assert plain.vocab_size_per_layer_input == plain.vocab_size  # config.json names both
+  for size in (plain.vocab_size, plain.vocab_size + 5):
+    model = model_of("gemma4_e2b", vocab_size=size, vocab_size_per_layer_input=None)
+    found = read_weights(GOLDEN / "gemma4_e2b" / "checkpoint", model)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(lambda x: x.shape, model.abstract_params)
+
+
 def test_a_smaller_vocabulary_is_another_model():
   with pytest.raises(UserError, match=r"vocab_size: config.json 144, this run 16"):
     read_weights(GOLDEN / "qwen3" / "checkpoint", model_of("qwen3", vocab_size=16))
