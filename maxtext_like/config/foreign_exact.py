@@ -86,7 +86,6 @@ RENAMED: dict[str, str] = {
   "router_z_loss_weight": "moe_z_loss_coeff",
   "routed_bias": "moe_router_enable_expert_bias",
   "routed_bias_update_rate": "moe_router_bias_update_rate",
-  "qk_nope_head_dim": "qk_head_dim",
   "qk_rope_head_dim": "qk_pos_emb_head_dim",
   "indexer_topk": "index_topk dsa_indexer_topk",
   "indexer_head_dim": "index_head_dim dsa_indexer_head_dim",

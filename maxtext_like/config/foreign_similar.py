@@ -273,6 +273,10 @@ NAMES: tuple[Similar, ...] = (
   Similar("layer_norm_eps",
           "it is the epsilon of a LayerNorm; the norms of these models are RMSNorms, with normalization_layer_epsilon",
           "write normalization_layer_epsilon=EPSILON"),
+  Similar("qk_head_dim",
+          "Megatron-LM counts the dimensions without rotary position, transformers those with it too (qk_nope_head_dim + "
+          "qk_rope_head_dim)",
+          "write qk_nope_head_dim=DIMENSIONS without the rotary ones"),
   Similar("window_size attention_window",
           "it may count keys on both sides; sliding_window_size counts the keys that a token sees, itself included",
           "write sliding_window_size=KEYS"),

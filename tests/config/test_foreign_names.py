@@ -126,6 +126,7 @@ SIMILAR = {
   "out_dir": "it is the directory of one run",
   "data_path": "another trainer has prepared",
   "hidden_dim": "others that of the MLP",
+  "qk_head_dim": "transformers those with it too",
   "initial_scale_power": "not a power of 2",
   "load_in_4bit": "weights are quantized only below an adapter",
 }
