@@ -62,7 +62,7 @@ class History:
 
   @classmethod
   def from_json(cls, state: dict[str, Any] | None) -> "History":
-    """Of a checkpoint; None: an earlier version wrote it, and stored nothing."""
+    """Returns the history that a checkpoint stores; an empty one for None, as earlier versions stored none."""
     if state is None:
       return cls()
     final = state["final"]
@@ -72,11 +72,19 @@ class History:
     """Returns the fields as JSON."""
     return vars(self) | {"final": None if self.final is None else repr(self.final)}  # JSON has no NaN
 
-  def add(self, loss: float, *, skipped: bool, overflow: bool) -> None:
-    """Records a step; ``overflow``: it was skipped because float16 gradients overflowed."""
+  def add(self, loss: float | None, *, skipped: bool, overflow: bool) -> None:
+    """Records a step.
+
+    Args:
+      loss: loss of the step; None if its batch had no targets, so that its loss of 0 says nothing about the weights.
+      skipped: the update was not applied.
+      overflow: it was skipped because float16 gradients overflowed.
+    """
     self.final = None
     self.overflowed = skipped and overflow and (self.overflowed or not self.skipped)
     self.skipped = self.skipped + 1 if skipped else 0
+    if loss is None:
+      return
     if self.first is None and math.isfinite(loss):
       self.first = loss
     elif not skipped:
@@ -125,11 +133,19 @@ class Divergence:
 
   def __init__(self, config: Config) -> None:
     self._config = config
-    self.restart(None)
+    self.restart({}, None)
 
-  def restart(self, state: dict[str, Any] | None) -> None:
-    """Continues from ``get_state`` of a checkpoint, or from nothing (None)."""
-    self.history = History.from_json(state)
+  def restart(self, extra: Mapping[str, Any], identity: Any) -> None:
+    """Continues from a checkpoint.
+
+    Args:
+      extra: extra values of the checkpoint; empty for a new run.
+      identity: identity of the data of this run. Losses on other data cannot be compared, so they are forgotten; the
+        parameter norms are kept.
+    """
+    self.history = History.from_json(extra.get(EXTRA))
+    if extra.get("data", {}).get("identity") != identity:
+      self.history.first, self.history.last = None, ()
     self._norm: float | None = None  # after the newest applied step
     self._reported = 0
     self._rose_at: int | None = None
@@ -159,7 +175,7 @@ class Divergence:
     before = norm_before if self._norm is None else self._norm
     if not skipped and before and math.isfinite(norm) and norm > RISE * before:
       rises.append(f"the parameter norm rose from {before:.4g} to {norm:.4g}")
-    self.history.add(loss, skipped=skipped, overflow=overflow)
+    self.history.add(loss if metrics["tokens"] else None, skipped=skipped, overflow=overflow)
     if not skipped:
       self._norm, self.history.norm = norm, min(norm, LARGEST)
     if not rises:

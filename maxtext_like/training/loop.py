@@ -103,7 +103,7 @@ class Loop:
   _drawn: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
   _last_end: float = field(default=0.0, init=False)
-  _batch: Any = field(default=None, init=False)  # batch of the newest finished step
+  _batch: Any = field(default=None, init=False)  # batch of the newest finished step that had targets
   _low: bool = field(default=False, init=False)  # that little of the updates survives has been said
   _spiked: tuple[LaunchedStep, Spike] | None = field(default=None, init=False)
   _unsaved_seconds: float = field(default=0.0, init=False)
@@ -331,7 +331,7 @@ class Loop:
     self.stepper.forget()
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
-    self.divergence.restart(restored.extra.get(DIVERGENCE))
+    self.divergence.restart(restored.extra, self.data.identity)
     if self.best is not None:
       self.best.set_state(restored.extra.get(BEST), to)
     self.files.rewind(to)
@@ -457,7 +457,7 @@ class Loop:
       self.progress.say(few)
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None
-    self._batch = launched.batch
+    self._batch = launched.batch if scalars["tokens"] else self._batch
     rises = self.divergence.observe(step, scalars, self.stepper.norm, overflow=result.overflow)
     if self.spikes is not None:
       self._unsaved_seconds += seconds

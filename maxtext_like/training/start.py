@@ -26,7 +26,6 @@ from maxtext_like.training.batches import Begun, counted
 from maxtext_like.training.best import EXTRA as BEST
 from maxtext_like.training.best import Best
 from maxtext_like.training.changes import changes
-from maxtext_like.training.divergence import EXTRA as DIVERGENCE
 from maxtext_like.training.divergence import Divergence
 from maxtext_like.training.goodput import Goodput
 from maxtext_like.training.initial_state import base_weights, with_given_adapter
@@ -90,8 +89,7 @@ def prepare(
         spikes.set_state(restored.extra.get(SPIKES))
       if best is not None:
         best.set_state(restored.extra.get(BEST), restored.step)
-      same_data = restored.extra["data"].get("identity") == data.identity  # else losses cannot be compared
-      divergence.restart(restored.extra.get(DIVERGENCE) if same_data else None)
+      divergence.restart(restored.extra, data.identity)
       if reasons := divergence.history.reasons(restored.step):
         progress.say(f"note    step {restored.step} is continued although the run has failed: {'; '.join(reasons)}")
     # Weights are read first, so that an error in them appears before minutes of compilation.

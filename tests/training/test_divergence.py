@@ -6,7 +6,7 @@ import math
 import pytest
 
 from maxtext_like.errors import NonFiniteError
-from maxtext_like.training.divergence import Divergence, History
+from maxtext_like.training.divergence import EXTRA, Divergence, History
 from tests.training.toy import toy_config
 
 NAN = math.nan
@@ -76,7 +76,7 @@ def test_a_parameter_norm_that_exploded_fails_a_run_whose_loss_is_that_of_guesse
   (reason,) = watch.history.reasons(3)
   assert reason == "the parameter norm is 1.8e+12, far above 64.5 before the first step"
   resumed = Divergence(toy_config())
-  resumed.restart(json.loads(json.dumps(watch.get_state())))
+  resumed.restart({EXTRA: json.loads(json.dumps(watch.get_state()))}, None)
   steps(resumed, (6.24, 1.9e12), before=1.8e12, start=4)
   assert resumed.history.reasons(4) == ["the parameter norm is 1.9e+12, far above 64.5 before the first step"]
   ordinary = Divergence(toy_config())
@@ -88,11 +88,14 @@ def test_a_checkpoint_of_an_earlier_version_fails_nothing():
   assert History.from_json(None).reasons(7) == []
 
 
-def steps(watch: Divergence, *pairs: tuple[float, float], start: int = 1, before: float = 50.0) -> list[list[str]]:
+def steps(
+  watch: Divergence, *pairs: tuple[float, float], start: int = 1, before: float = 50.0, tokens: int = 8
+) -> list[list[str]]:
   found = []
   for step, (loss, norm) in enumerate(pairs, start=start):
     skipped = not math.isfinite(loss)
-    found.append(watch.observe(step, {"loss": loss, "param_norm": norm, "skipped": skipped}, before, overflow=False))
+    metrics = {"loss": loss, "param_norm": norm, "skipped": skipped, "tokens": tokens}
+    found.append(watch.observe(step, metrics, before, overflow=False))
   return found
 
 
@@ -131,3 +134,28 @@ def test_the_learning_rate_is_tried_first_where_numbers_exploded_before_the_erro
   slow = Divergence(toy_config("learning_rate=1e4"))
   steps(slow, *[(5.6 * 3**n, 50.0) for n in range(6)])  # by no order of magnitude in one step
   assert slow.explained(error, 7).remedies[0].startswith("a lower learning_rate")
+
+
+def test_the_loss_of_a_batch_without_targets_is_compared_with_nothing():
+  watch = Divergence(toy_config())
+  steps(watch, (0.0, 50.0), tokens=0)
+  steps(watch, *[(6.0, 50.0)] * 6, start=2)
+  assert watch.history.first == 6.0
+  assert watch.history.reasons(7) == []
+  steps(watch, *[(30.0, 50.0)] * 6, start=8)
+  steps(watch, (0.0, 50.0), start=14, tokens=0)
+  assert watch.history.reasons(14) == ["the last finite loss is 30, far above 6 at the first step"]
+
+
+def test_other_data_forget_the_losses_and_keep_the_norms():
+  watch = Divergence(toy_config())
+  steps(watch, (1.0, 60.0), (0.9, 6e6), before=50.0)
+  extra = {EXTRA: watch.get_state(), "data": {"identity": {"files": ["a"]}}}
+  same, other = Divergence(toy_config()), Divergence(toy_config())
+  same.restart(extra, {"files": ["a"]})
+  other.restart(extra, {"files": ["b"]})
+  for resumed in (same, other):
+    steps(resumed, *[(8.0, 6e6)] * 5, start=3, before=6e6)
+  norm = "the parameter norm is 6e+06, far above 50 before the first step"
+  assert same.history.reasons(7) == ["the last finite loss is 8, far above 1 at the first step", norm]
+  assert other.history.reasons(7) == [norm]
