@@ -125,12 +125,16 @@ class Turns:
     thinks = self._thinks(count)
     whole = self._text(count, False, thinks)
     before, prompt = (self._text(number, asks, thinks) if number else "" for asks in (False, True))
+    alone = self._text(number + 1, False, thinks)
     start = self._begin(whole, before, prompt, number)
-    end = start + self._length(whole[start:], self._text(number + 1, False, thinks)[len(before) :], number)
+    first = min(start, self._begin(alone, before, prompt, number))  # the texts are the same up to here
+    end = first + self._length(whole[first:], alone[first:], number)
     return _Answer(number, start, end, self._loses_thought(number, unmarked(whole[start:end])))
 
   def _begin(self, whole: str, before: str, prompt: str, number: int) -> int:
     """Where the assistant begins to speak: after as much of the prompt for it as the whole has, up to a special token."""
+    if not prompt.startswith(before) and whole.startswith(prompt):
+      return len(prompt)  # a text that does not ask for an answer ends in its own way, as with <|endoftext|>
     if not prompt.startswith(before) or not whole.startswith(before):
       raise _NotFoundError(number, "the text before it depends on what comes after it")
     asks = prompt[len(before) :]
@@ -141,7 +145,11 @@ class Turns:
     raise _NotFoundError(number, "the prompt for it does not match the text before it")
 
   def _length(self, rest: str, alone: str, number: int) -> int:
-    """How much of `rest` the assistant says: through the token with which the message ends when it is the last."""
+    """How much of `rest` the assistant says: through the token with which the message ends when it is the last.
+
+    That token may end the conversation rather than the message, so that the next one in `rest` is behind later messages.
+    The text up to it therefore has to be that of the last message, except for one part that may be missing (a thought).
+    """
     ends = list(self.own.finditer(alone))
     if not ends or unmarked(alone[ends[-1].end() :]).strip():
       raise _NotFoundError(number, "no special token ends it")
@@ -149,6 +157,8 @@ class Turns:
     stop = next((found.end() for found in self.own.finditer(rest) if found.group() == token), None)
     if stop is None:
       raise _NotFoundError(number, f"{token} does not end it in the complete conversation")
+    if not _has_all_except_one_part(rest[:stop], alone[: ends[-1].end()]):
+      raise _NotFoundError(number, f"the text up to the next {token} differs once other messages follow")
     return stop
 
   def _loses_thought(self, number: int, said: str) -> bool:
@@ -208,7 +218,8 @@ class Turns:
     content = None if message.content is None else "".join(map(str, message.spelt_parts))
     made: dict[str, Any] = {"role": message.role}
     if message.thinking and message.written is None:
-      made["reasoning_content"] = message.thinking
+      # Templates read a thought from one of these fields, and records have it in one of them.
+      made |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thinking)
     if message.tool_calls:
       made["tool_calls"] = [
         {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
@@ -250,6 +261,14 @@ class _NotFoundError(RenderError):
       f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}",
       "chat_template=FILE with a template that writes every answer completely, and the same text before it whatever follows",
     )
+
+
+def _has_all_except_one_part(text: str, full: str) -> bool:
+  """Whether ``text`` is ``full``, or ``full`` without one part of it. White space does not count."""
+  text, full = ("".join(each.split()) for each in (text, full))
+  pairs = enumerate(zip(text, full, strict=False))
+  start = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(full)))
+  return full.endswith(text[start:]) and len(text) <= len(full)
 
 
 def _marked_spelling(found: re.Match[str]) -> str:

@@ -110,6 +110,42 @@ def test_prompts_and_thoughts_that_are_dropped(tokenizer):
   assert (rendered.lost_thoughts, "Greet." in rendered.text) == (1, False)
 
 
+TURNS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}
+{%- if loop.last and m.role == 'assistant' %}<|endoftext|>{% endif %}{{ '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+  ("source", "ends"),
+  [
+    (TURNS, "<|im_end|><|endoftext|>"),
+    # Nothing ends an answer inside the conversation.
+    (TURNS.replace("+ '<|im_end|>'", "+ ('<|im_end|>' if m.role == 'user' else '')"), "<|endoftext|>"),
+    # The words of turns are no tokens, as in Llama 2.
+    ("{% for m in messages %}{{ (' USER ' if m.role == 'user' else ' BOT ') + m.content }}{% endfor %}"
+     "{% if add_generation_prompt %} BOT {% elif messages[-1].role == 'assistant' %}<|endoftext|>{% endif %}", "<|endoftext|>"),
+    # As Phi 3 has it: every text that does not ask for an answer ends with the token.
+    (TURNS.replace("m.role == 'assistant'", "not add_generation_prompt"), "<|im_end|><|endoftext|>"),
+  ],
+)  # fmt: skip
+def test_a_token_that_ends_the_conversation_does_not_end_its_first_answer(source, ends, tokenizer):
+  """A user's message is never learned: such answers are taken from samples of their own."""
+  conversation = read_conversation({"messages": [ASK, ANSWER, *MORE]}, "", "/")
+  samples = Jinja(source, "x.jinja", tokenizer).samples(conversation, frozenset({1, 3}))
+  said = ["".join(piece.text for piece in sample.pieces if piece.trained) for sample in samples]
+  assert said == [f"Hi.{ends}", f"Bye.{ends}"]
+  with pytest.raises(RenderError, match="no single text with every answer"):
+    Jinja(source, "x.jinja", tokenizer).render(conversation, "training")
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
+def test_a_template_may_read_a_thought_from_any_of_its_fields(field, tokenizer):
+  source = CHATML.replace("m.reasoning_content", f"m.{field}")
+  for given in ("reasoning", "reasoning_content", "thinking"):
+    assert learned(tokenizer, ASK, ANSWER | {given: "Greet."}, source=source) == ["<think>\nGreet.\n</think>\n\nHi.<|im_end|>"]
+
+
 # As Qwen3-Instruct-2507 has it: no thoughts, every message as it is.
 PLAIN = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
