@@ -335,11 +335,20 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _EMA,
-    "ema_* *_ema",
+    "ema_* *_ema swa swa_* polyak_* *weight_averag*",
+  ),
+  (
+    _ONE_RATE,
+    "emb_lr embed*_lr unembed*_lr lr_emb* *head_lr lr_head* matrix_lr scalar_lr lr_a lr_b lora_lr_* vision_*_lr "
+    "*encoder_lr *projector_lr bias_lr norm_lr expert_lr llrd llrd_* layer*_lr layer*_lr_decay",
+  ),
+  (
+    _CAPACITY,
+    "expert_capacity* moe_capacity* *drop_tokens *token_drop*",
   ),
   (
     _OPTIMIZERS,
-    "*muon* *galore* *badam* *apollo* lisa_* dion_* soap_* optim_* grokfast_*",
+    "ns_steps newton_schulz* *muon* *galore* *badam* *apollo* lisa_* dion_* soap_* optim_* grokfast_*",
   ),
   (
     _ADAPTERS,
@@ -352,7 +361,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _DROPOUT,
-    "*dropout*",
+    "*dropout* *pdrop",
   ),
   (
     _PART,

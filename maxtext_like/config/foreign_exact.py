@@ -108,8 +108,8 @@ RENAMED: dict[str, str] = {
   "eoi_token_id": "eoi_token_index",
   # Adapters.
   "lora_rank": "lora_r lora_dim r",
-  "lora_rslora": "use_rslora peft_use_rslora",
-  "lora_dora": "use_dora peft_use_dora",
+  "lora_rslora": "use_rslora peft_use_rslora rslora",
+  "lora_dora": "use_dora peft_use_dora dora",
   "lora_modules": "lora_target lora_target_modules target_modules",
   "modules_to_save": "lora_modules_to_save additional_target",
   "lora_from": "adapter_name_or_path lora_model_dir",

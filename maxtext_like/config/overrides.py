@@ -59,7 +59,7 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
   foreign = foreign_names.find_whole(key)
   if foreign is None and (near := _misspelt(key, leaf)):
     return UnknownKeyError(f"unknown key {key!r}, did you mean {near!r}?")
-  if foreign is None and leaf == key and len(key) > 5 and (theirs := misspelt(key, foreign_names.NAMES)):
+  if foreign is None and leaf == key and len(key) > 6 and (theirs := misspelt(key, foreign_names.NAMES)):
     foreign = foreign_names.NAMES[theirs]
     return UnknownKeyError(f"unknown key {key!r}, perhaps {theirs!r}: {foreign.says}", foreign)
   if foreign is None:

@@ -93,6 +93,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
     ("max_steps=-1", "leave it out"),
     ("max_grad_norm=none", "write gradient_clipping_threshold=0"),
     # Values that the key does not take.
+    ("rslora=true", "write lora_rslora=true"),
     ("save_steps=0.1", "write checkpoint_interval=INT"),
     ("compute_dtype=fp8", "write dtype=float32 | bfloat16 | float16"),
   ],
@@ -164,6 +165,13 @@ ABSENT = {
   "index_topk_freq": "does not exist here",
   "bf16_full_eval": "with the dtypes and batches of training",
   "enable_goodput_recording": "metrics.jsonl",
+  "lm_head_lr": "one learning rate applies to all",
+  "matrix_lr": "one learning rate applies to all",
+  "llrd": "one learning rate applies to all",
+  "polyak_decay": "no moving average of the weights",
+  "expert_capacity_factor": "no capacity limit",
+  "resid_pdrop": "only an adapter has dropout",
+  "ns_steps": "optimizers are adamw, adafactor, lion and sgd",
   "muon_momentum": "optimizers are adamw, adafactor, lion and sgd",
 }
 

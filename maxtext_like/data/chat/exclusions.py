@@ -5,7 +5,8 @@ an answer that somebody marked as bad is never learned as a good one.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from maxtext_like import strict_json
@@ -22,6 +23,11 @@ UNCLEAR = ("train_detail", "mask", "masked")
 _ALSO_MEASURED = frozenset({"loss", "training", "trained", "learn"})
 """Names that on a record are often a measurement or a comment; only a clear value is taken for a mark there."""
 _OF_RECORD = frozenset({*MARKS, *LABELS})
+_WORDS = re.compile(r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|skip|exclud|supervis|reject)", re.IGNORECASE)
+_WORDS_OF_RECORD = re.compile(
+  r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)", re.IGNORECASE
+)
+"""Words in a field's name that say, with a value of true or false, whether something is learned."""
 
 
 def shown(value: object) -> str:
@@ -48,6 +54,7 @@ def of_message(message: Mapping[str, Any], where: str) -> bool | None:
         f"{where}.{name} is {shown(message[name]):.60}, and its meaning here is not clear: an answer is learned completely or "
         f'not at all (instead of {name}, write "train": false on each answer that is not to be learned)'
       )
+  _refuse_unknown(message, MARKS, _WORDS, f"{where}.")
   return _agreed({name: _clear(message[name], f"{where}.{name}") for name in MARKS if name in message}, where)
 
 
@@ -57,6 +64,7 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
   Raises:
     ValueError: as ``of_message``.
   """
+  _refuse_unknown(record, _OF_RECORD, _WORDS_OF_RECORD, "")
   found: dict[str, bool] = {}
   for name, value in record.items():
     if name not in _OF_RECORD:
@@ -73,6 +81,16 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
     elif value in (0, 1) or name not in _ALSO_MEASURED:
       found[name] = _clear(value, name)
   return _agreed(found, "the record"), frozenset(found)
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str], words: re.Pattern[str], where: str) -> None:
+  """Raises ValueError for a field that looks like a mark under a name that is not known here, so that it is never ignored."""
+  for name, value in fields.items():
+    if name not in known and isinstance(value, bool) and isinstance(name, str) and words.search(name):
+      raise ValueError(
+        f"{where}{strict_json.printable(name)} is {shown(value)}: its name is like a mark for training, but is not a known mark "
+        f'(write "train": false on an answer that is not to be learned, or rename the field)'
+      )
 
 
 def _clear(value: object, where: str) -> bool:

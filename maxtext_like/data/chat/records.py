@@ -256,13 +256,14 @@ class _Reader:
         messages.append(self._message(turn, where))
         continue
       turn = {key: item for key, item in turn.items() if item is not None}
+      trained = self._trained(turn, where)
       text = self._text(turn.get("value"), f"{where}.value")
       speaker = turn["from"] if isinstance(turn["from"], str) else ""
       if speaker in _CALLERS:
         calls = self._json(text, where)
         calls = calls if isinstance(calls, list) else [calls]
         made = tuple(self._call(call, where) for call in calls)
-        messages.append(Message("assistant", None, tool_calls=made, trained=self._trained(turn, where), where=where))
+        messages.append(Message("assistant", None, tool_calls=made, trained=trained, where=where))
       elif speaker in _SPEAKERS:
         said = {"role": _SPEAKERS[speaker], "content": text}
         marks = {key: item for key, item in turn.items() if key in _OF_TURN}

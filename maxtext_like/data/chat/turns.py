@@ -264,7 +264,7 @@ class _NotFoundError(RenderError):
 
 
 def _has_all_except_one_part(text: str, full: str) -> bool:
-  """Whether ``text`` is ``full``, or ``full`` without one part of it. White space does not count."""
+  """Returns True if ``text`` is ``full``, or ``full`` without one part of it. White space does not count."""
   text, full = ("".join(each.split()) for each in (text, full))
   pairs = enumerate(zip(text, full, strict=False))
   start = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(full)))

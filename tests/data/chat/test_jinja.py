@@ -130,7 +130,7 @@ TURNS = """\
   ],
 )  # fmt: skip
 def test_a_token_that_ends_the_conversation_does_not_end_its_first_answer(source, ends, tokenizer):
-  """A user's message is never learned: such answers are taken from samples of their own."""
+  """A user's message is never learned: such a conversation becomes one sample for each answer."""
   conversation = read_conversation({"messages": [ASK, ANSWER, *MORE]}, "", "/")
   samples = Jinja(source, "x.jinja", tokenizer).samples(conversation, frozenset({1, 3}))
   said = ["".join(piece.text for piece in sample.pieces if piece.trained) for sample in samples]

@@ -75,6 +75,24 @@ def test_a_label_of_kto(form, name):
   assert read(form | {name: "sports"}).unread == (name,)
 
 
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["do_train", "ignore_loss", "has_loss", "is_masked", "train_on_turn", "Train", "rejected"])
+def test_a_mark_under_an_unknown_name_is_refused(name, value):
+  with pytest.raises(BadRecordError, match=rf"messages\[1\].{name} is {str(value).lower()}: its name is like a mark"):
+    read({"messages": [BOTH[0], BOTH[1] | {name: value}]})
+  turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", name: value}]
+  with pytest.raises(BadRecordError, match="like a mark for training"):
+    read({"conversations": turns})
+
+
+@pytest.mark.parametrize("name", ["kto_label", "is_desirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up"])
+def test_a_label_under_an_unknown_name_is_refused(name):
+  with pytest.raises(BadRecordError, match=f"{name} is false: its name is like a mark"):
+    read({"messages": BOTH, name: False})
+  assert read({"messages": BOTH, name: "text"}).unread == (name,)
+  assert read({"messages": BOTH, "is_english": False, "pretrained": False}).unread == ("is_english", "pretrained")
+
+
 def test_fields_that_nothing_reads():
   message = BOTH[1] | {"score": 1, "empty": [], "name": "x"}
   record = {"messages": [BOTH[0] | {"train": True}, message], "id": 7, "prompt": "Hi", "none": None, "tools": [], "images": []}
