@@ -88,7 +88,7 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str], words: re
   for name, value in fields.items():
     if name not in known and isinstance(value, bool) and isinstance(name, str) and words.search(name):
       raise ValueError(
-        f"{where}{strict_json.printable(name)} is {shown(value)}: its name is like a mark for training, but is not a known mark "
+        f"{where}{strict_json.printable(name)} is {shown(value)}: its name is like a mark for training, but is not a known one "
         f'(write "train": false on an answer that is not to be learned, or rename the field)'
       )
 
