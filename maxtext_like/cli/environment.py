@@ -21,7 +21,9 @@ ACCELERATORS = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 """Platforms with an extra of their own, which is called as they are, and what they run on."""
 
 
-_LEAST_ADDRESS_SPACE = 2_000_000_000  # measured with JAX 0.12 on a CPU: a tiny model aborts at 1.5 GB and trains at 2.0
+# Measured with `train gemma3-tiny`, JAX 0.12, two CPU cores and an empty compilation cache. At 1.84 and 2.01 GB the process
+# aborts while it compiles. At 2.20 GB the run ends with its own message about memory, and at 2.46 GB it trains.
+_LEAST_ADDRESS_SPACE = 2_200_000_000
 
 
 def check_environment() -> None:
@@ -50,8 +52,8 @@ def _check_address_space() -> None:
   limit = resource.getrlimit(resource.RLIMIT_AS)[0]
   if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
     raise DoesNotFitError(
-      f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v); JAX and its threads need "
-      f"{_LEAST_ADDRESS_SPACE / 1e9:.0f} GB before any array\n  fix: ulimit -v unlimited"
+      f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v); JAX, its threads "
+      f"and its compiler need {_LEAST_ADDRESS_SPACE / 1e9:.1f} GB for the smallest model\n  fix: ulimit -v unlimited"
     )
 
 

@@ -19,8 +19,8 @@ Axes = tuple[str, ...]
 
 
 def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
-  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among, and one of
-  which tokens are split over some axes of the experts only.
+  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among, one of
+  which tokens are split over some axes of the experts only, and one of which an axis splits both the rows and their positions.
 
   Key-value heads that are fewer than the devices may be copied (``copied``).
 
@@ -40,8 +40,17 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
   if length % rules.ways("sequence", mesh):
     axes = rules.mesh_axes("sequence", mesh)
     faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
+  batch, sequence = rules.mesh_axes("batch", mesh), rules.mesh_axes("sequence", mesh)
+  if shared := [a for a in batch if a in sequence]:
+    of_batch, of_sequence = ([a for a in axes if a not in shared] for axes in (batch, sequence))
+    faults.append(
+      f"sharding_rules: batch and sequence are both split over the mesh axis {' x '.join(shared)}; an axis can split only one "
+      f"dimension of the tokens\n"
+      f"  fix: sharding_rules='{{batch: [{', '.join(of_batch)}], sequence: [{', '.join(sequence)}]}}' to split positions, "
+      f"or sharding_rules='{{batch: [{', '.join(batch)}], sequence: [{', '.join(of_sequence)}]}}' to split rows"
+    )
   if any("expert" in p.axes for p in jax.tree.leaves(spec)):
-    experts, tokens = rules.mesh_axes("expert", mesh), {*rules.mesh_axes("batch", mesh), *rules.mesh_axes("sequence", mesh)}
+    experts, tokens = rules.mesh_axes("expert", mesh), {*batch, *sequence}
     if 0 < len(own := [a for a in experts if a in tokens]) < len(experts):
       faults.append(
         f"experts lie on the mesh axes {' x '.join(experts)}, of which tokens are split over {' x '.join(own)} only\n"

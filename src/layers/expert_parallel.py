@@ -95,23 +95,35 @@ class Layout:
       raise ValueError(f"experts lie on the mesh axes {experts}, of which tokens are split over some only: {of_tokens}")
     # Whatever is no plain array says itself how it multiplies, and is split by expert alone.
     plain = not any(isinstance(w, Weight) for w in weights.values())
-    hidden = rules.mesh_axes("mlp", mesh) if plain else ()
+    hidden = _hidden_axes(spec, rules, mesh) if plain else ()
     hidden = () if set(hidden) & set(of_tokens) else hidden
     if plain:
       own = {"expert", *(("mlp",) if hidden else ())}
       held = {name: Held.of(rules, mesh, q.shape, q.axes, own, of_tokens) for name, q in spec.items()}
     else:
       held = dict.fromkeys(spec, Held(PartitionSpec(experts or None)))
-    split_hidden = tuple(a for a in hidden if any(a in axes_of(entry) for w in held.values() for entry in w.spec))
     travel = bool(experts) and all(shared)
     return cls(
       tokens=tokens,
       weights=held,
       experts=experts,
       travel=travel,
-      partial=split_hidden + (() if travel else experts),
-      every=tuple(a for a in mesh.axis_names if a in {*of_tokens, *experts, *split_hidden}),
+      partial=hidden + (() if travel else experts),
+      every=tuple(a for a in mesh.axis_names if a in {*of_tokens, *experts, *hidden}),
     )
+
+
+def _hidden_axes(spec: Mapping[str, Param], rules: Rules, mesh: Mesh) -> Axes:
+  """Return the mesh axes that split the hidden size in every weight of the experts.
+
+  A mesh axis splits one dimension of an array, and dimensions that come first in a weight take it. With ``embed: tensor`` the
+  hidden size is split in ``down`` and not in ``gate``, so the parts of a device would not fit together: return () then.
+  """
+  found: set[Axes] = set()
+  for weight in spec.values():
+    split = [*rules.spec(weight.shape, weight.axes, mesh), *(None,) * len(weight.shape)]
+    found.add(axes_of(split[weight.axes.index("mlp")]))
+  return found.pop() if len(found) == 1 else ()
 
 
 def capacity(choices: int, devices: int) -> int:

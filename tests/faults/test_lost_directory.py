@@ -28,6 +28,20 @@ def test_removed_while_it_trains(train):
   assert all(re.match(r"checkpoints($|/\d+\.saving-)", name) for name in made_again), made_again
 
 
+@pytest.mark.slow  # what the manager raises: tests/checkpoint
+def test_checkpoints_removed_while_it_trains(train):
+  """Exit code 42 and a sentence, no traceback."""
+  process = train.start("a", steps=1_000_000, log_interval=5)
+  train.wait_for(r"step +10 of", process)
+  checkpoints = train.checkpoints("a")
+  while checkpoints.exists():  # a step that is being saved may fall into the removal
+    subprocess.run(["rm", "-rf", checkpoints], check=False)
+  assert process.wait(timeout=240) == 42, train.log.read_text()
+  text = train.log.read_text()
+  assert re.search(rf"error: checkpoint .*{re.escape(str(checkpoints))}", text), text
+  assert "Traceback" not in text, text
+
+
 @pytest.mark.slow
 def test_lost_and_brought_back(train, tmp_path):
   keys = {"checkpoint_mirror": tmp_path / "mirror", "max_to_keep": 1, "steps": 30, "log_interval": 10}

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.expert_parallel import capacity
+from maxtext_like.layers.expert_parallel import Layout, capacity
 from maxtext_like.layers.load_balance import RouterLosses
 from maxtext_like.layers.moe import MoE, MoEConfig
 from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.precision import Dtype, Precision
 from maxtext_like.layers.rules import MESH_AXES, RULES
 from tests.layers import eight_devices
@@ -31,7 +32,7 @@ SIGMOID = MoEConfig(
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), rows=B, size=1.0):
+def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), rows=B, size=1.0, rules=RULES):
   """One device and a mesh, gradients and all; favours: of the first experts over the last, each; size: of the weights."""
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
   x, cotangent = (jnp.asarray(rng.normal(size=(rows, T, D)), jnp.float32) for _ in range(2))
@@ -39,7 +40,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
   p["experts"] = {name: w * size for name, w in p["experts"].items()}
 
   def loss(p, x):
-    ctx = Context.of(x, grouped=by, rules=RULES).collecting()
+    ctx = Context.of(x, grouped=by, rules=rules).collecting()
     out = layer(p, x, ctx)
     total = jnp.sum(out * cotangent) + sum(layer.losses(ctx.aux).values())
     return total, (out, ctx.aux["moe_load"], ctx.aux["rescued"])
@@ -51,8 +52,8 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
     alone = step(p, x)
     with jax.set_mesh(mesh):
       arguments = (
-        eight_devices.placed(layer.params(), p, mesh, RULES),
-        eight_devices.spread(x, mesh, RULES, "batch", "sequence"),
+        eight_devices.placed(layer.params(), p, mesh, rules),
+        eight_devices.spread(x, mesh, rules, "batch", "sequence"),
       )
       compiled = compiled or step.lower(*arguments).compile()
       together = compiled(*arguments)
@@ -90,6 +91,9 @@ def every():
   compare(SOFTMAX, mesh(data=2, fsdp=2, expert=2), "ragged_dot", "bfloat16")
   compare(SOFTMAX, mesh(fsdp=2, tensor=4), "tiles", "bfloat16")
   compare(SIGMOID, mesh(fsdp=2, expert=4), favours=(0.1, 1.0))
+  # Rules by which several dimensions of a weight ask for one axis.
+  for rules in ({"expert": "tensor"}, {"embed": "tensor"}, {"expert": "tensor", "embed": ("fsdp", "tensor")}):
+    compare(SIGMOID, mesh(fsdp=4, tensor=2), rules=dataclasses.replace(RULES, **rules))
 
 
 @pytest.mark.slow
@@ -106,6 +110,24 @@ def test_a_round_takes_a_little_more_than_an_even_share():
   assert capacity(1024, 8) == 160
   assert capacity(4, 8) == 1  # of a load so small, each device gets something
   assert capacity(6, 1) == 6
+
+
+@pytest.mark.parametrize(
+  ("rules", "partial", "gate", "down"),
+  [
+    ({}, ("tensor",), [(), (), ("tensor",)], [(), ("tensor",)]),
+    ({"expert": "tensor"}, ("tensor",), [("tensor",)], [("tensor",)]),
+    ({"embed": "tensor"}, (), [], []),  # the hidden size would be split in down only
+  ],
+)
+def test_an_axis_splits_the_hidden_size_of_every_weight_or_of_none(rules, partial, gate, down):
+  """Each axis is in ``partial`` once: XLA aborts the process at a sum over an axis that is named twice."""
+  mesh = AbstractMesh((1, 1, 1, 1, 2), MESH_AXES, axis_types=(AxisType.Auto,) * 5)
+  spec = MoE(SIGMOID, Precision(dtype="float32")).params()["experts"]
+  layout = Layout.of(spec, dict.fromkeys(spec), (B, T), dataclasses.replace(RULES, **rules), mesh)
+  assert layout.partial == partial
+  assert [axes_of(entry) for entry in layout.weights["gate"].spec] == gate
+  assert [axes_of(entry) for entry in layout.weights["down"].spec] == down
 
 
 @pytest.mark.parametrize(

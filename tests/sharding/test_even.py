@@ -43,6 +43,16 @@ TENSOR = "ici_tensor_parallelism"
       ["ici_context_parallelism=4", "max_target_length=66"],
       r"66 positions \(max_target_length\).*axis context\n",
     ),
+    (
+      "qwen3-tiny",
+      ["ici_fsdp_parallelism=8", "sharding_rules={sequence: fsdp}"],
+      r"batch and sequence are both split over the mesh axis fsdp; .*\n  fix: .*'{batch: \[\], sequence: \[fsdp\]}' to split",
+    ),
+    (
+      "qwen3-tiny",
+      ["ici_fsdp_parallelism=2", "ici_context_parallelism=4", "sharding_rules={batch: [fsdp, context]}"],
+      r"axis context; .*\n.*'{batch: \[fsdp\], sequence: \[context\]}' .*'{batch: \[fsdp, context\], sequence: \[\]}'",
+    ),
     ("gemma3-tiny", [f"{TENSOR}=4", "use_multimodal=true", "num_attention_heads_for_vit=2"], "vision_heads of 2"),
     ("gemma4-tiny", [f"{TENSOR}=2", "num_query_heads=6", "num_kv_heads=3"], "kv_heads of 3"),
   ],
