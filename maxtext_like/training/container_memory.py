@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
-_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""The limit and the use of a group, in version 2 and version 1."""
+_FILES = (
+  ("memory.max", "memory.current", "inactive_file"),
+  ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""The limit and the use of a group, and the key of its unused file cache in memory.stat, in version 2 and version 1."""
 
 
 def left(root: Path, membership: Path) -> list[tuple[int, Path]]:
   """Return the bytes that each limited group of this process leaves, and the file of its limit.
 
-  A limit holds for every group below it, so the group of this process and all groups above it count.
+  A limit holds for every group below it, so the group of this process and all groups above it count. The use of a group
+  contains files that were read, such as data and checkpoints. The kernel frees those that are no longer used before it
+  enforces the limit, so they count as free.
 
   Args:
     root: where the groups are mounted (/sys/fs/cgroup).
@@ -17,15 +22,22 @@ def left(root: Path, membership: Path) -> list[tuple[int, Path]]:
   """
   found = []
   for group in _groups(root, membership):
-    for maximum, current in _FILES:
+    for maximum, current, cache in _FILES:
       try:
         text = (group / maximum).read_text().strip()
-        used = int((group / current).read_text())
+        used = int((group / current).read_text()) - _statistic(group, cache)
       except (OSError, ValueError):  # no such group or no limit here; a job that ends removes its group
         continue
       if text.isdecimal():
         found.append((max(int(text) - used, 0), group / maximum))
   return found
+
+
+def _statistic(group: Path, key: str) -> int:
+  """Return a number of a group's memory.stat in bytes, or 0 if the kernel does not write it."""
+  file = group / "memory.stat"
+  lines = file.read_text().splitlines() if file.exists() else []
+  return next((int(value) for name, value in map(str.split, lines) if name == key), 0)
 
 
 def _groups(root: Path, membership: Path) -> list[Path]:
