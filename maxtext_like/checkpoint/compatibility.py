@@ -102,7 +102,7 @@ def changes_of(saved: dict[str, Any], current: dict[str, Any], keys: Container[s
 
 
 def trains_others(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-  """Whether the same optimizer trains other parameters than the checkpoint's did, so that moments are missing or left over."""
+  """Return True if the same optimizer trains other parameters than the checkpoint's did, so that moments differ."""
   block = current.get("model", {}).get("decoder_block")
   sections = {"training": SECTIONS["training"]} | ({"model": section_type("model", block)} if block in FAMILIES else {})
   selecting = {f"{name}.{key}" for name, cls in sections.items() for key, own in marks(cls).items() if own.selects_trained}
@@ -135,11 +135,11 @@ def check_state(
     current: configuration of this run, by section; None leaves the configurations uncompared. Its ``allow_model_change`` lets
       the mathematics of the model differ.
     saved_leaves: shape and dtype of every stored leaf by name.
-    wanted_leaves: the same of this run's state; of what is ``BEGUN_ANEW``, and of moments where other parameters are trained,
-      either may lack some.
+    wanted_leaves: the same of this run's state. Either may lack parts of ``BEGUN_ANEW``, and moments if other parameters are
+      trained.
     allow_dtype_change: the key of that name; a float may then become another float.
     subset: the checkpoint may hold more leaves than are wanted.
-    resumes: the run goes on from this step; otherwise it is made of the step's weights.
+    resumes: the run resumes from this step; False if a new run starts with the step's weights.
     adds: the caller initializes the parameters of a part that this model has and the checkpoint lacks.
 
   Raises:
@@ -173,7 +173,7 @@ def _listed(names: list[str]) -> str:
 def _leaf_complaints(
   saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool, spared: Collection[str]
 ) -> list[str]:
-  """What is wrong with the leaves; either may lack those of ``BEGUN_ANEW`` and of a ``spared`` part."""
+  """Return the differences between the leaves. Either may lack those of ``BEGUN_ANEW`` and of a ``spared`` part."""
   complaints, may_lack = [], {*BEGUN_ANEW, *spared}
   if absent := [name for name in wanted if name not in saved and part_of(name) not in may_lack]:
     complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")

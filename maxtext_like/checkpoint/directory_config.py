@@ -49,7 +49,7 @@ def load_directory(
   except OSError as error:
     raise failed(error) from error
   _require_family(place, stored["model"]["decoder_block"], family)
-  # A run of its own: the name of the model would be that of the run whose weights these are.
+  # The new run needs another name: the default is the model's, which may be the name of the run that has these weights.
   source = step.parent.parent if step.parent.name == "checkpoints" else step
   name = f"run_name={source.name}-tuned"
   return load_stored(stored, str(step), [f"init_from={place}", name, *overrides], kind_of_files)

@@ -26,11 +26,11 @@ class Change:
   """A key whose effective values differ.
 
   Attributes:
-    section, key: of the key.
+    section, key: section and name of the key.
     was, now: the values of the checkpoint and of this run, to be shown.
     stored: the value to type in order to have the checkpoint's.
-    marks: what the key declares about itself.
-    label: what the table calls it; empty: ``section.key``.
+    marks: class and conditions that the key declares.
+    label: name in the table of a refusal; empty for ``section.key``.
     source: where the checkpoint's value is.
   """
 
@@ -50,12 +50,12 @@ class Change:
 
   @property
   def word(self) -> str:
-    """What to type in order to have the checkpoint's value."""
+    """Return the word to type for the checkpoint's value."""
     return shlex.quote(f"{self.key}={to_text(self.stored)}")
 
   @property
   def note(self) -> str:
-    """What an accepted change means, for the log of a run; empty for the label of a model."""
+    """Return the meaning of an accepted change, for the log of a run; empty for the label of a model."""
     if self.key == "model_name":
       return ""
     if self.marks.selects_trained:
@@ -103,7 +103,7 @@ class Comparison:
     return replace(self, changes=tuple(c for c in self.changes if not own(c)))
 
   def words(self, changes: Sequence[Change]) -> list[str]:
-    """What to type in order to have the checkpoint's values of some keys, and of those that have to go with them."""
+    """Return the words to type for the checkpoint's values of some keys, and of keys that have to change with them."""
     words = {change.key: change.word for change in changes}
     there, here = self.sections
     if here.get("decoder_block") not in FAMILIES:
@@ -131,8 +131,8 @@ def compared(saved: Sections, current: Sections, *, subset: bool = False) -> Com
   A key that only one of them has was added or dropped by another version of the program: it is not compared.
 
   Args:
-    saved: of the checkpoint, by section (JSON values).
-    current: of this run.
+    saved: configuration of the checkpoint, by section (JSON values).
+    current: configuration of this run.
     subset: arrays that only the checkpoint has, as those of a vision tower, do not matter.
   """
   old, new = saved.get("model", {}), current.get("model", {})
@@ -180,7 +180,7 @@ def require_same(
 
   Args:
     where: the checkpoint, for the message.
-    comparison: of the models.
+    comparison: differences between the two models.
     allow: the key ``allow_model_change``.
     resumes: a run resumes from the checkpoint; otherwise a model is made of its weights.
     notes: lines below the table.
@@ -216,7 +216,7 @@ def _fixes(
   computed: Sequence[Change],
   resumes: bool,
 ) -> Iterator[str]:
-  """What to type, the alternatives one by one."""
+  """Yield the alternatives to type."""
   changes, adds = (*shapes, *computed), comparison.adds
   family = next((change for change in changes if change.key == "decoder_block"), None)
   if family is not None:

@@ -139,7 +139,7 @@ def _drawn(lacking: Collection[tuple[str, ...]], model: Model) -> dict[tuple[str
 
 
 def _say(starts: Callable[[str], None] | None, comparison: Comparison, lacking: Collection[tuple[str, ...]], seed: int) -> None:
-  """What differs from the checkpoint, to whoever starts training."""
+  """Report the differences from the checkpoint to a run that starts training."""
   if starts is None:
     return
   for line in comparison.without_added().lines():

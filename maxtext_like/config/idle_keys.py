@@ -1,4 +1,4 @@
-"""Keys that have no effect beside the other values of a configuration: what is said about them when they are set.
+"""Keys that have no effect with the other values of a configuration, and the notes about them when they are set.
 
 Combinations that are wrong are refused by the sections and by ``rules.py``. A key of this table is harmless, but a person who
 sets it expects an effect, so a note says that there is none, and why. ``tests/training/test_turned_keys.py`` turns every key of

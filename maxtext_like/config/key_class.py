@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that reads it: the class that each key declares in its schema entry.
+"""Classes of keys by the changes that are allowed between a checkpoint and the run that reads it.
 
 A key declares its class as the type of its field: ``vocab_size: Shape[int]``. A key without a class is ``TRAINING``. Resume,
 ``init_from``, generate, forward, the list of changes and docs/configuration.md read the classes from here. Every key of
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class KeyClass(enum.Enum):
-  """What a key decides."""
+  """Kinds of effects that a key has."""
 
   SHAPE = "shape"
   MATHEMATICS = "mathematics"
@@ -26,7 +26,7 @@ class KeyClass(enum.Enum):
 
   @property
   def rule(self) -> str:
-    """What follows for a run that reads a checkpoint with another value."""
+    """Return the rule for a run that reads a checkpoint with another value."""
     return _RULES[self]
 
 
@@ -56,7 +56,7 @@ class When:
   value: Any = None
 
   def holds(self, section: Any) -> bool:
-    """Whether the key does something in a section."""
+    """Return True if the key has an effect in a section."""
     found = getattr(section, self.key)
     return bool(found) if self.value is None else found == self.value
 
@@ -83,7 +83,7 @@ class SelectsTrained:
 
 @dataclass(frozen=True)
 class Marks:
-  """What a key declares about itself."""
+  """Class and conditions that a key declares."""
 
   kind: KeyClass = KeyClass.TRAINING
   declared: bool = False
@@ -112,5 +112,5 @@ def marks(section: type) -> Mapping[str, Marks]:
 
 
 def does_something(section: Any, key: str) -> bool:
-  """Whether a key does something beside the other values of its section."""
+  """Return True if a key has an effect with the other values of its section."""
   return all(when.holds(section) for when in marks(type(section))[key].when)

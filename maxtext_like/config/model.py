@@ -79,7 +79,7 @@ class ModelConfig:
     return part in self.parts
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what null means filled in, or None if the key does nothing beside the other values.
+    """The value of a key, with what null means filled in, or None if the key has no effect with the other values.
 
     Two models are the same if the effective values of all keys are equal.
     """

@@ -33,7 +33,7 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
       Gemma then starts by predicting its input token: half of the stream is the token's own row of the table, which is the head
       too. The first loss is above log(V), 21.9 for the 31B, and below that of ``maxtext`` after 5 steps. A final norm of
       D ** -0.25 avoids the former and was slower over 300 steps of a narrow Gemma 3 (2.28 instead of 2.17 at step 180).
-    cfg, layers: what a family's ``decoder`` returned.
+    cfg, layers: result of a family's ``decoder``.
 
   Returns:
     The configuration around the layers, and the layers.
@@ -77,7 +77,7 @@ class InitialScores:
 
   @property
   def saturated(self) -> bool:
-    """Whether the softmax is nearly one-hot, so that gradients grow from layer to layer.
+    """True if the softmax is nearly one-hot, so that gradients grow from layer to layer.
 
     The sum of squared probabilities of a softmax over n normal scores is about exp(stddev ** 2) / n, and 1 if one key has all
     the weight. The boundary is where that estimate reaches 1.
@@ -102,7 +102,7 @@ def saturation(layers: Sequence[Block], length: int) -> str | None:
   """Return a note for a model that would start from random weights with saturated attention; None if it does not.
 
   Args:
-    layers: of the decoder.
+    layers: layers of the decoder.
     length: tokens of a row.
   """
   found = [scores for scores in initial_scores(layers, length) if scores.saturated]

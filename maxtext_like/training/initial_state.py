@@ -83,7 +83,7 @@ def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Pat
     lines = "\n".join(change.line for change in differ)
     raise UserError(
       f"{step}: the adapter has other ranks or scales than this run's\n{lines}\n"
-      "  why: what it has learned would count more or less than it did\n"
+      "  why: the learned factors would be scaled differently\n"
       f"  fix: {' '.join(change.word for change in differ)} (the checkpoint's values)\n"
       "       or run_name=NAME (a new run)"
     )

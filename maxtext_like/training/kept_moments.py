@@ -19,17 +19,17 @@ Tree = Any
 
 
 def is_missing(x: Any) -> bool:
-  """Whether a leaf of a restored state was not in the checkpoint."""
+  """Return True if a leaf of a restored state was not in the checkpoint."""
   return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def summary(stored: Mapping[str, Any], state: Tree, optimizer: Optimizer) -> str | None:
-  """What a resumed run keeps of its optimizer state, in a line; None if the same parameters are trained.
+  """Return a line about the optimizer state that a resumed run keeps; None if the same parameters are trained.
 
   Args:
     stored: the leaves of the checkpoint by name.
-    state: of the run, as it was restored.
-    optimizer: of the run.
+    state: restored state of the run.
+    optimizer: optimizer of the run.
   """
   leaves = jax.tree.leaves(state[MOMENTS])
   new = sum(map(is_missing, leaves))
@@ -51,7 +51,7 @@ def completed(state: Tree, params: Tree, optimizer: Optimizer) -> Tree:
   Args:
     state: with ``jax.ShapeDtypeStruct`` (and its sharding) where a moment is missing.
     params: the trained parameters (None elsewhere).
-    optimizer: of the run.
+    optimizer: optimizer of the run.
   """
   leaves, structure = jax.tree.flatten(state)
   missing = [i for i, x in enumerate(leaves) if is_missing(x)]

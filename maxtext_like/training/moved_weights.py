@@ -24,7 +24,7 @@ class MovedWeights:
   """Measures in the step with the highest learning rate: a warm-up starts with rates that are meant to change little.
 
   Only matrices count, without token tables and experts, because a batch may use a part of these. In several processes each one
-  samples the arrays of its own first device.
+  samples the arrays of its first device.
 
   Args:
     program: program of the run.
@@ -50,7 +50,7 @@ class MovedWeights:
     self._sample: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(lambda arrays: [_strided(x) for x in arrays])
 
   def due(self, step: int) -> bool:
-    """Whether this step is measured."""
+    """Return True if this step is measured."""
     return bool(self._leaves) and step == self._step
 
   def before(self, step: int, state: State) -> None:

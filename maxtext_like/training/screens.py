@@ -113,7 +113,7 @@ class Terminal:
         task.start_time = self._live.get_time() - seconds
 
   def bar(self, step: int, last_step: int, numbers: str) -> None:
-    """The bar, in the place of a spinner."""
+    """Shows the bar instead of a spinner."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     with self._lock:

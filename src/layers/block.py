@@ -69,7 +69,7 @@ class BlockConfig:
     mixer, ffn: configurations of the two parts.
     norm: of their inputs.
     sandwich: their outputs are normed too, before they join the stream (Gemma).
-    branch_gain: initial scale of the norms of what joins the stream.
+    branch_gain: initial scale of the norms behind attention and feed-forward layer.
     per_layer: how the layer takes in its own small input (Gemma 4 E2B, E4B); None: it has none.
     layer_scalar: the residual stream is multiplied by a stored number after the layer (Gemma 4).
   """

@@ -1,4 +1,4 @@
-"""What the layers of a decoder hand out, put together for the model: statistics, losses, captured arrays."""
+"""Statistics, losses and captured arrays of all layers of a decoder, combined for the model."""
 
 from typing import Any
 

@@ -64,13 +64,13 @@ def constant(rows: jax.Array, held_BT: jax.Array | None) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-  """What the embedding needs to know.
+  """Sizes and initial values of the embedding.
 
   Attributes:
     vocab_size, emb_dim: V and D.
     scale_by_sqrt_dim: rows are multiplied by sqrt(D) (Gemma).
-    initial_stddev: of the table's elements before training; None is D ** -0.5, with which a tied head's logits have
-      standard deviation 1.
+    initial_stddev: standard deviation of the table's elements before training; None is D ** -0.5, with which the logits of a
+      tied head have standard deviation 1.
   """
 
   vocab_size: int
