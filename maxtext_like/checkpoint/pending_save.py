@@ -1,10 +1,14 @@
 """One save under way, what the saves of a run came to, and orbax's errors in a line."""
 
 import dataclasses
+import functools
 import logging
 import os
 import re
+import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -52,3 +56,28 @@ _TOLD = (
 def told_by_us(entry: logging.LogRecord) -> bool:
   """Drops orbax's tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
   return not any(part in str(entry.msg) for part in _TOLD)
+
+
+@functools.cache
+def hide_calls_into_closed_loops() -> None:
+  """Install ``without_calls_into_closed_loops`` as ``sys.unraisablehook``, once for this process."""
+  sys.unraisablehook = without_calls_into_closed_loops(sys.unraisablehook)
+
+
+def without_calls_into_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+  """Return a hook for exceptions that cannot be raised, which drops those of TensorStore after a failed save.
+
+  When one array cannot be written, orbax closes its event loop while TensorStore still writes the others. Each of these calls
+  the closed loop when it ends, and Python prints a traceback for each. The save is reported as failed in one line already.
+
+  Args:
+    hook: called with every other exception.
+  """
+
+  def filtered(unraisable: Any) -> None:
+    error, trace = unraisable.exc_value, unraisable.exc_traceback
+    from_native_code = trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
+    if not (from_native_code and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+      hook(unraisable)
+
+  return filtered

@@ -175,11 +175,11 @@ def test_closing_after_a_failed_save_is_an_error(tmp_path, monkeypatch):
     raise KeyError("the first error")
 
 
-def test_what_orbax_raises_at_once_is_a_failed_save(tmp_path):
+def test_a_file_in_place_of_the_checkpoint_directory_ends_a_save(tmp_path):
   with CheckpointManager(tmp_path / "c", backoff_seconds=0.01) as manager:
     shutil.rmtree(tmp_path / "c")
     (tmp_path / "c").write_text("a file in the way")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(RetryableError, match=f"checkpoint directory {tmp_path}/c: was removed while this run was going on"):
       manager.save(1, {"x": jnp.arange(3.0)})
 
 
