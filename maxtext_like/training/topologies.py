@@ -159,9 +159,11 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
       return None
     key, gpus = found[1], int(found[2])
   if not 1 <= gpus <= MAX_GPUS:
+    sized = f"{key}-{gpus}gb"
+    meant = f", or topology={sized} if {gpus} GB is its memory" if find_gpus(sized) else ""
     raise UserError(
       f"topology={name}: GPUs of one host are planned and compiled for, 1 to {MAX_GPUS} of them; a run may have several hosts\n"
-      f"  fix: topology={key}-8, with the rows of one host"
+      f"  fix: topology={key}-8, with the rows of one host{meant}"
     )
   size = None if memory is None else memory_bytes(memory)
   card = CARDS.get(key)

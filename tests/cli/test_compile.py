@@ -46,6 +46,7 @@ def test_topologies_are_what_their_names_say():
       "GPUs of one host are planned and compiled for, 1 to 8 of them; a run may have several hosts\n  fix: topology=h200-8",
     ),
     (["gemma4-tiny", "topology=h100-0"], "GPUs of one host are planned"),
+    (["gemma4-tiny", "topology=A100-40"], "one host, or topology=a100-40gb if 40 GB is its memory"),
     (["gemma4-tiny", "topology=h202-8"], "did you mean h200-8"),
     (["gemma4-tiny", "topology=rtx4091"], "did you mean rtx4090-1"),
     (["gemma4-tiny", "topology=gpu"], "the memory of a card that is not in the table has to be given\n  fix: add memory=24GB"),
