@@ -84,6 +84,8 @@ class _Reader:
         f"fields: {fields}",
         fix="data_format=text, or train in place of sft"
         if isinstance(record.get("text"), str)
+        else "dataset_path=FILES of records with the chosen answers as messages, or as prompt and completion"
+        if "chosen" in record
         else "dataset_path=FILES of conversations",
       )
     if not messages:

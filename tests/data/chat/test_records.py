@@ -93,6 +93,12 @@ def test_a_label_under_an_unknown_name_is_refused(name):
   assert read({"messages": BOTH, "is_english": False, "pretrained": False}).unread == ("is_english", "pretrained")
 
 
+def test_pairs_of_preferences_are_answered_with_what_to_train_on():
+  with pytest.raises(BadRecordError, match="no conversation") as error:
+    read({"prompt": "Hi", "chosen": "Hello", "rejected": "No"})
+  assert error.value.fix == "dataset_path=FILES of records with the chosen answers as messages, or as prompt and completion"
+
+
 def test_fields_that_nothing_reads():
   message = BOTH[1] | {"score": 1, "empty": [], "name": "x"}
   record = {"messages": [BOTH[0] | {"train": True}, message], "id": 7, "prompt": "Hi", "none": None, "tools": [], "images": []}
