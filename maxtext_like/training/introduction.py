@@ -158,8 +158,9 @@ def shares(trained: Mapping[str, int], evaluated: Mapping[str, int], settings: D
     return "\n".join(lines)
   total = sum(trained.values())
   if not evaluated:
-    unused = f"; eval_fraction={settings.eval_fraction:g} counts with eval_interval" if settings.eval_fraction else ""
-    return f"data    {total:,} documents train, none are held out: nothing evaluates{unused}"
+    share = settings.eval_fraction
+    hint = f" (set eval_interval to hold out {100 * share:g} %)" if share else ""
+    return f"data    {total:,} training documents, no evaluation set{hint}"
   return f"data    {total:,} documents train, {sum(evaluated.values()):,} evaluate ({whence})"
 
 

@@ -14,7 +14,7 @@ from maxtext_like.config.schema import LEAVES
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.errors import UserError
 from maxtext_like.training import memory, objectives, optimizers
-from maxtext_like.training.introduction import introduction
+from maxtext_like.training.introduction import introduction, shares
 from maxtext_like.training.objectives import language_modelling
 from maxtext_like.training.objectives import registry as objective_registry
 from maxtext_like.training.optimizers import registry as optimizer_registry
@@ -76,3 +76,9 @@ def test_the_key_chooses_the_objective_and_the_start_line_tells_it(monkeypatch):
 
 def test_names_in_a_sentence():
   assert [alternatives(names) for names in ("a", "ab", "abc")] == ["a", "a or b", "a, b or c"]
+
+
+def test_documents_of_a_run_that_does_not_evaluate():
+  told = "data    1,686 training documents, no evaluation set"
+  assert shares({"": 1686}, {}, load_config("gemma3-tiny", []).config.data) == f"{told} (set eval_interval to hold out 5 %)"
+  assert shares({"": 1686}, {}, load_config("gemma3-tiny", ["eval_fraction=0.0"]).config.data) == told
