@@ -1,5 +1,6 @@
 """Non-finite numbers that nobody sees: masked by nan_to_num, applied by an optimizer, sampled from."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from maxtext_like.layers.decoder import Decoder, DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.numerics.xray import xray
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.adamw import AdamW
@@ -61,10 +63,10 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
 
   rule: Any = AdamW(0.9, 0.999, 1e-8)
   optimizer = Optimizer(rule, 0.0, "float32", "float32", "float32", None)
-  nothing: Any = None  # a decoder: ``apply`` is all that is called of the objective
+  decoder: Any = SimpleNamespace(router_losses=(RouterLosses(), 0))  # all that a step asks of a decoder besides ``apply``
   step = TrainStep(
     apply=apply,
-    objective=LanguageModelling(nothing),
+    objective=LanguageModelling(decoder),
     selection=Selection({"w": True}, (None,)),
     optimizer=optimizer,
     schedule=lambda _: jnp.float32(0.1),
