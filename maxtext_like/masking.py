@@ -75,7 +75,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
   (re.compile(rf"(?<![\w.?&;-])((?!(?-i:(?:OLD)?PWD=/))(?!pass:\s){_NAME}"
               rf"(?:\\?['\"])?\s*(?:=(?!=)|:\s|:(?=[^\s/:]))\s*){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})"), MASK),
-  # Base64 without a format of its own, as AWS's secret keys: 32 characters and more, without a dot, a dash or an underscore.
+  # Base64 without a specific format, such as AWS's secret keys: 32 characters and more, without a dot, a dash or an underscore.
   (re.compile(r"(?<![\w+/=.-])(?!/)[A-Za-z0-9+/]{32,}={0,2}(?![\w+/=.-])"), _if_random),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from maxtext_like.masking import masked_words
 
 VARIABLE = "MAXTEXT_LIKE_COMMAND"
-"""The launcher of several processes tells them its own command in this environment variable: theirs lack its options."""
+"""The launcher of several processes passes its command to them in this environment variable: theirs lack its options."""
 
 _is_command = False
 

@@ -26,7 +26,7 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
 
   Args:
     model: a model's name (``"gemma4-tiny"``), the path of a model file, a directory with a checkpoint, which gives the model
-      and becomes ``init_from``, or a configuration: what this function returned, its ``config``, or a ``ConfigDict`` of it.
+      and becomes ``init_from``, or a configuration (a value returned by this function, its ``config``, or its ``ConfigDict``).
     overrides: words as on the command line: ``"steps=20"``, or the path of an overlay.
     keys: the same as Python values: ``steps=20``.
 

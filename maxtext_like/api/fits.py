@@ -293,7 +293,7 @@ def compile_step(
     config: a name, a path, or what ``load_config`` returned.
     overrides: words laid over it.
     topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2".
-    memory: of a GPU, as "24GB", in the place of what the table has; without a topology it is one GPU of any kind.
+    memory: memory of a GPU, such as "24GB", instead of the table's value; without a topology, one GPU of any kind.
     num_slices: of TPUs: how many such slices, joined by the data-center network.
     xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
     machine_code: False: of TPUs the compiler is stopped once memory is laid out, which is a tenth of the work; all but its own

@@ -17,7 +17,7 @@ class InitialRisk:
   Attributes:
     init_scheme: how initial values are chosen.
     scores: of every run of equal layers.
-    note: what is wrong, and the fix; None if no layer starts saturated.
+    note: the problem and its fix; None if no layer starts saturated.
   """
 
   init_scheme: str

@@ -96,7 +96,7 @@ class StepWeights:
     model: the same on its device.
     step: where they are.
     exact: an adapter is added in float32, whatever the weights are stored in.
-    notes: what to know of the weights; complete once they are loaded.
+    notes: remarks about the weights; complete once they are loaded.
   """
 
   decoder: "Decoder"

@@ -112,7 +112,8 @@ def plan(
     overrides: words laid over it.
     topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU devices, as
       "cpu-8", whose speed is not known.
-    memory: of a GPU or CPU device, as "24GB", in the place of what the table has; without a topology it is one GPU of any kind.
+    memory: memory of a GPU or CPU device, such as "24GB", instead of the table's value; without a topology, one GPU of any
+      kind.
     num_slices: of TPUs: how many such slices.
     search: also tries meshes, rows a device and remat policies; what fits comes back, best bound first.
     keys: values laid over it.

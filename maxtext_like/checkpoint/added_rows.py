@@ -33,7 +33,7 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
   """The model with the vocabulary of a checkpoint; None unless the checkpoint has a smaller one than the model.
 
   Args:
-    directory: a Hugging Face checkpoint, a run or a step. What cannot be read is reported when its weights are read.
+    directory: a Hugging Face checkpoint, a run or a step. Unreadable files are reported when its weights are read.
     model: whose parameters the checkpoint's become.
 
   Raises:

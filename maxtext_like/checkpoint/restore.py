@@ -68,8 +68,8 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
       that no device ever holds more than it keeps. Leaves without one go to the first local device.
 
   Returns:
-    The tree of ``like`` filled with arrays, without what is begun anew and was not stored. Moments that were not stored, as of
-    parameters that were not trained, stay ``jax.ShapeDtypeStruct``.
+    The tree of ``like`` filled with arrays, without entries that were not stored and are initialized again. Moments that were
+    not stored, such as those of parameters that were not trained, stay ``jax.ShapeDtypeStruct``.
 
   Raises:
     UserError: a value does not fit the dtype that it is cast to.

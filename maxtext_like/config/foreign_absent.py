@@ -316,7 +316,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     "distributed_timeout_minutes ddp_timeout",
   ),
 )
-"""What holds instead, and complete names."""
+"""Pairs: the rule that applies instead, and complete names."""
 
 FAMILIES: tuple[tuple[str, str], ...] = (
   (
@@ -438,4 +438,4 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     "skip_step_* attention_sink",
   ),
 )
-"""What holds instead, and patterns of complete names (``*`` is any text). The first row that matches counts."""
+"""Pairs: the rule that applies instead, and patterns of complete names (``*`` is any text). The first match counts."""

@@ -153,7 +153,7 @@ class ByValue:
 
   Attributes:
     names: other trainers' names.
-    says: what the key decides.
+    says: description of the setting that the key controls.
     values: their value, in lower case, to the words to write; empty: leave the key out.
     otherwise: the advice for any other value.
   """

@@ -14,7 +14,7 @@ class Similar:
   Attributes:
     names: other trainers' names.
     says: the difference.
-    write: what to type, without the other trainer's value.
+    write: words to type, without the other trainer's value.
   """
 
   names: str

@@ -35,8 +35,8 @@ class BadRecordError(Exception):
 
   Attributes:
     place: file and line.
-    reason: what is wrong.
-    fix: what to type if all records are like this one; "" if only the record itself can be repaired.
+    reason: the problem.
+    fix: words to type if all records are like this one; "" if only the record itself can be repaired.
   """
 
   def __init__(self, place: str, reason: str, fix: str = ""):

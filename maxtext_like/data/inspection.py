@@ -29,7 +29,7 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5  # of a kept entry, and of the rules: what an older one says may not hold any more
+FORMAT = 5  # version of a stored entry and of the rules; results of an older version may no longer be valid
 BAD_KEPT = 10_001  # more bad records than any number of documents may have
 SHOWN = 10
 FIXES_KEPT = 10
@@ -43,8 +43,8 @@ class Findings:
   Attributes:
     bad: document and reason of the first BAD_KEPT bad records.
     bad_count: of all of them.
-    notes: what is said about the good ones.
-    fixes: what to type against bad records, as ``BadRecordError.fix`` says, and for how many of them.
+    notes: remarks about the good records.
+    fixes: words to type against bad records (``BadRecordError.fix``), each with the number of records.
   """
 
   bad: tuple[tuple[int, str], ...] = ()
@@ -72,7 +72,7 @@ class Rules:
   naming: tuple[str, ...] = ()
 
   def check(self, record: Record, place: str) -> Seen:
-    """What a record has that is worth a warning.
+    """Return the properties of a record that deserve a warning.
 
     Raises:
       BadRecordError: the record cannot be used: placeholders without images or the other way round; spellings of special tokens
@@ -97,7 +97,7 @@ class Rules:
     return Seen(spelt, conversation.unread, *self.chat.lost_thoughts(conversation, samples))
 
   def _refuse_image_token(self, spelt: Mapping[str, int], special: Mapping[str, int], place: str) -> None:
-    """BadRecordError where a spelling would become the token that stands for an image."""
+    """Raise BadRecordError if a spelling would become the placeholder token of an image."""
     if spelt and self.special == "parse" and self.multimodal:
       image = self.multimodal.vision.image_token_id
       if any(special[spelling] == image for spelling in spelt):
@@ -169,7 +169,7 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
 
 
 def most_skipped(count: int) -> int:
-  """How many bad records among so many documents on_bad_record=skip accepts."""
+  """Return how many bad records on_bad_record=skip accepts among ``count`` documents."""
   return max(10, min(10_000, count // 100))
 
 
@@ -188,7 +188,7 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
   Raises:
     UserError: bad records, with file, line and reason.
   """
-  skipped = found.bad_count <= bad_max and found.bad_count < count  # what on_bad_record=skip accepts
+  skipped = found.bad_count <= bad_max and found.bad_count < count  # on_bad_record=skip accepts this number
   if found.bad_count and not (skip_bad and skipped):
     fix = fix_of_bad(dict(found.fixes), found.bad_count, count, "on_bad_record=skip leaves them out and counts them" * skipped)
     if found.bad_count == 1:
@@ -206,7 +206,7 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
 
 
 def fix_of_bad(fixes: Mapping[str, int], bad: int, count: int, skip: str) -> str:
-  """What to type against bad records.
+  """Return the words to type against bad records.
 
   Args:
     fixes: ``BadRecordError.fix`` of each, and how many have it.

@@ -65,7 +65,7 @@ class SourceCounts:
     filled: share of the places in them that are no padding.
     reasons: of the first bad records.
     notes: sentences about records that can be used but may not give what their author meant, with counts.
-    fix: what to type against the bad records; "" if there are none.
+    fix: words to type against the bad records; "" if there are none.
   """
 
   documents: int

@@ -19,7 +19,7 @@ def shown(names: Sequence[str]) -> str:
 
 
 def fix_of_missing(names: Sequence[str], texts: Sequence[str]) -> str:
-  """What to type where data.text_field names no field.
+  """Return the words to type if data.text_field names no field.
 
   Args:
     names: the fields that there are.

@@ -1,4 +1,4 @@
-"""What is said once about records that can be used but may not give what their author meant, with counts."""
+"""Warnings, each given once and with counts, about usable records that may not mean what their author intended."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Seen:
-  """What one good record has; see ``Notes``."""
+  """Properties of one good record; see ``Notes``."""
 
   spelt: Mapping[str, int] = field(default_factory=dict)
   unread: tuple[str, ...] = ()

@@ -65,8 +65,8 @@ class ImageSpan:
 class Document:
   """What the tokenising stage hands to the packer: document number, and its ids, or why it has none.
 
-  `learned`: bool for each id, whether it is a target; None: all are. `ends`: where each of several samples ends in `ids`, of
-  which each is a segment of its own; empty: there is one. `excluded`: left out because the record says so; it has no ids.
+  `learned`: bool for each id, whether it is a target; None: all are. `ends`: where each of several samples ends in `ids`; each
+  sample is a separate segment; empty: there is one sample. `excluded`: left out because the record says so; it has no ids.
   """
 
   number: int

@@ -148,7 +148,7 @@ def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str)
   for folder in [paths] if isinstance(paths, str) else paths or ():
     ends: Counter[str] = Counter()
     with input_files.saying_if_slow(f"data.{named} {folder!r}: looking for files of other kinds"):
-      for _, folders, names in os.walk(os.path.expanduser(folder)):  # of what is no folder: nothing
+      for _, folders, names in os.walk(os.path.expanduser(folder)):  # yields nothing if it is not a folder
         folders[:] = [name for name in folders if not name.startswith(".")]
         ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
     for suffix, count in sorted(ends.items()):

@@ -159,7 +159,7 @@ class _LibraryTokenizer:
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-  """A tokenizer.json, read by the library tokenizers; tokenizer_config.json beside it names the special tokens."""
+  """A tokenizer.json, read by the library tokenizers; tokenizer_config.json in the same folder names the special tokens."""
 
   def __init__(self, path: Path):
     """`path`: the tokenizer.json. Raises UserError: too large, not UTF-8, damaged, names tokens it does not have."""

@@ -80,7 +80,7 @@ class SentencePieceLibrary:
     return {"vocab_size": library.get_piece_size(), "bos": library.bos_id(), "eos": library.eos_id(), "pad": library.pad_id()}
 
   def special(self) -> dict[str, int]:
-    """Control pieces by spelling. Gemma has 262,144 pieces to search, so it is done only when somebody asks."""
+    """Control pieces by spelling. Gemma has 262,144 pieces to search, so it is done only on request."""
     library = self._library
     return {library.id_to_piece(i): i for i in range(library.get_piece_size()) if library.is_control(i)}
 
@@ -101,8 +101,8 @@ def _ids(encode: Callable[[], list[int]]) -> list[int]:
   except (MemoryError, KeyboardInterrupt):
     raise
   except BaseException as error:
-    # What Rust raises for a panic, as when an expression backtracks for too long, is not an Exception. It is in no module that
-    # could be imported, and a signal handler may raise an exit meanwhile.
+    # A Rust panic, as when an expression backtracks for too long, raises a type that is no Exception. No module exports that
+    # type, and a signal handler may raise an exit meanwhile.
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
       raise RefusedError(f"{type(error).__name__}: {error}") from None
     raise

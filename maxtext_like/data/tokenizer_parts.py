@@ -1,4 +1,4 @@
-"""Whether the parts of a tokenizer.json are known to need time and memory in proportion to the text.
+"""Checks that the parts of a tokenizer.json are known to need time and memory in proportion to the text.
 
 Such a tokenizer runs in this process, which is fastest: all that were published for the families here do. Any other one runs in
 the worker process, with limits.
@@ -24,7 +24,7 @@ _MOST_REPEATS = 3  # in an alternative of an expression: a search may take the l
 
 
 def is_bounded(data: bytes) -> bool:
-  """Whether a tokenizer.json has only parts whose time and memory are known. False for what is not JSON of an object."""
+  """Return True if a tokenizer.json has only parts whose time and memory are known; False if it is not a JSON object."""
   try:
     parts = json.loads(data)
     if not isinstance(parts, dict):
@@ -87,7 +87,7 @@ _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 
 
 def _is_bounded_expression(text: str) -> bool:
-  """Whether a search for a regular expression ends soon: no repeated group, and few repeats in each alternative."""
+  """Return True if a regular expression search ends soon: no repeated group, and few repeats in each alternative."""
   text = _CLASS.sub("c", _ESCAPED.sub("e", text))
   if "[" in text or _REPEATED_GROUP.search(text):
     return False

@@ -28,7 +28,7 @@ KINDS = {
   "tokenizer.json": ("maxtext_like.data.tokenizer_libraries", "TokenizersLibrary"),
   "sentencepiece": ("maxtext_like.data.tokenizer_libraries", "SentencePieceLibrary"),
 }
-"""What the worker runs: the module and the class of each kind."""
+"""The programs that the worker runs: the module and the class of each kind."""
 MOST = 2**31  # bytes of a message
 
 
@@ -45,8 +45,8 @@ def main() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # an abort is expected here
   out = os.dup(1)
   quiet = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(quiet, 1)  # what a library prints must not become part of a reply
-  os.dup2(quiet, 2)  # a library's report of its own crash; the parent says what happened
+  os.dup2(quiet, 1)  # output printed by a library must not become part of a reply
+  os.dup2(quiet, 2)  # a library's report when it crashes; the parent says what happened
   opened: dict[int, Any] = {}
   memory = _Memory()
   _reply(out, JSON, 0.0, json.dumps(memory.limited).encode())
@@ -88,7 +88,7 @@ class _Memory:
   """Limits the address space of this process.
 
   Attributes:
-    limited: whether the system can do that. macOS cannot; the parent then measures this process while it waits.
+    limited: True if the system can do that. macOS cannot; the parent then measures this process while it waits.
   """
 
   def __init__(self) -> None:

@@ -40,7 +40,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from maxtext_
 
 @dataclass(frozen=True)
 class Limits:
-  """What a program may use. Times are processor time of the worker.
+  """Limits on the resources of a program. Times are processor time of the worker.
 
   Attributes:
     open_seconds: to open the program.
@@ -73,10 +73,10 @@ class Program:
 
     Args:
       kind: a key of ``worker_main.KINDS``.
-      name: of the program, for errors: "x.jinja: the chat template".
+      name: name of the program for errors: "x.jinja: the chat template".
       load: gives the arguments of its class. Called again when another worker has to open it.
       limits: of time and memory.
-      fix: what to type instead, for the error when a limit is exceeded.
+      fix: words to type instead, for the error when a limit is exceeded.
 
     Raises:
       RefusedError: the worker cannot open it; the message is the reason.
@@ -99,7 +99,7 @@ class Program:
     return facts
 
   def call(self, method: str, *arguments: Any, size: int) -> Any:
-    """What a method of the program returns: a text, a list of ids, or JSON.
+    """Call a method of the program and return its result: a text, a list of ids, or JSON.
 
     Args:
       method: its name.

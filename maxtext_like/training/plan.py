@@ -177,8 +177,11 @@ def _casts(program: TrainProgram) -> int:
 
 
 def _taken_again(program: TrainProgram) -> float:
-  """FLOPs over all devices that are taken more than once: of the layers' forward pass by remat, in each backward pass, and
-  where one finds the load of experts first; of the backward pass where one measures the gradients before another updates."""
+  """Return the FLOPs, summed over all devices, of repeated computation.
+
+  Remat repeats the layers' forward pass in each backward pass. A step repeats the forward pass if a first one finds the load of
+  experts, and the backward pass if a first one measures the gradients before another one updates.
+  """
   decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
   backward = program.step.backward_passes
   again = backward_flops(decoder, program.spec, program.selection, rows, t.max_target_length) if backward > 1 else 0.0

@@ -143,10 +143,10 @@ class TrainProgram:
     return [(mixer, params[s][layer]["attention"]["kv_b"]) for mixer, s, _, layer in places if isinstance(mixer, MLA)]
 
   def completed(self, stored: State, weights: Any) -> State:
-    """The state of what a checkpoint kept of it.
+    """Complete the state that a checkpoint kept.
 
     Args:
-      stored: what ``stored`` gave; what it lacks of what a step remembers, and moments that it lacks, begin anew.
+      stored: result of ``stored``; values of ``_begun`` and moments that are missing start at their initial values.
       weights: of the model, which stay as they are; of no use without an adapter.
     """
     anew = {name: jax.device_put(x, replicated(self.model.mesh)) for name, x in self._begun().items() if name not in stored}

@@ -154,7 +154,7 @@ class Notebook:
     self._lock = threading.Lock()
 
   def say(self, text: str) -> None:
-    """Writes lines in the place of the one at the end, which the next update writes again."""
+    """Writes lines over the one at the end, which the next update writes again."""
     with self._lock:
       first, *others = text.split("\n")
       self._write("\r" * bool(self._shown) + "\n".join([f"{first:<{self._shown}}", *others]) + "\n")
@@ -228,7 +228,7 @@ def _console(stream: TextIO) -> Any:
 
 
 def _is_notebook(stream: TextIO) -> bool:
-  """Whether the stream is what a notebook shows under a cell. IPython in a terminal has no kernel."""
+  """Return True if a notebook shows the stream under a cell. IPython in a terminal has no kernel."""
   ipython = sys.modules.get("IPython")
   shell = ipython.get_ipython() if ipython is not None else None
   return getattr(shell, "kernel", None) is not None and stream in (sys.stdout, sys.stderr)

@@ -24,14 +24,14 @@ _PROBS, _BY_ROW = "balance_probs", "balance_by_row"
 def statistics(
   losses: RouterLosses, real_BT: jax.Array, probs_BTE: jax.Array, experts_BTk: jax.Array, logits_BTE: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-  """What one layer contributes to ``totals``.
+  """Return the statistics that one layer contributes to ``totals``.
 
   Args:
     losses: the definition and the weights.
     real_BT: float32, 1 for a token and 0 for padding.
     probs_BTE: the probabilities of the definition.
     experts_BTk: int32, the choices that the definition counts.
-    logits_BTE: of the router; the z-loss reads them.
+    logits_BTE: router logits; the z-loss reads them.
   """
   found: dict[str, jax.Array] = {}
   tokens_B = jnp.sum(real_BT, axis=1)

@@ -26,7 +26,7 @@ class NormConfig:
     with_scale: multiply by a parameter.
     scale_plus_one: the parameter is the scale minus one (Gemma 3).
     round_before_scale: round to ``dtype`` before multiplying by the scale, as Llama and DeepSeek do; else after, as Gemma.
-    initial_scale: what the norm multiplies by before training.
+    initial_scale: factor that the norm multiplies by before training.
     kernel: what makes the gradients.
   """
 

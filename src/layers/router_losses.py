@@ -31,9 +31,9 @@ class RouterLosses:
   The z-loss is the sum over layers of the mean over tokens of log(sum_e exp(logit_e))^2 (Zoph et al. 2022, arXiv:2202.08906).
 
   Attributes:
-    definition: of the load-balancing loss.
-    weight: of the load-balancing loss; 0 is off.
-    z_weight: of the router z-loss; 0 is off.
+    definition: which load-balancing loss is used.
+    weight: factor on the load-balancing loss; 0 is off.
+    z_weight: factor on the router z-loss; 0 is off.
   """
 
   definition: Definition = "switch"

@@ -40,7 +40,7 @@ class Gemma4VisionConfig:
     clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
     output_dim: O.
     epsilon: of every norm.
-    query_gain, branch_gain: initial scales of the query norm, and of the norms of what joins the stream.
+    query_gain, branch_gain: initial scales of the query norm, and of the norms before each residual addition.
     kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
   """
 

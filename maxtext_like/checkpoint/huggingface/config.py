@@ -38,7 +38,7 @@ class HuggingFaceConfig:
     multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
     float8_block: rows and columns that share a ``_scale_inv``.
     dtype: the dtype the file names for its weights, if any.
-    notes: what to know of the file, a sentence each.
+    notes: remarks about the file, one sentence each.
     untied: config.json ties the output head to the embedding, but the tensors have another head.
   """
 
@@ -108,14 +108,14 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
   """The differences between the model that a config.json describes and that of a run.
 
   Args:
-    config: what the file says.
+    config: the contents of the file.
     model: the ``model:`` section of the run.
     vision: the ``vision:`` section of the run, whose placeholders count without a tower too; None: they are not compared.
   """
   family = FAMILIES[model.decoder_block].huggingface
   known, here = marks(type(model)), {"model": vars(model)}
   unchecked = set(family.unchecked(config.has_tower))
-  # A label, and numbers that a model file chooses: what the file says is no change of the user's.
+  # Labels, and numbers that a model file chooses: a different value in the file is not a change by the user.
   labels = {key for key in config.model if key in known and known[key].kind is KeyClass.TRAINING}
   found = compared({"model": {key: x for key, x in config.model.items() if key not in unchecked | labels}}, here)
   untied = "logits_via_embedding" if config.untied else None
@@ -124,7 +124,7 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
     for c in found.changes
   ]
   if vision is not None and config.vision:
-    # What lies beyond the vocabulary never occurs where there is no placeholder.
+    # Ids beyond the vocabulary never occur where there is no placeholder.
     ids = range(model.vocab_size)
     for key in vision.placeholder_keys:
       was, now = (token if token in ids else None for token in (config.vision[key], getattr(vision, key)))

@@ -104,7 +104,7 @@ def unread_notes(top: Fields) -> tuple[str, ...]:
 
 
 def _off(value: Any) -> bool:
-  """Whether a value means that there is nothing: null, false, 0 or empty."""
+  """Return True if a value turns a feature off: null, false, 0 or empty."""
   return not value
 
 

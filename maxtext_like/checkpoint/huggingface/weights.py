@@ -49,7 +49,7 @@ class Weights:
     """Reads headers only.
 
     Args:
-      directory, decoder, config: of the checkpoint.
+      directory, decoder, config: directory, model and configuration of the checkpoint.
       without: paths of parameters that the checkpoint is known to lack, which are not read.
 
     Raises:

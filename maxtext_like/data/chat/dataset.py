@@ -76,7 +76,7 @@ class Chat:
     return cls(renderer, encoder, data.train_on, multimodal, data.special_tokens_in_text)
 
   def excludes(self, conversation: Conversation) -> bool:
-    """Whether the record marks the conversation, or every answer that would be learned, as not to be learned."""
+    """Return True if the record excludes the conversation, or every answer to learn, from training."""
     learned = answers_to_learn(conversation, self.train_on)
     return conversation.excluded or bool(learned and not any(conversation.messages[i].trained for i in learned))
 

@@ -27,7 +27,7 @@ class Encoded:
   Attributes:
     ids: of all its samples, one after the other.
     trained: bool for each, whether it is learned.
-    images: where they stand.
+    images: positions of the images in ``ids``.
     ends: where each sample ends in ``ids``; empty if there is one.
   """
 
@@ -70,17 +70,17 @@ def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset
 class ChatEncoder:
   """Encodes what one renderer writes with one tokenizer.
 
-  Text between special tokens is encoded in one piece, as a server does with the whole prompt; only where the assistant begins
-  to speak it is divided, as a server's prompt ends there. What text spells is text, unless it is parsed: where a tokenizer
-  would find one of the renderer's tokens in it, the spelling is encoded as letters.
+  Text between special tokens is encoded in one piece, as a server does with the complete prompt. It is divided only where the
+  assistant begins to speak, because a server's prompt ends there. If a tokenizer would find one of the
+  renderer's tokens in a text of the record, the spelling is encoded as letters, unless ``parse`` is set.
   """
 
   def __init__(self, renderer: Renderer, tokenizer: Tokenizer, vision: VisionConfig | None = None, *, parse: bool = False):
     """Sets up the tokens of a renderer.
 
     Args:
-      renderer: of the conversations.
-      tokenizer: of the model.
+      renderer: renders the conversations.
+      tokenizer: tokenizer of the model.
       vision: the ``vision:`` section.
       parse: the spelling of a special token in a text of the record is that token, as in Hugging Face.
 

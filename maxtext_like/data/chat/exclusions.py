@@ -1,7 +1,7 @@
 """Marks in a record that say which answers are learned, under the names that other trainers use.
 
 Open this file to add a name. A mark is honoured where its meaning is clear (true, false, 1, 0) and refused otherwise, so that
-an answer that somebody marked as bad is never learned as a good one.
+an answer marked as bad is never learned as a good one.
 """
 
 import json
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 def of_message(message: Mapping[str, Any], where: str) -> bool | None:
-  """Whether a message is marked as learned.
+  """Return the mark that says if a message is learned.
 
   Args:
     message: an object of the record, without fields that are null.
@@ -59,7 +59,7 @@ def of_message(message: Mapping[str, Any], where: str) -> bool | None:
 
 
 def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
-  """Whether a record as a whole is marked as learned, and the names of its fields that say so.
+  """Return the mark of a complete record (True: learned, False: not, None: no mark) and the names of the fields with marks.
 
   Raises:
     ValueError: as ``of_message``.

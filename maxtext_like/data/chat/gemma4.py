@@ -57,7 +57,7 @@ class Gemma4(OneSample):
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     speakers = [i for i, message in enumerate(messages) if message.role != "tool"]
     lost: list[int] = []
-    ended = ""  # what the last message ended with: "call", "response", or a turn
+    ended = ""  # end of the last message: "call", "response", or a turn
     for at, i in enumerate(speakers):
       message = messages[i]
       before = messages[speakers[at - 1]].role if at else None
@@ -179,7 +179,7 @@ def _system(out: Writer, message: Message) -> None:
 
 
 def _spells_thought(message: Message) -> bool:
-  """Whether an answer spells out a channel, which the template does not write."""
+  """Return True if an answer spells out a channel, which the template does not write."""
   return message.role == "assistant" and any(isinstance(part, str) and "<|channel>" in part for part in message.parts)
 
 

@@ -29,7 +29,7 @@ _SHOWN = 40  # characters of each text
 
 
 def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
-  """Warns once if the template beside the tokenizer, which is not used, differs from the published one, which is.
+  """Warns once if the template stored with the tokenizer, which is not used, differs from the published one, which is used.
 
   The two are compared on conversations that every template has. A template that cannot be run, or that exceeds a limit of
   ``worker_process.py``, is reported as not compared. Without jinja2 nothing is compared.

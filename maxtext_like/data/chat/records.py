@@ -188,7 +188,7 @@ class _Reader:
     )
 
   def _trained(self, value: Mapping[str, Any], where: str) -> bool:
-    """Whether an answer is learned: no mark of the message excludes it."""
+    """Return True if an answer is learned: no mark of the message excludes it."""
     try:
       return exclusions.of_message(value, where) is not False
     except ValueError as error:

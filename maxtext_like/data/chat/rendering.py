@@ -21,7 +21,7 @@ class RenderError(Exception):
   """A conversation that a model's template does not have; the message is the reason.
 
   Attributes:
-    fix: what to type if all conversations are like this one; "" if only the record can be repaired.
+    fix: words to type if all conversations are like this one; "" if only the record can be repaired.
   """
 
   def __init__(self, reason: str, fix: str = ""):
@@ -104,7 +104,7 @@ class Renderer(Protocol):
     """The texts that a run learns from a conversation.
 
     Args:
-      conversation: of the record.
+      conversation: the conversation in the record.
       learned: numbers of the answers to learn; None: all text, except answers that the record excludes.
 
     Returns:

@@ -4,7 +4,7 @@ A template gives only text. An answer is found by rendering the beginnings of th
 prompt for it ends, and ends with the special token that ends it when it is the last message.
 
 Special tokens that the record spells are marked before rendering, so that those in the rendered text are the template's own. A
-mark is a character beside the spelling, not inside it: the template may look for the spelling, as Qwen3's looks for </think>.
+mark is a character next to the spelling, not inside it: the template may look for the spelling, as Qwen3's looks for </think>.
 """
 
 import re
@@ -86,7 +86,7 @@ class Turns:
 
     Args:
       answers: numbers of messages of the assistant.
-      divide: whether several texts are wanted; without, an answer that is not found is an error.
+      divide: allow several texts; if False, an answer that is not found is an error.
 
     Raises:
       RenderError: an answer cannot be found, or the template does not write all of it.
@@ -162,7 +162,7 @@ class Turns:
     return stop
 
   def _loses_thought(self, number: int, said: str) -> bool:
-    """Whether the thought of an answer is not in its text. Raises RenderError where another part of the answer is not."""
+    """Return True if the thought of an answer is missing from its text. Raises RenderError if another part is missing."""
     message = self._conversation.messages[number]
     thought, content = message.thinking or "", "".join(part for part in message.spelt_parts if isinstance(part, str))
     if content.strip() in said:

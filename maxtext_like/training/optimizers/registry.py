@@ -1,4 +1,6 @@
-"""Optimizers by ``opt_type``. To add one: a file beside this one, named as the configuration names it; here its name and keys.
+"""Optimizers by ``opt_type``.
+
+To add one, add a file in this folder, named like the value of ``opt_type``, and its name and keys here.
 
 The file has ``build(training) -> Rule``. This module imports no JAX, so that the configuration may ask for the names.
 """

@@ -67,7 +67,7 @@ def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, 
   What is dropped goes to ``aside(path)``, behind what is there: it is all that is left of those steps.
 
   Args:
-    path: of the file.
+    path: the metrics file.
     step: the last finished step.
     fence: entered around the rename.
     every_step: warn if a finished step has no row.
