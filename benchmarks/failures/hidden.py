@@ -63,7 +63,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
 
   rule: Any = AdamW(0.9, 0.999, 1e-8)
   optimizer = Optimizer(rule, 0.0, "float32", "float32", "float32", None)
-  decoder: Any = SimpleNamespace(router_losses=(RouterLosses(), 0))  # all that a step asks of a decoder besides ``apply``
+  decoder: Any = SimpleNamespace(router_losses=(RouterLosses(), 0))  # all that a step needs from a decoder except ``apply``
   step = TrainStep(
     apply=apply,
     objective=LanguageModelling(decoder),

@@ -111,7 +111,7 @@ def cases() -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
 
 
 def refused(saved: Any, current: Any, *, resumes: bool) -> str:
-  """What is said to a run that reads a step; empty: it is read."""
+  """Return the error that a run gets when it reads a step; empty if the step is accepted."""
   wanted = {name: leaf for name, leaf in current[1].items() if resumes or name in saved[1] or not _adds(saved, current)}
   try:
     check_state(
@@ -144,7 +144,7 @@ def test_a_changed_key_works_or_its_fix_does(model, key, old, new):
 
 
 def follow(fix: str, model: str, saved: Any, current: Any, words: tuple[str, ...], *, resumes: bool) -> None:
-  """What a fix says is done, and then nothing is refused."""
+  """Apply the words of a fix and check that nothing is refused afterwards."""
   typed = [word for word in shlex.split(re.sub(r" \([^)]*\)$", "", fix)) if "=" in word]
   own = {word.partition("=")[0]: word.partition("=")[2] for word in typed}
   if not own:

@@ -1,4 +1,4 @@
-"""What is printed of a failed save: one line, and not the calls of TensorStore into the event loop that orbax has closed."""
+"""A failed save prints one line, and not the calls of TensorStore into the event loop that orbax has closed."""
 
 import asyncio
 import sys

@@ -23,7 +23,7 @@ torchtune and nanoGPT, collected from their sources in November 2026, with the w
 
 
 def answer(word: str, model: str = "gemma4-tiny") -> tuple[str, str]:
-  """What is said about ``key=value``, and its ``fix:``."""
+  """Return the error about ``key=value``, and its ``fix:``."""
   with pytest.raises(UserError) as refused:
     load_config(model, [word])
   says, _, fix = str(refused.value).partition("\n  fix: ")
@@ -35,7 +35,7 @@ NO_VALUES = (
   "keep_best=true",
   "offload=true",
   "mlflow_experiment=NAME",
-)  # ends of advice with a "true" of its own
+)  # ends of advice that may contain "true" themselves
 # The same quantity under nearly the same name.
 MISSPELT = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
 

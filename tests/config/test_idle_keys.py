@@ -1,4 +1,4 @@
-"""Notes about keys that have no effect: each with its reason, none where the key has one, none about values that nobody set."""
+"""Notes about keys without effect: each gives its reason; none for a key that has an effect or that the user did not set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The worker process: limits of time and memory, and its life beside threads, forks, signals and the end of the program."""
+"""The worker process: time and memory limits, and its behaviour with threads, forks, signals and at the end of the program."""
 
 import json
 import os

@@ -16,7 +16,7 @@ _SCRIPT = re.compile(
   r"(?:\. gpu/env\.sh; *|\w+=\S+ )*python (?:-m )?((?:benchmarks|tests|docs)[./][\w./]+|maxtext_like\.[\w.]+)(.*)"
 )
 
-# A word of a printed command that stands for something of the reader's, to what the tests have in its place.
+# Maps a placeholder in a printed command, which the reader replaces, to the value that the tests use.
 PLACEHOLDERS = {
   r"CONFIG|MODEL|MODEL\.yml": "gemma3-tiny",
   r"HF_DIR|/models/[\w.-]+|gemma-[\w.-]+|PEFT_DIR": "hf",
@@ -36,7 +36,7 @@ class Printed:
   Attributes:
     page: where it is printed.
     text: as printed, in one line.
-    words: of the command line of ``maxtext-like``, from the verb on, as printed but without what a synopsis leaves open.
+    words: arguments of ``maxtext-like``, starting with the verb, as printed but without the optional parts of a synopsis.
   """
 
   page: str

@@ -1,7 +1,7 @@
 """Every printed command is one that the program takes: its options and its configuration, through the real command line.
 
-What would train, compile or read large weights is replaced by a function that only takes its arguments. Slow tests run the
-commands themselves, with tiny models in the place of large ones.
+Functions that would train, compile or read large weights are replaced by one that only takes their arguments. Slow tests run
+the commands themselves, with tiny models instead of large ones.
 """
 
 import doctest
@@ -69,7 +69,7 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def reach(name):
-  """A stand-in for a function of the API: takes what that takes, resolves a configuration, and goes no further."""
+  """Return a substitute for a function of the API that takes the same arguments and only resolves a configuration."""
   real = getattr(maxtext_like, name)
 
   def stand_in(*args, **keys):
@@ -77,7 +77,7 @@ def reach(name):
     words = [str(word) for word in given.get("overrides", ())]
     if name in ("sft", "look_at_data"):
       (load_for_sft if name == "sft" or given.get("for_sft") else load_config)(given["config"], words)
-    elif words:  # over a checkpoint, whose configuration a tiny model stands for
+    elif words:  # over a checkpoint; the configuration of a tiny model replaces its own
       load_config("gemma3-tiny", words)
     raise _ReachedError
 
@@ -122,7 +122,7 @@ EXAMPLES = [pytest.param(page, *e, id=f"{page}: {e[0][:50]}") for page in PAGES 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text", "output"), EXAMPLES)
 def test_a_printed_output_is_what_a_command_prints(page, text, output, workplace, monkeypatch, capsys):
-  """On every version of Python and JAX: what differs is ``...`` on the page."""
+  """On every version of Python and JAX: differing parts are ``...`` on the page."""
   monkeypatch.chdir(workplace)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   (command,) = [c for c in printed(page) if c.text == text]

@@ -28,7 +28,7 @@ def test_removed_while_it_trains(train):
   assert all(re.match(r"checkpoints($|/\d+\.saving-)", name) for name in made_again), made_again
 
 
-@pytest.mark.slow  # what the manager raises: tests/checkpoint
+@pytest.mark.slow  # errors that the manager raises: tests/checkpoint
 def test_checkpoints_removed_while_it_trains(train):
   """Exit code 42 and a sentence, no traceback."""
   process = train.start("a", steps=1_000_000, log_interval=5)

@@ -113,7 +113,7 @@ def test_one_compiles_for_long_while_the_other_waits_and_both_find_their_program
   both = Ranks(train, "c", faults=dict.fromkeys((0, 1), COUNTS_CACHE_HITS), **keys)
   assert both.codes() == [0, 0], both.texts()
   hits = [text.count("cache_hits") for text in both.texts()]
-  assert min(hits) >= 2, both.texts()  # what compiles in under half a second is not kept
+  assert min(hits) >= 2, both.texts()  # the cache keeps no program that compiles in under half a second
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def written_out(definition, router, logits_LBTE, bias_LE):
 
 
 def statistics(cfg, params, x_LBTD, rows=slice(None)):
-  """Of every layer, each with an input of its own, stacked; some rows alone."""
+  """Return the statistics of all layers, stacked. Each layer has a separate input; ``rows`` selects rows of the batch."""
   found = []
   for p, x in zip(params, x_LBTD, strict=True):
     ctx = Context.of(x[rows], tokens=Tokens(jnp.asarray(REAL[rows], jnp.int32))).collecting()
@@ -114,7 +114,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   x, params, logits, biases = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID if router == "sigmoid" else SOFTMAX, losses=losses)
-  if router == "sigmoid":  # what differs between the definitions is in this case
+  if router == "sigmoid":  # this case contains the difference between the definitions
     both = [(routed(router, logits[i], biases[i[0]]), largest(logits[i])) for i in np.ndindex(L, B, T)]
     assert any(own != unbiased for own, unbiased in both)
   found = load_balance.totals(losses, statistics(cfg, params(router), x), K)
@@ -125,7 +125,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
 
 @pytest.mark.parametrize("definition", ["maxtext", "huggingface"])
 def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
-  """Rows in two parts of unequal numbers of tokens; of the batch the parts know its load, where the definition needs it."""
+  """Two parts of a batch with unequal numbers of tokens; each gets the load of the batch if the definition needs it."""
   x, params, _, _ = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID, losses=losses)

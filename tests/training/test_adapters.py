@@ -160,7 +160,7 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   rounded = maxtext_like.forward(workplace / "cast", inputs, dtype="float32", weight_dtype="bfloat16")
   assert "added in float32" not in "".join(rounded.notes)
   np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
-  assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # what the rounding of the sums changes
+  assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # the change due to rounding of the sums
   caplog.clear()
   maxtext_like.load(workplace / "cast", dtype="float32", weight_dtype="float32").logits([[5, 6, 7]])
   assert "rounding" not in caplog.text

@@ -124,7 +124,7 @@ def test_v3_then_the_warm_up_of_the_indexer_then_sparse_attention(tmp_path, caps
   assert all((sparse[name] != warmed[name]).any() for name in trained)
   assert int(arrays(tmp_path / "v32", 14, "opt_state.0.count")["opt_state.0.count"]) == 10 + 2
 
-  # The sparse stage as a run of its own begins with the weights of the warm-up, and back in the warm-up moments are dropped.
+  # The sparse stage as a separate run begins with the weights of the warm-up. Going back to the warm-up drops moments.
   assert "changed indexer_sparse_training" in train(
     "deepseek3.2-tiny", "sparse", f"init_from={tmp_path}/v32/checkpoints/12", "steps=1"
   )

@@ -20,7 +20,7 @@ def program(*words: str) -> TrainProgram:
 
 
 def state(of: TrainProgram, moved: float = 0.0, layers: slice = slice(None)) -> dict[str, Any]:
-  """Weights of 1; of the matrices of these layers, the first rows are a spacing larger: this share of them."""
+  """Return a state with weights of 1. The first rows (share ``moved``) of the matrices in ``layers`` are one spacing larger."""
 
   def weights(path, x):
     ones = jnp.ones(x.shape, x.dtype)

@@ -79,7 +79,7 @@ def test_a_float32_product_takes_longer():
   seconds = lambda **how: roofline(card, 1, flops=121e12, memory_bytes=0, transfers=(), model_flops=121e12, **how)
   assert seconds().step == pytest.approx(1)
   assert seconds(dtype="float32").step == pytest.approx(121 / 60)
-  assert seconds(dtype="float32", precision="highest").mfu == pytest.approx(30.3 / 121)  # of the bfloat16 peak
+  assert seconds(dtype="float32", precision="highest").mfu == pytest.approx(30.3 / 121)  # relative to the bfloat16 peak
   assert CHIP.peak("float32") / CHIP.peak("float32", "highest") == 6
 
 

@@ -337,7 +337,7 @@ def test_a_file_that_is_no_regular_file_is_refused_and_not_read(tmp_path, name, 
   with pytest.raises(UserError, match=f"{name}.* not a regular file") as caught, RunDirectory(tmp_path, "run"):
     pass
   assert "fix: remove it" in str(caught.value)
-  with pytest.raises(UserError, match=f"{name}.* not a regular file"):  # what a start reads before it holds the directory
+  with pytest.raises(UserError, match=f"{name}.* not a regular file"):  # files that a start reads before it holds the directory
     standing.look(tmp_path / "run", tmp_path / "run" / "checkpoints")
 
 

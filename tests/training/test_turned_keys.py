@@ -62,7 +62,7 @@ def text(words: tuple[str, ...]) -> str:
 
 
 def answer(words: tuple[str, ...], key: str) -> str:
-  """What becomes of a key that is turned: refused, reported, another program, or nothing."""
+  """Return the effect of changing a key: refused, reported, another program, or nothing."""
   word = f"{key}={TURNED[key]}"
   try:
     if any(f"{key} has no effect" in note for note in load_config(words[0], [*words[1:], word]).notes):

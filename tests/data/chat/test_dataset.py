@@ -253,7 +253,7 @@ def test_a_thought_that_a_template_drops_from_the_last_answer_is_counted_as_such
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_records_marked_as_bad_are_left_out_and_counted(kind, make, tmp_path, caplog):
-  """KTO's label, and marks on every answer; what is left is learned, and fields that nothing reads are listed once."""
+  """KTO's label, and marks on every answer: the other records are learned, and unread fields are listed once."""
   marked = said("e", "f")
   marked["messages"][1]["train"] = False
   records = [

@@ -233,7 +233,7 @@ AGENT = [
 
 
 def test_an_agent_whose_earlier_thoughts_are_dropped_is_learned_as_several_samples(tokenizer):
-  """What stands before "Hi." differs once the user speaks again: each turn is learned after what it would be asked with."""
+  """The text before "Hi." differs once the user speaks again: each turn is learned after its prompt at inference."""
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
   read = read_conversation({"messages": AGENT}, "", "/")
   first, second = renderer.samples(read, answers_to_learn(read, "assistant"))
