@@ -1,8 +1,8 @@
 """Keys of other trainers that have the same meaning and the same unit under another name here.
 
-A row belongs here only if every value of the other trainer's key means the same for ours. Each row was compared with the other
-trainer's documentation or source (transformers 5.24, TRL 1.16, peft 0.21, torchtitan, Megatron-LM, LLaMA-Factory, Axolotl,
-nanoGPT, DeepSpeed, NeMo, torchtune). Names that count something else, such as steps instead of a share, are in
+A row belongs here only if every value of the other trainer's key means the same for ours. Rows of transformers 5.24, TRL 1.16,
+peft 0.21, torchtitan, Megatron-LM, LLaMA-Factory, Axolotl and MaxText were compared with their source, those of nanoGPT,
+DeepSpeed, NeMo and torchtune with their documentation as known. Names that count something else, such as steps instead of a share, are in
 ``foreign_similar.py``.
 """
 
