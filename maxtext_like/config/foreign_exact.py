@@ -2,8 +2,8 @@
 
 A row belongs here only if every value of the other trainer's key means the same for ours. Rows of transformers 5.24, TRL 1.16,
 peft 0.21, torchtitan, Megatron-LM, LLaMA-Factory, Axolotl and MaxText were compared with their source, those of nanoGPT,
-DeepSpeed, NeMo and torchtune with their documentation as known. Names that count something else, such as steps instead of a share, are in
-``foreign_similar.py``.
+DeepSpeed, NeMo and torchtune with their documentation as known. Names that count something else, such as steps instead of a
+share, are in ``foreign_similar.py``.
 """
 
 from collections.abc import Mapping
