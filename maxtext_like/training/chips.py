@@ -71,8 +71,8 @@ class Card(Chip):
 # (RTX 4090, 6000 Ada), "RTX Blackwell" (RTX 5090). A10G: NVIDIA's data sheet for AWS. A link is one direction of NVLink, or of
 # PCIe where a card has no NVLink: 16 GB/s (3.0 x16), 32 (4.0), 64 (5.0). Networks are 200 or 400 Gb/s for each GPU.
 # Memory is what CUDA gives out, less than the card has. H100 and H200 reported theirs (driver 580.159.04). These have the
-# smallest total in published "CUDA out of memory" messages (it varies with the driver by 0.2 GiB): L4 arcinstitute/evo2#190, L40S
-# step-video-t2v#8, L40 Qwen3-VL#2097, RTX 4090 soulx-flashtalk#5, RTX 5090 wan2.1#465, T4 catvton#133, V100 32 GB
+# smallest total in published "CUDA out of memory" messages (it varies with the driver by 0.2 GiB): L4 arcinstitute/evo2#190
+# L40S step-video-t2v#8, L40 Qwen3-VL#2097, RTX 4090 soulx-flashtalk#5, RTX 5090 wan2.1#465, T4 catvton#133, V100 32 GB
 # chatglm-finetuning#73. A10 and A10G have the 24 GB with ECC of an L4, A40 the 48 GB of an L40. The other ones are estimates
 # that no message confirms: RTX 3090, A6000, 6000 Ada, A100 40 GB, H100 PCIe, GH200 and V100 16 GB.
 _AMPERE = {"tflops": 312.0, "float32": 156.0, "exact_float32": 19.5, "links": 300e9, "network": 25e9, "host": 32e9}
