@@ -27,7 +27,7 @@ class Encoded:
   Attributes:
     ids: of all its samples, one after the other.
     trained: bool for each, whether it is learned.
-    images: positions of the images in ``ids``.
+    images: spans of the images in ``ids``.
     ends: where each sample ends in ``ids``; empty if there is one.
   """
 
