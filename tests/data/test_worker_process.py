@@ -61,16 +61,24 @@ def test_requests_of_threads_get_their_own_answers():
   assert found == {1000 * i + j: str(1000 * i + j) for i in range(4) for j in range(200)}
 
 
-def test_a_forked_process_has_a_worker_of_its_own():
-  render = compile_template("{{ pid }}", "x")
-  assert render(pid=1) == "1"
-  read, write = os.pipe()
-  if (child := os.fork()) == 0:
-    os.write(write, b"".join(render(pid=i).encode() for i in range(5)))
-    os._exit(0)
-  assert [render(pid=i) for i in range(200)] == [str(i) for i in range(200)], "while the other one asks too"
-  assert os.waitpid(child, 0)[1] == 0
-  assert os.read(read, 100) == b"01234"
+FORKS = """
+import os
+from maxtext_like.data.chat.sandbox import compile_template
+render = compile_template("{{ pid }}", "x")
+assert render(pid=1) == "1"
+read, write = os.pipe()
+if (child := os.fork()) == 0:
+  os.write(write, b"".join(render(pid=i).encode() for i in range(5)))
+  os._exit(0)
+assert [render(pid=i) for i in range(200)] == [str(i) for i in range(200)], "both processes render at the same time"
+assert os.waitpid(child, 0)[1] == 0
+assert os.read(read, 100) == b"01234"
+"""
+
+
+def test_a_forked_process_starts_its_own_worker():
+  """In a program without JAX, whose threads a fork would not survive."""
+  subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
 def test_a_worker_that_is_killed_is_started_again():

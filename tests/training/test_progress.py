@@ -126,16 +126,18 @@ def shown_by_a_terminal(raw: str) -> list[str]:
 
 
 def test_a_real_terminal_shows_a_spinner_then_a_bar_and_keeps_the_lines():
-  pid, descriptor = pty.fork()
-  if pid == 0:
-    os.execve(sys.executable, [sys.executable, "-c", PROGRAM], os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"})
+  descriptor, terminal = pty.openpty()
+  environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
+  process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+  os.close(terminal)
   raw = b""
   try:
     while piece := os.read(descriptor, 65536):
       raw += piece
   except OSError:  # Linux says so at the end of a terminal
     pass
-  assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, raw
+  os.close(descriptor)
+  assert process.wait() == 0, raw
   text = raw.decode()
   plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
   assert re.search(r"[⠀-⣿] opening the data 0:00:00", plain)
