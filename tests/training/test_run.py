@@ -226,8 +226,8 @@ def test_no_resume_into_a_used_directory(workplace, unbroken, capsys):
 def test_weights_of_another_run(workplace, unbroken):
   assert train(workplace, "second", "steps=1", f"init_from={workplace / 'unbroken'}") == 0
   (row,) = metrics(workplace, "second")
-  # On the same batch the fresh weights gave another loss: it begins where the first run ended.
-  assert abs(row["loss"] - unbroken[0]["loss"]) > 0.2
+  # Fresh weights would give the first loss of the other run to the last bit, since the batch is the same.
+  assert abs(row["loss"] - unbroken[0]["loss"]) > 1e-3
   checks = json.loads((workplace / "second/finiteness.json").read_text())
   assert checks["loss1"]["result"] == "not run"
 

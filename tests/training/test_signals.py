@@ -58,7 +58,7 @@ def test_the_first_signal_stops_the_loop(number, code):
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_sigterm_within_a_second_of_the_first_signal_is_the_same_request(first):
-  process = start(LOOP.replace("step += 1", "step += 1; time.sleep(0.3)"))
+  process = start(LOOP.replace("step += 1", "step += 1; time.sleep(1.0)"))
   for number in (first, signal.SIGTERM, signal.SIGTERM):
     process.send_signal(number)
     time.sleep(0.005)
