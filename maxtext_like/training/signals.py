@@ -1,7 +1,7 @@
 """SIGTERM, Ctrl-C and a terminal that goes away ask the loop to stop after its step; asked twice, the process ends at once.
 
-A SIGTERM within a second of a SIGTERM or Ctrl-C is the same request. The system sends two within milliseconds to a process
-whose launcher is killed, and supervisors signal a process group as well as its leader.
+A SIGTERM or Ctrl-C within a second of the first signal is the same request, unless both are Ctrl-C. The system sends two within
+milliseconds to a process whose launcher is killed, and supervisors signal a process group as well as its leader.
 
 Python runs signal handlers between two bytecodes of the main thread, which may sit in a compilation or a collective for
 minutes. So the C-level handler writes the signal's number into a pipe and a thread of ours reads it there. No other one takes
@@ -100,7 +100,9 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
         continue
       received = signal.Signals(byte)
       if self._heard in _QUITTING and received in _QUITTING:
-        if received == signal.SIGTERM and time.monotonic() - self._heard_at < _SAME_REQUEST_SECONDS:
+        # Of two signals that are pending at the same time the later one is handled first, so the order says nothing.
+        ctrl_c_twice = self._heard == received == signal.SIGINT
+        if not ctrl_c_twice and time.monotonic() - self._heard_at < _SAME_REQUEST_SECONDS:
           continue
         say_on_stderr(f"\n{received.name} again: quitting now, without a checkpoint")
         os._exit(128 + received)

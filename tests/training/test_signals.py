@@ -56,21 +56,25 @@ def test_the_first_signal_stops_the_loop(number, code):
   assert f"{number.name}: stopping after this step, with a checkpoint; once more to quit now" in err
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_sigterm_within_a_second_of_the_first_signal_is_the_same_request(first):
-  process = start(LOOP.replace("step += 1", "step += 1; time.sleep(1.0)"))
-  for number in (first, signal.SIGTERM, signal.SIGTERM):
+@pytest.mark.parametrize(
+  ("first", "second"), [(signal.SIGTERM,) * 2, (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)]
+)
+def test_another_signal_within_a_second_of_the_first_is_the_same_request(first, second):
+  process = start(LOOP.replace("step += 1", "step += 1; print('step', flush=True); time.sleep(1.0)"))
+  assert process.stdout is not None
+  process.stdout.readline()  # the signals come during a step
+  for number in (first, second):
     process.send_signal(number)
     time.sleep(0.005)
   out, err = process.communicate(timeout=120)
-  assert process.returncode == (130 if first == signal.SIGINT else 42)
-  assert f"stopped by {first.name} after step " in out
+  assert process.returncode in {130 if number == signal.SIGINT else 42 for number in (first, second)}  # whichever came first
+  assert "stopped by SIG" in out
   assert "quitting" not in err
 
 
 @pytest.mark.parametrize(
   ("first", "second", "pause"),
-  [(signal.SIGINT, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGTERM, 1.1)],
+  [(signal.SIGINT, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGINT, 1.1), (signal.SIGTERM, signal.SIGTERM, 1.1)],
 )
 def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second, pause):
   # sleep() of libc runs no bytecode of the main thread, as a long compilation does not.
