@@ -408,7 +408,7 @@ def test_layers_have_ranks_and_scales_of_their_own(workplace, tmp_path, capsys):
   np.testing.assert_allclose(load(tmp_path / "imported"), run, atol=1e-5)
   assert "lora_rank_pattern: {" in (tmp_path / "imported/adapter.yml").read_text()
   assert train(workplace, "patterns", *words, "lora_alpha_pattern={q_proj: 1, k_proj: 2}", "steps=3") == 2
-  assert "lora_alpha_pattern: checkpoint {'q_proj': 1.0}, this run {'q_proj': 1.0, 'k_proj': 2.0}" in capsys.readouterr().err
+  assert 'lora_alpha_pattern: checkpoint {"q_proj": 1.0}, this run {"q_proj": 1.0, "k_proj": 2.0}' in capsys.readouterr().err
 
 
 def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
