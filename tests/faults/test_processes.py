@@ -129,10 +129,10 @@ def test_sigterm_on_one_ends_an_evaluation_of_all(train):
 AT_STEP = """
 from maxtext_like.training.loop import Loop
 launch = Loop._launch
-def _launch(self, batch):
+def _launch(self, *given):
   if self.finished == {step}:
     {do}
-  return launch(self, batch)
+  return launch(self, *given)
 Loop._launch = _launch
 """
 
