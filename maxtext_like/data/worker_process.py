@@ -183,7 +183,10 @@ class _Worker:
   def __init__(self) -> None:
     self.opened: set[int] = set()
     if not sys.executable:
-      raise UserError("sys.executable is empty, so templates and tokenizers cannot run in a process of their own")
+      raise UserError(
+        "sys.executable is empty, so the worker process of templates and tokenizers cannot start\n"
+        "  fix: start Python by the complete path of its executable"
+      )
     folders = json.dumps([str(entry) or os.getcwd() for entry in sys.path])  # notebooks append paths, which are no texts
     environment = os.environ | {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:

@@ -213,7 +213,7 @@ class Turns:
     if any(isinstance(part, Picture) for part in message.parts):
       raise RenderError("images cannot be placed by a checkpoint's own template")
     if message.tool_responses:
-      raise RenderError("what tools answer has to be messages of role 'tool'")
+      raise RenderError("answers of tools must be messages of role 'tool'")
     marked = self._marked if mark else lambda value: value
     content = None if message.content is None else "".join(map(str, message.spelt_parts))
     made: dict[str, Any] = {"role": message.role}
