@@ -1,4 +1,4 @@
-"""Files that are either whole or not there; used for manifests, locks, resolved configurations and reports."""
+"""Atomic file writes: a reader sees the old file or the complete new one. Used for manifests, locks and reports."""
 
 import contextlib
 import os
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-# Around what only the owner of a place may do: raises, or does not return, when the place is no longer ours.
+# A context around an operation that only the owner of a directory may do. It raises, or does not return, if ownership was lost.
 Fence = Callable[[], AbstractContextManager[None]]
 
 
 def sync_directory(path: Path) -> None:
-  """Makes the names in ``path`` durable, so that a renamed file is still there after a power cut."""
+  """Flushes the directory entries of ``path`` to disk, so that a renamed file survives a power failure."""
   descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
     os.fsync(descriptor)
@@ -20,19 +20,19 @@ def sync_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, fence: Fence = contextlib.nullcontext) -> None:
-  """Writes ``text`` in UTF-8; otherwise as ``write_bytes``."""
+  """Writes ``text`` in UTF-8. See ``write_bytes``."""
   write_bytes(path, text.encode(), fence)
 
 
 def write_bytes(path: Path, content: bytes, fence: Fence = contextlib.nullcontext) -> None:
-  """Writes ``content`` to ``path`` through a temporary neighbour, fsync and rename.
+  """Writes ``content`` to ``path`` through a temporary file in the same directory, fsync and rename.
 
-  A reader sees the old file or the new one, never half of one, whatever kills the writer.
+  A reader sees the old file or the new one, never a partial one, even if the writer is killed.
 
   Args:
-    path: of the file.
-    content: all of it.
-    fence: around the rename. The fsync before it may take long, and longer where the process is stopped within it.
+    path: the file to write or replace.
+    content: the complete content.
+    fence: context entered around the rename only. The fsync before it can take long, so ownership is checked after it.
 
   Raises:
     OSError: the directory is missing, read-only or full; ``path`` is then unchanged and no temporary file is left.

@@ -1,26 +1,26 @@
-"""The exit codes of the command line, as exceptions. Launchers act on the codes (XPK restarts a job on 42 and 127-255)."""
+"""Exceptions that carry the exit code of the command line. Job launchers act on the codes: XPK restarts on 42 and 127-255."""
 
 from collections.abc import Sequence
 
 
 class ExitError(Exception):
-  """An error that ends the program with its own exit code and one message, no traceback."""
+  """An error that ends the program with its exit code and one message, without a traceback."""
 
   exit_code = 1
 
 
 class UserError(ExitError):
-  """Wrong usage, configuration or input. A retry repeats it."""
+  """Wrong usage, configuration or input. Repeating the command fails again."""
 
   exit_code = 2
 
 
 class NonFiniteError(ExitError):
-  """Training failed in a way that a retry repeats: non-finite numbers.
+  """Training failed because of non-finite numbers. Repeating the command fails again.
 
   Attributes:
-    what: happened.
-    remedies: what to try.
+    what: description of the failure.
+    remedies: settings to try.
     notes: further lines of the message.
   """
 
@@ -32,7 +32,7 @@ class NonFiniteError(ExitError):
 
 
 class NoProgressError(ExitError):
-  """The run was restarted again and again and did not get on. A retry repeats it."""
+  """The run restarted several times without completing a further step. Repeating the command fails again."""
 
   exit_code = 3
 
@@ -44,17 +44,17 @@ class DoesNotFitError(ExitError):
 
 
 class RetryableError(ExitError):
-  """A fault that a restart can mend: preempted, peer lost, hang, storage outage."""
+  """A failure that a restart can recover from: preemption, a lost peer, a hang, a storage outage."""
 
   exit_code = 42
 
 
 class StoppedRunError(ExitError):
-  """A stop that was asked for; no error, but not the end of the run either."""
+  """The run stopped because someone asked it to. This is not a failure, but the run has not finished."""
 
 
 class PreemptedRunError(StoppedRunError, RetryableError):
-  """Stopped by SIGTERM, or by a terminal that went away."""
+  """Stopped by SIGTERM, or because the terminal closed."""
 
   exit_code = 42
 

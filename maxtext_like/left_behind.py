@@ -1,6 +1,6 @@
-"""Threads that nothing can end and that nobody may wait for: a compilation after Ctrl-C, orbax's after a failed save.
+"""Threads that cannot be stopped and should not be waited for: a compilation after Ctrl-C, orbax's threads after a failed save.
 
-The interpreter would wait for them at its end, for minutes; who ends the program asks here first.
+The interpreter would wait for them at exit, for minutes. The code that ends the program therefore asks this module first.
 """
 
 import threading
@@ -11,12 +11,12 @@ _calling_back = False
 
 
 def leave_behind(threads: Iterable[threading.Thread], *, calls_back: bool = False) -> None:
-  """Takes note of threads whose work is of no use any more.
+  """Registers threads whose results are no longer needed.
 
   Args:
-    threads: of Python.
-    calls_back: a library's own threads, which are in no list, may still call Python for that work. Where one does at the
-      interpreter's end, the process may end by a signal ("FATAL: exception not rethrown") in place of its exit code.
+    threads: Python threads.
+    calls_back: True if threads of a library (which are not in ``threads``) may still call into Python. If one does so while
+      the interpreter shuts down, the process may end with a signal ("FATAL: exception not rethrown") instead of its exit code.
   """
   global _calling_back
   _threads.extend(threads)
@@ -24,10 +24,10 @@ def leave_behind(threads: Iterable[threading.Thread], *, calls_back: bool = Fals
 
 
 def any_running() -> bool:
-  """Whether one of them still runs."""
+  """Returns True if a registered thread is still running."""
   return any(thread.is_alive() for thread in _threads)
 
 
 def may_call_back() -> bool:
-  """Whether a library may still call Python."""
+  """Returns True if threads of a library may still call into Python."""
   return _calling_back

@@ -1,7 +1,7 @@
-"""Objects of a store as files of this machine: what is read by random access, mapped, or by libraries that want a path.
+"""Local copies of objects in a remote store, for code that needs random access, memory mapping or a file path.
 
-A copy lies at ``<folder>/<protocol>/<bucket>/<name>``, beside what its object was when it was copied. It is taken again when
-the object has been written since. Several processes of a host share it.
+A copy is stored at ``<folder>/<protocol>/<bucket>/<name>``, next to a note with the size and version of the copied object. If
+the object has changed since, it is copied again. All processes of a host share the copies.
 """
 
 import base64
@@ -25,28 +25,31 @@ from maxtext_like.storage import Entry, Place, failed
 FOLDER_VARIABLE = "MAXTEXT_LIKE_COPIES"
 _AT_ONCE = 8
 _ATTEMPTS, _FIRST_WAIT_SECONDS = 3, 1.0
-_TOLD_FROM = 256 * 2**20  # bytes that take so long that somebody asks what is going on
+_TOLD_FROM = 256 * 2**20  # bytes; larger downloads are announced in the log because they take noticeable time
 _log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-  """Where copies lie: ``$MAXTEXT_LIKE_COPIES``, else ``maxtext_like/copies`` in the user's cache."""
+  """Returns the folder of the copies: ``$MAXTEXT_LIKE_COPIES``, or ``maxtext_like/copies`` in the user's cache directory."""
   if value := os.environ.get(FOLDER_VARIABLE):
     return Path(value).expanduser().absolute()
   return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "maxtext_like" / "copies"
 
 
 def path_of(place: Place) -> Path:
-  """Where the copy of a place is, or would be."""
+  """Returns the path of the local copy of ``place``, which may not exist yet."""
   return folder().joinpath(place.protocol, *place.parts)
 
 
 def copy(entries: Sequence[Entry]) -> list[Path]:
-  """Brings the newest version of each object to this machine, where it is not there yet; returns where they are, in order.
+  """Downloads the objects that have no up-to-date local copy.
+
+  Returns:
+    The path of each local copy, in the order of ``entries``.
 
   Raises:
-    UserError: no room, no permission, or an object is gone.
-    RetryableError: the store does not answer, or what it sends is not what it says it has.
+    UserError: not enough disk space, no permission, or an object no longer exists.
+    RetryableError: the store does not answer, or the received data do not match its size or checksum.
   """
   missing = [entry for entry in entries if not _is_there(entry)]
   try:
@@ -61,10 +64,10 @@ def copy(entries: Sequence[Entry]) -> list[Path]:
 
 
 def copy_file(url: str) -> Path:
-  """``copy`` of one object by its URL.
+  """Copies one object, named by its URL. Returns the local path.
 
   Raises:
-    UserError: there is none of that name, too.
+    UserError, RetryableError: as ``copy``; UserError also if there is no such object.
   """
   place = Place(url)
   try:
@@ -77,15 +80,18 @@ def copy_file(url: str) -> Path:
 
 
 def copy_folder(place: Place, wanted: Callable[[Entry], bool], below: Sequence[str] = ()) -> Path:
-  """``copy`` of the wanted objects directly below a place; copies of what is not there any more go. Returns the folder.
+  """Copies the wanted objects directly below ``place``, and removes local copies of objects that no longer exist.
 
   Args:
-    place: the folder.
-    wanted: which objects.
-    below: folders in it that are copied likewise, where they are there.
+    place: the folder in the store.
+    wanted: returns True for each object to copy.
+    below: names of subfolders to copy in the same way, if they exist.
+
+  Returns:
+    The local folder.
 
   Raises:
-    UserError: nothing is there, too.
+    UserError, RetryableError: as ``copy``; UserError also if the folder is empty or does not exist.
   """
   try:
     entries = place.children()
@@ -117,11 +123,11 @@ def _require_room(needed: int) -> None:
   free = shutil.disk_usage(there).free
   if free < needed:
     raise UserError(
-      f"{there}: {needed / 1e9:.2f} GB are to be copied here from the store, {free / 1e9:.2f} GB are free\n"
-      f"  fix: free some space, or {FOLDER_VARIABLE}=DIR in the environment names a folder on a larger disk"
+      f"{there}: not enough disk space to copy {needed / 1e9:.2f} GB from the store: {free / 1e9:.2f} GB are free\n"
+      f"  fix: free disk space, or set the environment variable {FOLDER_VARIABLE} to a folder on a larger disk"
     )
   if needed >= _TOLD_FROM:
-    _log.warning("%.2f GB are copied from the store to %s", needed / 1e9, there)
+    _log.warning("copying %.2f GB from the store to %s", needed / 1e9, there)
 
 
 def _note_of(path: Path) -> Path:
@@ -162,9 +168,9 @@ def _copy_once(entry: Entry, path: Path) -> None:
     entry.place.download(str(part))
     if (wrong := _difference(entry, part)) is not None:
       if (now := entry.place.entry()) is None or now.version != entry.version:
-        raise RetryableError(f"{entry.place}: was written again while it was copied; start again")
-      raise RetryableError(f"{entry.place}: arrived damaged: {wrong}")
-    if entry.modified is not None:  # by which large files are told apart, on every host alike
+        raise RetryableError(f"{entry.place}: the object was rewritten during the copy; run the same command again")
+      raise RetryableError(f"{entry.place}: the downloaded data are damaged: {wrong}")
+    if entry.modified is not None:  # large files are identified by their modification time, which must agree on all hosts
       os.utime(part, (entry.modified, entry.modified))
     _note_of(path).unlink(missing_ok=True)
     os.replace(part, path)
@@ -174,20 +180,20 @@ def _copy_once(entry: Entry, path: Path) -> None:
 
 
 def _difference(entry: Entry, path: Path) -> str | None:
-  """How a file differs from its object, by size and the store's own checksum; None: it does not."""
+  """Compares a file with its object by size and by the store's own checksum. Returns the difference, or None if they agree."""
   if (size := path.stat().st_size) != entry.size:
-    return f"{size} bytes of {entry.size}"
+    return f"{size} bytes received of {entry.size}"
   if (expected := entry.checksums.get("md5")) is not None:
     with open(path, "rb") as file:
       found = base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()
-    return None if found == expected else f"md5 {found}, not {expected}"
+    return None if found == expected else f"md5 {found}, expected {expected}"
   if (expected := entry.checksums.get("crc32c")) is not None:
-    return None if (found := crc32c(path)) == expected else f"crc32c {found}, not {expected}"
+    return None if (found := crc32c(path)) == expected else f"crc32c {found}, expected {expected}"
   return None
 
 
 def crc32c(path: Path) -> str:
-  """The checksum of a file as gs:// writes it: base64 of the four bytes, the largest first."""
+  """Returns the CRC32C of a file in the format of gs://: base64 of its four bytes in big-endian order."""
   import google_crc32c
 
   digest = google_crc32c.Checksum()
@@ -199,7 +205,7 @@ def crc32c(path: Path) -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-  """One process and thread at a time; freed by the system when it dies."""
+  """Lets one process and thread at a time copy an object. The system releases the lock if the process dies."""
   with open(path.with_name(f".{path.name}.lock"), "a", encoding="utf-8") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield

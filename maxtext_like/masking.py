@@ -1,6 +1,6 @@
-"""Secrets in text that people share: passwords in URLs, tokens of well-known services, values under telling names.
+"""Masks secrets in text that people share: passwords in URLs, tokens of known services, values of keys such as ``api_key``.
 
-Masking is a guard, not a proof: a secret without a telling name, place or format stays.
+Masking reduces the risk but cannot prove that a text is clean: a secret without a recognizable name, place or format stays.
 """
 
 import itertools
@@ -19,11 +19,11 @@ _WORDS = (
   "passw(?:or)?d", "passphrase", "passcode", r"(?:\b|[_-])p(?:ass|wd)", "[_-]pat", "credentials?", r"(?:\b|[_-])auth",
   "authorization", "signature", r"(?:\b|[_-])sig", "webhook(?:[_-]?url)?", r"(?:\b|[_-])cookie",
 )  # fmt: skip
-# Names of special tokens are no secrets.
+# Names of special tokens are not secrets.
 _SPECIAL = r"[\w.-]*?(?:bos|eos|pad|unk|mask|sep|cls|image|video|audio|special|start|end|stop)_token\b"
 _NAME = rf"(?!{_SPECIAL})[\w.-]*?(?:{'|'.join(_WORDS)})"
 _SECRET_NAME = re.compile(rf"(?:--?)?{_NAME}", re.IGNORECASE)
-# A comma ends a value only where another word or name follows it.
+# A comma ends a value only if another word or name follows it.
 _PLAIN_VALUE = r"(?:[^\s'\",\\}\])]|,(?![\s'\"]|[\w.-]+\s*[=:]|$)|\\(?!['\"]))+"
 _VALUE = rf"(?:'(?:''|\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\\\"(?:(?!\\\").)*\\\"|{_PLAIN_VALUE})"
 
@@ -44,10 +44,10 @@ _TOKENS = (
 
 
 def _if_random(found: re.Match[str]) -> str:
-  """Mask a long word where it changes between lower case, upper case and digits too often for a name that a person chose."""
+  """Masks a long word if it alternates between lower case, upper case and digits more often than a human-chosen name does."""
   kinds = ["lower" if c.islower() else "upper" if c.isupper() else "digit" for c in found[0] if c.isalnum()]
   share = sum(a != b for a, b in itertools.pairwise(kinds)) / len(kinds)
-  if "/" in found[0] or "+" in found[0]:  # a path, unless it has the length of a key of AWS (40) or Azure (88)
+  if "/" in found[0] or "+" in found[0]:  # a path, unless it has the length of an AWS key (40) or an Azure key (88)
     random = share > 0.35 and (len(found[0]) == 40 or len(found[0]) > 80)
   else:
     random = share > 0.45 or (share > 0.25 and kinds.count("digit") >= 3)
@@ -65,37 +65,37 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
   (re.compile(rf"([?&;](?:{_NAME}|key|code)=)[^\s&;'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(r"(\bauthorization\\?['\"]?\s*[=:]\s*(?:\\?['\"])?)(?:(?:basic|bearer|token|digest|apikey)\s+)?[^\s'\",\\]+",
               re.IGNORECASE), rf"\1{MASK}"),
-  # Without that name before it, "basic" is mostly the English word.
+  # Without "authorization" before it, "basic" is usually the English word.
   (re.compile(r"\b(bearer\s+)(?=\S*[\d._~+/=-]|\S{20})[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(r"\b(basic\s+)(?=\S*[A-Z0-9])(?:[A-Za-z0-9+/]{4}){2,}[A-Za-z0-9+/]{0,3}={0,2}(?![\w-])",), rf"\1{MASK}"),
   (re.compile(r"((?<![\w-])(?:-u|--user|--proxy-user)[\s=]+[^\s:'\"/]+:)[^\s'\"/][^\s'\"]*"), rf"\1{MASK}"),  # curl
   (re.compile(rf"((?<![\w-])--?{_NAME}\s+)(?!-){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
-  # NAME=value and name: value, as a shell, a YAML file or JSON writes it. PWD=/... is the working directory of a shell; without
-  # quotes, "pass:" is mostly the English word.
+  # NAME=value and name: value, as a shell, a YAML file or JSON writes it. PWD=/... is the working directory of a shell. Without
+  # quotes, "pass:" is usually the English word.
   (re.compile(rf"(?<![\w.?&;-])((?!(?-i:(?:OLD)?PWD=/))(?!pass:\s){_NAME}"
               rf"(?:\\?['\"])?\s*(?:=(?!=)|:\s|:(?=[^\s/:]))\s*){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})"), MASK),
-  # Base64 without a specific format, such as AWS's secret keys: 32 characters and more, without a dot, a dash or an underscore.
+  # Base64 without a specific format, such as AWS secret keys: 32 characters or more, without a dot, a dash or an underscore.
   (re.compile(r"(?<![\w+/=.-])(?!/)[A-Za-z0-9+/]{32,}={0,2}(?![\w+/=.-])"), _if_random),
 )  # fmt: skip
 
 
 def masked(text: str) -> str:
-  """Return the text with ``***`` in place of everything that looks like a secret."""
+  """Returns the text with every likely secret replaced by ``***``."""
   for pattern, replacement in _RULES:
     text = pattern.sub(replacement, text)
   return text
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-  """Mask each word of a command; the word after ``--token`` and similar options is masked entirely."""
+  """Masks each word of a command. The word after an option such as ``--token`` is masked entirely."""
   before = ["", *words]
   return [MASK if name.startswith("-") and _SECRET_NAME.fullmatch(name) and not word.startswith("-") else masked(word)
           for name, word in zip(before, words, strict=False)]  # fmt: skip
 
 
 def masked_values(value: Any) -> Any:
-  """Mask every string in JSON values, and every value of a dictionary under a name such as ``api_key``."""
+  """Masks every string in JSON values, and every value of a dictionary key such as ``api_key``."""
   if isinstance(value, str):
     return masked(value)
   if isinstance(value, dict):

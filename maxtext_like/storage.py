@@ -1,11 +1,11 @@
-"""Places outside this machine's file system, named by a URL: gs://, s3:// and what else fsspec knows.
+"""Remote storage addressed by URL: gs://, s3:// and every other protocol of fsspec.
 
-What is asked of a store is only what every object store gives: an object is there whole or not at all, what was written is
-what the next reader gets, and names are not moved. What gs:// and s3:// give beside it, a write on the condition that the
-object is the one that was read (or is not there), is what locks and publication rest on.
+The code relies only on what every object store guarantees: an object is complete or absent, a read returns the last write, and
+objects are never renamed. Locks and publication also need conditional writes ("only if the object is still this version", "only
+if it does not exist"), which gs:// and s3:// offer.
 
-Every error is an OSError with errno, reason and URL, as pathlib's are: FileNotFoundError, FileExistsError, PermissionError
-(credentials too), and EIO for a store that does not answer after the retries of its client.
+Every error is an OSError with errno, reason and URL, as for pathlib: FileNotFoundError, FileExistsError, PermissionError (also
+for missing credentials), and EIO if the store does not answer after the client's retries.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # protocols whose package is an optional extra of ours
-_REQUEST_SECONDS = 60.0  # gcsfs waits for ever by default
-_CHECKSUMS = {"crc32c": "crc32c", "md5Hash": "md5", "ETag": "etag", "etag": "etag"}  # what listings call them
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # protocol -> optional extra of this project that installs it
+_REQUEST_SECONDS = 60.0  # the default of gcsfs is to wait forever
+_CHECKSUMS = {"crc32c": "crc32c", "md5Hash": "md5", "ETag": "etag", "etag": "etag"}  # field of a listing -> kind of checksum
 
 
 def is_remote(text: str) -> bool:
-  """Whether a text is a URL with both of its slashes, as ``gs://bucket/x``."""
+  """Returns True if a text is a URL with both slashes, such as ``gs://bucket/x``."""
   return _REMOTE.match(text) is not None
 
 
 def require_usable(key: str, url: str) -> None:
-  """Looks whether a kind of storage can be used at all; asks no network.
+  """Checks that a kind of storage is supported and installed. Does not use the network.
 
   Args:
-    key: who names it, for the error.
-    url: a URL, or a path, which always can.
+    key: the key or option that holds the URL, for the error.
+    url: a URL, or a local path, which is always usable.
 
   Raises:
-    UserError: an unknown protocol, or one whose package is not installed.
+    UserError: the protocol is unknown, or its package is not installed.
   """
   if not is_remote(url):
     return
@@ -53,20 +53,20 @@ def require_usable(key: str, url: str) -> None:
     raise UserError(f"{key} = {masked(url)}: {protocol}:// needs a package that is not installed\n  fix: {fix}") from None
   except ValueError:
     raise UserError(
-      f"{key} = {masked(url)}: unknown protocol {protocol}://\n  fix: a path, or a URL that fsspec knows, as gs://bucket/runs"
+      f"{key} = {masked(url)}: unknown protocol {protocol}://\n  fix: use a path, or a URL that fsspec supports, such as gs://bucket/runs"
     ) from None
 
 
 @dataclass(frozen=True)
 class Entry:
-  """An object as a listing shows it.
+  """An object in a listing.
 
   Attributes:
     place: its URL.
-    size: in bytes.
-    version: changes whenever the object is written again.
-    checksums: what the store knows of the content, by kind: "crc32c" and "md5" (base64), "etag".
-    modified: when it was written, in seconds since 1970, by the store's clock; None: it does not say.
+    size: size in bytes.
+    version: changes whenever the object is rewritten.
+    checksums: checksums from the store by kind: "crc32c" and "md5" (base64), "etag".
+    modified: time of the last write in seconds since 1970 by the store's clock; None if the store does not report it.
   """
 
   place: "Place"
@@ -77,20 +77,20 @@ class Entry:
 
 
 class Place:
-  """An object, or all objects whose names begin with this one and a slash. Nothing is asked of the store until a method is.
+  """The URL of an object, or of a folder: all objects whose names begin with it and a slash. Creating one sends no request.
 
   Args:
-    url: as ``gs://bucket/runs``.
+    url: the URL, such as ``gs://bucket/runs``.
 
   Raises:
-    UserError: as ``require_usable``; or a name that no directory could have, with "..", or nothing, between two slashes.
+    UserError: as ``require_usable``; or a part between two slashes is empty, "." or "..".
   """
 
   def __init__(self, url: str):
     protocol, _, path = url.partition("://")
     parts = path.rstrip("/").split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
-      raise UserError(f"{masked(url)}: '', '.' and '..' between slashes are no names here\n  fix: write the URL out")
+      raise UserError(f"{masked(url)}: '', '.' and '..' are not allowed between slashes\n  fix: write the complete URL")
     require_usable("URL", url)
     self.protocol, self.parts = protocol.lower(), tuple(parts)
 
@@ -111,18 +111,18 @@ class Place:
 
   @property
   def name(self) -> str:
-    """What follows the last slash."""
+    """The part after the last slash."""
     return self.parts[-1]
 
   @property
   def parent(self) -> "Place":
-    """The place that this one is in; a bucket is in itself."""
+    """The enclosing folder; the parent of a bucket is the bucket."""
     return Place(f"{self.protocol}://{'/'.join(self.parts[:-1] or self.parts)}")
 
   # Reading.
 
   def entry(self) -> Entry | None:
-    """The object of this very name; None: there is none."""
+    """Returns the object with exactly this name, or None if there is none."""
     with self._asked() as files:
       try:
         found = files.info(self._path)
@@ -131,16 +131,16 @@ class Place:
     return self._entry(found) if found["type"] == "file" else None
 
   def read_bytes(self) -> bytes:
-    """The whole object."""
+    """Returns the content of the object."""
     with self._asked() as files:
       return files.cat_file(self._path)
 
   def read_text(self, encoding: str = "utf-8") -> str:
-    """The whole object as text."""
+    """Returns the content of the object as text."""
     return self.read_bytes().decode(encoding)
 
   def entries(self) -> list[Entry]:
-    """Every object below, at any depth, by name. Empty where there is none: a store has no empty folders."""
+    """Returns every object below, at any depth, sorted by name; [] if there is none (stores have no empty folders)."""
     with self._asked() as files:
       try:
         found = files.find(self._path, detail=True)
@@ -150,11 +150,11 @@ class Place:
     return [self._entry(about) for name, about in sorted(found.items()) if name.startswith(below) and about["type"] == "file"]
 
   def children(self) -> list[Entry]:
-    """The objects directly below, by name."""
+    """Returns the objects directly below, sorted by name."""
     return [self._entry(about) for name, about in sorted(self._listed().items()) if about["type"] == "file"]
 
   def folders(self) -> list[str]:
-    """The names directly below that further ones follow, as those of folders."""
+    """Returns the names of the folders directly below, sorted."""
     return [name for name, about in sorted(self._listed().items()) if about["type"] == "directory"]
 
   def _listed(self) -> dict[str, dict[str, Any]]:
@@ -168,62 +168,62 @@ class Place:
     return {name.removeprefix(below): about for name, about in named if name.startswith(below)}
 
   def glob(self, pattern: str) -> list[Entry]:
-    """The objects below whose names match a pattern, as ``**/*.jsonl``, by name."""
+    """Returns the objects below whose names match a pattern such as ``**/*.jsonl``, sorted by name."""
     with self._asked() as files:
       found: Any = files.glob(f"{self._path}/{pattern}", detail=True)
     return [self._entry(about) for _, about in sorted(found.items()) if about["type"] == "file"]
 
   def download(self, path: str) -> None:
-    """Writes the content to a file of this machine."""
+    """Writes the content to a local file."""
     with self._asked() as files:
       files.get_file(self._path, path)
 
   # Writing.
 
   def write_bytes(self, content: bytes) -> None:
-    """Makes the object, or takes the place of the one that is there."""
+    """Creates or overwrites the object."""
     with self._asked() as files:
       files.pipe_file(self._path, content)
 
   def create(self, content: bytes) -> str:
-    """Makes the object on the condition that there is none, and returns its version. Of two who try, one does.
+    """Creates the object if it does not exist, and returns its version. If two writers race, exactly one succeeds.
 
     Raises:
-      FileExistsError: there is one.
+      FileExistsError: the object exists.
     """
     return self._write_on_condition(content, None)
 
   def replace(self, content: bytes, version: str) -> str:
-    """Takes the place of the object on the condition that it is this version of it, and returns the new one.
+    """Overwrites the object if it still has this version, and returns the new version.
 
     Raises:
-      FileExistsError: it is another, or there is none.
+      FileExistsError: the object has another version or does not exist.
     """
     return self._write_on_condition(content, version)
 
   def _write_on_condition(self, content: bytes, version: str | None) -> str:
     if self.protocol not in CONDITIONAL:
-      raise NotImplementedError(f"{self.protocol}:// has no conditions here")
+      raise NotImplementedError(f"{self.protocol}:// does not support conditional writes here")
     with self._asked() as files:
       try:
         return CONDITIONAL[self.protocol](files, self.parts[0], "/".join(self.parts[1:]), content, version)
       except FileExistsError:
-        # Where the answer to a write was lost, its client tried again, and met what it had written itself.
+        # If the response to a write was lost, the client retried it and now meets its own object. That counts as success.
         if (there := self.entry()) is None or self.read_bytes() != content:
           raise
         return there.version
 
   def upload(self, path: str) -> None:
-    """``write_bytes`` of a file of this machine."""
+    """Uploads a local file to this object."""
     with self._asked() as files:
       files.put_file(path, self._path)
 
   def remove(self) -> None:
-    """Removes the object; none there is no error."""
+    """Removes the object. A missing object is not an error."""
     with self._asked() as files, contextlib.suppress(FileNotFoundError):
       files.rm_file(self._path)
 
-  # How it is asked.
+  # Access to the file system of fsspec.
 
   @property
   def _path(self) -> str:
@@ -231,16 +231,16 @@ class Place:
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[Any]:
-    """The file system, whose errors become OSErrors of this URL."""
+    """Yields the file system and translates its errors into OSErrors that name this URL."""
     try:
       yield _file_system(self.protocol)
     except FileNotFoundError as error:
       raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from error
     except FileExistsError as error:
-      raise FileExistsError(errno.EEXIST, "is there already", str(self)) from error
+      raise FileExistsError(errno.EEXIST, "already exists", str(self)) from error
     except UserError:
       raise
-    except Exception as error:  # each client has its own kinds
+    except Exception as error:  # each client library has its own exception types
       raise as_oserror(error, str(self)) from error
 
   def _entry(self, about: dict[str, Any]) -> Entry:
@@ -266,23 +266,23 @@ def _write_to_s3(files: Any, bucket: str, key: str, content: bytes, version: str
     return files.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"].strip('"')
   except OSError as error:
     said = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
-    # The second: somebody else writes it at this moment. The third: there is none, and it was to be another version of it.
+    # ConditionalRequestConflict: another writer is active. NoSuchKey: the version to replace was deleted.
     if said in ("PreconditionFailed", "ConditionalRequestConflict") or (said == "NoSuchKey" and version is not None):
       raise FileExistsError from error
     raise
 
 
-# (file system, bucket, name, content, version that it must be, None for none) -> its new version. FileExistsError: it is not.
+# (file system, bucket, name, content, required version or None for "does not exist") -> new version. Raises FileExistsError.
 CONDITIONAL: dict[str, Callable[[Any, str, str, bytes, str | None], str]] = {
   "gs": _write_to_gcs,
   "gcs": _write_to_gcs,
   "s3": _write_to_s3,
 }
-"""Protocols of stores where a write may have a condition, and how it has it."""
+"""The conditional write of each protocol that supports one."""
 
 
 def endpoint() -> dict[str, str]:
-  """Where s3:// is, for TensorStore, which does not know AWS_ENDPOINT_URL and its kin; {}: where Amazon has it."""
+  """Returns the s3:// endpoint for TensorStore, which ignores AWS_ENDPOINT_URL and related settings; {} for Amazon's own."""
   files = _file_system("s3")
   files.connect()
   url = files.s3.meta.endpoint_url
@@ -295,7 +295,7 @@ def _file_system(protocol: str) -> Any:
   import fsspec
   from fsspec.config import conf
 
-  for name in ("gs", "gcs"):  # etils, and with it orbax, has its own by these too
+  for name in ("gs", "gcs"):  # etils, and with it orbax, creates its own file systems under both names
     conf.setdefault(name, {}).setdefault("requests_timeout", _REQUEST_SECONDS)
   return fsspec.filesystem(protocol, use_listings_cache=False)
 
@@ -304,12 +304,14 @@ _NOT_SET_UP = {
   "ConfigNotFound", "ConfigParseError", "InvalidConfigError", "InvalidRegionError", "NoRegionError", "ParamValidationError",
   "PartialCredentialsError", "ProfileNotFound",
 }  # fmt: skip
-"""Of botocore: what a file or a variable of this machine says wrongly."""
+"""Exceptions of botocore for a wrong configuration file or environment variable on this machine."""
 
 
 def as_oserror(error: Exception, url: str) -> OSError:
-  """What a store's library raised, as what the operating system would: EACCES, EINVAL where this machine's settings for the
-  store are wrong, EIO for all else."""
+  """Translates an exception of a storage client into an OSError.
+
+  The errno is EACCES for credentials and permissions, EINVAL for wrong settings on this machine, EIO for everything else.
+  """
   said = " ".join(str(error).split())[:300] or type(error).__name__
   kinds = {kind.__name__ for kind in type(error).__mro__}
   code = getattr(error, "code", None) or _http_status(error)
@@ -318,14 +320,14 @@ def as_oserror(error: Exception, url: str) -> OSError:
   if isinstance(error, PermissionError) or str(code) == "403" or said.startswith("Forbidden"):
     return PermissionError(errno.EACCES, f"permission denied: {said}", url)
   if kinds & _NOT_SET_UP or (isinstance(error, ValueError) and said.startswith("Invalid endpoint")):
-    return OSError(errno.EINVAL, f"the store is not set up here: {said}", url)
+    return OSError(errno.EINVAL, f"the store is not configured correctly on this machine: {said}", url)
   if isinstance(error, TimeoutError):
     said = f"no answer in time ({said})"
   return OSError(errno.EIO, f"storage failed: {said}", url)
 
 
 def _http_status(error: BaseException) -> int | None:
-  """The HTTP status of botocore's error, which s3fs raises again as another kind."""
+  """Returns the HTTP status of a botocore error, which s3fs re-raises as another type."""
   while True:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -336,8 +338,8 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def failed(error: OSError) -> UserError | RetryableError:
-  """What to raise for an error of a place: a retry may mend the storage's own only."""
+  """Returns the exception to raise for a storage error. Only failures of the store itself are retryable."""
   what = f"{masked(str(error.filename))}: {error.strerror}"
   if isinstance(error, FileNotFoundError | FileExistsError | PermissionError) or error.errno == errno.EINVAL:
     return UserError(what)
-  return RetryableError(f"{what}; the same command tries again")
+  return RetryableError(f"{what}; run the same command again")

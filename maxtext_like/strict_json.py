@@ -1,4 +1,4 @@
-"""JSON from files that nobody has vouched for: every surprise is an error, and none is read in one of two ways."""
+"""Strict parsing of JSON from untrusted files: anything malformed or ambiguous is an error."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def printable(text: object) -> str:
 
 
 class NotJsonError(ValueError):
-  """Why bytes are not JSON, safe to print."""
+  """The bytes are not valid JSON. The message says why and is safe to print."""
 
 
 def loads(raw: bytes) -> Any:
@@ -36,7 +36,7 @@ def loads(raw: bytes) -> Any:
     raise NotJsonError("JSON is nested too deeply") from None
   except json.JSONDecodeError as error:
     raise NotJsonError(f"not valid JSON: {printable(error.msg)} (character {error.pos})") from None
-  except ValueError as error:  # a number of more digits than Python converts
+  except ValueError as error:  # an integer with more digits than Python converts
     raise NotJsonError(f"not valid JSON: {printable(error)}") from None
 
 
@@ -45,13 +45,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(found) != len(pairs):
     seen: set[str] = set()
     twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-    raise NotJsonError(f"'{printable(twice)}' is listed twice in one object; which one is meant cannot be known")
+    raise NotJsonError(f"'{printable(twice)}' is listed twice in one object, so its value is ambiguous")
   return found
 
 
 def _finite(text: str) -> float:
   if math.isinf(number := float(text)):
-    raise NotJsonError(f"{printable(text)} is beyond the largest number of 64 bits")
+    raise NotJsonError(f"{printable(text)} is outside the range of a 64-bit float")
   return number
 
 
@@ -60,14 +60,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def parse(raw: bytes, where: str) -> Any:
-  """``loads``, whose error says where.
+  """Parses JSON as ``loads`` does and names the source in the error.
 
   Args:
     raw: the bytes.
-    where: what they are, for messages: usually a path.
+    where: name of the source for messages, usually a path.
 
   Raises:
-    UserError: not JSON, as ``loads`` understands it.
+    UserError: ``loads`` rejects the bytes.
   """
   try:
     return loads(raw)
@@ -81,7 +81,7 @@ def parse_file(path: Path, *, limit: int) -> Any:
   try:
     size = path.stat().st_size
     if size > limit:
-      raise UserError(f"{shown}: {size} bytes, more than the {limit} that such a file may have")
+      raise UserError(f"{shown}: the file has {size} bytes, more than the limit of {limit}")
     raw = path.read_bytes()
   except OSError as error:
     raise UserError(f"{shown}: cannot be read: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""What a target says beside the next token: one convention of data, objectives and imported inputs."""
+"""The target id that the loss ignores. Data sets, objectives and imported inputs share this convention."""
 
 IGNORED = -100
-"""The target that does not count, as in PyTorch and Hugging Face."""
+"""Marks a position without a target, as in PyTorch and Hugging Face."""

@@ -1,4 +1,4 @@
-"""The command that started this process, as a person types it. Imports nothing heavy."""
+"""The command that started this process, in the form in which a person typed it. Imports nothing heavy."""
 
 import os
 import shlex
@@ -9,27 +9,27 @@ from collections.abc import Sequence
 from maxtext_like.masking import masked_words
 
 VARIABLE = "MAXTEXT_LIKE_COMMAND"
-"""The launcher of several processes passes its command to them in this environment variable: theirs lack its options."""
+"""Environment variable with the command of the launcher that started this process: the worker's own argv lacks its options."""
 
 _is_command = False
 
 
 def begin_command() -> None:
-  """Note that this process is our command; the command calls it first. In a notebook or a script nothing does."""
+  """Records that this process is the maxtext-like command, which calls this first. Notebooks and scripts never call it."""
   global _is_command
   _is_command = True
 
 
 def is_command() -> bool:
-  """Return True if the words of this process, or of its launcher, are the call that trains."""
+  """Returns True if this process, or the launcher that started it, is the maxtext-like command."""
   return _is_command or VARIABLE in os.environ
 
 
 def typed_words(words: Sequence[str] | None = None) -> list[str]:
-  """The words of the command.
+  """Returns the words of the command.
 
   Args:
-    words: the program and its arguments, as ``sys.argv``, which is the default.
+    words: the program and its arguments; default: ``sys.argv``.
   """
   if words is None and (command := os.environ.get(VARIABLE)):
     return shlex.split(command)
@@ -40,10 +40,10 @@ def typed_words(words: Sequence[str] | None = None) -> list[str]:
   if name.endswith(".py") or not os.access(program, os.X_OK) or os.path.isdir(program):
     return ["python", program, *rest]
   found = shutil.which(name)
-  # A program that the shell finds by its name was most likely typed so.
+  # If the shell finds the program by its name, the user most likely typed the name without the path.
   return [name if found is not None and os.path.realpath(found) == os.path.realpath(program) else program, *rest]
 
 
 def typed_command() -> str:
-  """The command in a line that a shell takes, without secrets."""
+  """Returns the command as one line for a shell, with secrets masked."""
   return shlex.join(masked_words(typed_words()))

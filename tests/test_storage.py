@@ -69,7 +69,7 @@ def test_what_is_there_is_listed_and_read(place):
 
 @pytest.mark.parametrize("url", ["gs://", "gs://b//x", "gs://b/../x", "gs://b/./x"])
 def test_names_that_no_directory_has(url):
-  with pytest.raises(UserError, match="between slashes are no names"):
+  with pytest.raises(UserError, match=r"(?s)'\.\.'.*between slashes.*fix: "):
     Place(url)
 
 
@@ -109,7 +109,7 @@ def test_settings_of_this_machine_that_are_wrong_are_no_fault_that_a_retry_mends
   monkeypatch.setattr("fsspec.config.conf", {})
   fsspec.filesystem("s3").clear_instance_cache()
   try:
-    with pytest.raises(OSError, match="set up here") as raised:
+    with pytest.raises(OSError, match="not configured correctly") as raised:
       Place("s3://a-bucket/x").read_bytes()
   finally:
     fsspec.filesystem("s3").clear_instance_cache()
@@ -195,7 +195,7 @@ def test_what_breaks_off_is_taken_again_and_never_used(copies, impatient, wrong)
 def test_a_copy_without_room_says_what_it_needs(place, copies, monkeypatch):
   place.write_bytes(b"x" * 1000)
   monkeypatch.setattr(local_copies.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=999))
-  with pytest.raises(UserError, match=f"(?s)0.00 GB are to be copied here.*{local_copies.FOLDER_VARIABLE}=DIR"):
+  with pytest.raises(UserError, match=f"(?s)disk space.*0.00 GB.*fix: .*{local_copies.FOLDER_VARIABLE}"):
     local_copies.copy_file(str(place))
 
 

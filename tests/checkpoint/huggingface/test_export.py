@@ -135,7 +135,7 @@ def test_numbers_beyond_float16_stop_the_export_and_leave_nothing(tmp_path: Path
 
 def test_a_directory_with_files_is_not_touched(tmp_path: Path):
   (tmp_path / "mine.txt").write_text("mine")
-  with pytest.raises(UserError, match="is there already"):
+  with pytest.raises(UserError, match="already exists"):
     export("stress_fp16_mlp", tmp_path)
   assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
   (tmp_path / "empty").mkdir()
@@ -159,7 +159,7 @@ def test_into_a_store_with_config_json_last_or_not_at_all(tmp_path: Path):
   assert sent[-1] == "config.json"
   assert sorted(sent) == names
   assert [store.read(f"exports/a/{name}") for name in names] == [(tmp_path / "here" / name).read_bytes() for name in names]
-  with pytest.raises(UserError, match="is there already"):
+  with pytest.raises(UserError, match="already exists"):
     export("deepseek3", out, params=params)
   refused = lambda method, path, query: "403" if method == "PUT" and path.endswith("index.json") else None
   other = Place(f"s3://{BUCKET}/exports/b")
