@@ -1,4 +1,4 @@
-"""Compiles train steps for TPU slices with ``maxtext-like compile`` and prints the Markdown table of docs/compile.md.
+"""Compiles train steps for TPU slices with ``maxtext-like compile`` and prints the Markdown table of docs/results/tpu.md.
 
   python benchmarks/compile_table.py gemma4-tiny:v6e-8 "gemma4-31b:v6e-32:per_device_batch_size=2 machine_code=false"
 

@@ -10,7 +10,7 @@ times one" is tokens a second as a share of those of N single devices, each with
 those that a device sends in a step, from the text of the compiled program, by kind of collective: of an all-gather and a
 reduce-scatter over N devices (N - 1) / N of the whole array, of an all-reduce twice that.
 
-CPU devices are threads of the same cores: their step times say nothing of a pod (docs/parallelism.md).
+CPU devices are threads of the same cores: their step times say nothing of a pod (docs/guides/parallelism.md).
 """
 
 import argparse

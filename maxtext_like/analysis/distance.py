@@ -196,7 +196,7 @@ class Ruler:
       first = f", and {len(bad)} of {len(self.labels)} gradients, first {bad[0]}" if bad else ""
       raise NonFiniteError(
         f"the step is not finite in float32 either (loss {self.loss:g}{first}): no precision key mends that\n"
-        "  fix: look at the weights and the data; x-ray names the operation (docs/xray.md)"
+        "  fix: look at the weights and the data; x-ray names the operation (docs/guides/xray.md)"
       )
 
   def measure(self, config: Config, *, halvings: int = 0) -> Distance:

@@ -15,8 +15,8 @@ from maxtext_like.training.topologies import find_machine, machines
 LIST = "\n                    ".join(machines(cpus=True).split("; "))
 
 DESCRIPTION = f"""Prints the table of maxtext-like compile from arithmetic on shapes, in seconds and without libtpu: memory of
-a device by class, products, transfers between devices, and the time that a step takes at least. docs/compile.md has both side
-by side.
+a device by class, products, transfers between devices, and the time that a step takes at least. docs/results/memory.md
+compares both.
 
   topology=NAME     {LIST}
   memory=SIZE       of a GPU or CPU device, as 24GB, in the place of what the table has; alone it is one GPU of any kind

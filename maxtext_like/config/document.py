@@ -1,4 +1,4 @@
-"""What each key means, read from ``configs/base.yml``: for ``--help-keys`` and for docs/configuration.md.
+"""What each key means, read from ``configs/base.yml``: for ``--help-keys`` and for docs/reference/configuration.md.
 
 ``python -m maxtext_like.config.document`` writes the page anew, and before it the precision keys of ``configs/base.yml`` from
 ``precision_keys.py``; a test compares both.
@@ -58,7 +58,7 @@ def keys() -> tuple[Key, ...]:
 
 
 def page() -> str:
-  """docs/configuration.md."""
+  """docs/reference/configuration.md."""
   lines = [
     "# Configuration keys",
     "",
@@ -99,7 +99,7 @@ def _class_page() -> list[str]:
     "",
     "Each key belongs to one class. It decides whether a run that resumes, or that starts with `init_from`, may have another",
     "value than the checkpoint. The same holds for keys that generate and forward take. A key that has no effect on the model,",
-    "as `rope_factor` without yarn, is not compared. [resuming.md](resuming.md) has examples.",
+    "as `rope_factor` without yarn, is not compared. [guides/resume.md](../guides/resume.md) has examples.",
     "",
     "| class | what it decides | keys |",
     "|---|---|---|",
@@ -227,8 +227,8 @@ def base_text() -> str:
 
 
 def page_path() -> Path:
-  """docs/configuration.md of the checkout that this package runs from."""
-  return configs_folder().parent / "docs" / "configuration.md"
+  """docs/reference/configuration.md of the checkout that this package runs from."""
+  return configs_folder().parent / "docs" / "reference" / "configuration.md"
 
 
 if __name__ == "__main__":

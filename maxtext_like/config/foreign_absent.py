@@ -27,9 +27,11 @@ _NOISE = "no noise is added to embeddings"
 _SMOOTHING = "the loss has no label smoothing"
 _MASKED = "the loss is the mean over the learned tokens of all devices and microbatches of an update"
 _PIPELINE = (
-  "there is no pipeline parallelism; the mesh has the axes data, fsdp, expert, context and tensor (docs/parallelism.md)"
+  "there is no pipeline parallelism; the mesh has the axes data, fsdp, expert, context and tensor (docs/guides/parallelism.md)"
 )
-_DEVICES = "the run uses all devices it finds; the sizes of the mesh axes say what each device does (docs/parallelism.md)"
+_DEVICES = (
+  "the run uses all devices it finds; the sizes of the mesh axes say what each device does (docs/guides/parallelism.md)"
+)
 _TP_SEQUENCE = "where activations between layers are placed follows from the mesh; only the axes have sizes"
 _HUB = (
   "this program downloads and uploads nothing; weights, tokenizer and data are local files (init_from, tokenizer, dataset_path)"

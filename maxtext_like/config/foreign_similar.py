@@ -305,7 +305,7 @@ NAMES: tuple[Similar, ...] = (
           "write first_num_dense_layers=N"),
   Similar("moe_aux_loss_coef router_aux_loss_factor load_balancing_loss_coef",
           "load_balance_loss_weight is the weight of the loss that load_balance_loss defines, and a weight is right for "
-          "one definition only (docs/load-balancing.md)",
+          "one definition only (docs/explanation/load-balancing.md)",
           "choose load_balance_loss=maxtext, huggingface, deepseek_sequence or switch, and its load_balance_loss_weight"),
   Similar("router_z_loss_coef router_z_loss_coeff router_z_loss_multiplier router_z_loss",
           "router_z_loss_weight multiplies the sum over layers, where transformers takes the mean over layers",

@@ -1,8 +1,8 @@
 """Classes of keys by the changes that are allowed between a checkpoint and the run that reads it.
 
 A key declares its class as the type of its field: ``vocab_size: Shape[int]``. A key without a class is ``TRAINING``. Resume,
-``init_from``, generate, forward, the list of changes and docs/configuration.md read the classes from here. Every key of
-``model:`` and ``vision:`` declares one.
+``init_from``, generate, forward, the list of changes and docs/reference/configuration.md read the classes from here. Every key
+of ``model:`` and ``vision:`` declares one.
 """
 
 import dataclasses

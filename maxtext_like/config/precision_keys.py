@@ -1,9 +1,10 @@
 """The precision keys, each with everything that is known about it: the one place to add or to read one.
 
 ``PrecisionConfig`` is the ``precision:`` section and the list of the keys at once: its fields carry what a key means and
-does. The section of ``configs/base.yml`` and the tables of docs/configuration.md are written from it; "does nothing here",
-what may differ between layers, the audit's targets, the risk estimate's keys, what to try after a NaN and what ``bisect``
-tries ask it. That a layer obeys a key is the layer's part, ``layers.precision.Precision`` its name and default there.
+does. The section of ``configs/base.yml`` and the tables of docs/reference/configuration.md are written from it; "does nothing
+here", what may differ between layers, the audit's targets, the risk estimate's keys, what to try after a NaN and what
+``bisect`` tries ask it. That a layer obeys a key is the layer's part,
+``layers.precision.Precision`` its name and default there.
 
 Importable without JAX.
 """

@@ -31,7 +31,7 @@ Attention = Callable[..., Any]
 LANES = 128
 _LONGEST = 3 * 512  # three of the largest tiles: one of them lies wholly outside the window
 # Relative error of a whole array and of its worst head vector. Rounding alone gives bfloat16 about 3e-3 (values) and 4e-3
-# (gradients) of an array, float16 an eighth (docs/gpu.md); one key too many in a window of 400 gives 5e-2.
+# (gradients) of an array, float16 an eighth (docs/explanation/kernels.md); one key too many in a window of 400 gives 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
 _CAP = 2.0  # of a class with a soft cap: scores of a test are 1 on average, and a model's own cap would leave them as they are
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 holds a score of -20000 * sqrt(head_dim), before the scale, to 0.03

@@ -22,7 +22,7 @@ def of_step(step: TrainStep) -> dict[str, bool]:
 
   A step that updates layers in its backward pass multiplies by weights that lie in stacks, and sums gradients of the head in
   float32 over chunks. By cuBLAS XLA lets a product read its weight where that lies, and add to a sum as it is written; products
-  of its own in Triton it tries first, and by then has copied the weight (docs/performance.md).
+  of its own in Triton it tries first, and by then has copied the weight (docs/results/gpu-training.md).
   """
   if isinstance(step, StepInBackward) and on_one_gpu() and not re.search(rf"--{_TRITON}(=|\s|$)", flags_given()):
     return {_TRITON: False}

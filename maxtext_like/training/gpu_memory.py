@@ -1,6 +1,6 @@
 """What one GPU holds when most is in use, instant by instant, as XLA's buffer assignments show it.
 
-Beside ``memory.estimate``; docs/compile.md has the sums beside what XLA laid out and what runs had.
+Beside ``memory.estimate``; docs/results/memory.md has the sums beside what XLA laid out and what runs had.
 """
 
 from typing import Any, NamedTuple

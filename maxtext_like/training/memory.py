@@ -49,13 +49,13 @@ class MemoryEstimate:
     parameters: as they are stored.
     optimizer: its state.
     gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
-    copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/compile.md): the
-      gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
+    copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/results/memory.md):
+      the gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
       optimizer's rule needs them whole and its update is looked at; with ``optimizer_in_backward`` updated layers before they
       lie in their stacks.
     activations: what the forward pass keeps for the backward pass, and what it works in.
     logits: of a piece, and their gradient.
-      Of these three a GPU's estimate has what is in use together (docs/compile.md).
+      Of these three a GPU's estimate has what is in use together (docs/results/memory.md).
     dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
     fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
       gradient in float32 before each has its share again.
@@ -209,7 +209,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
   count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
 
-  It is meant to refuse what cannot run, and compared with XLA's own count in docs/compile.md.
+  It is meant to refuse what cannot run, and compared with XLA's own count in docs/results/memory.md.
 
   Args:
     program: of the run.
@@ -483,7 +483,9 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     lines.append(f"weight_dtype=bfloat16: {half}, at a loss of accuracy")
   apart = t.gradient_accumulation_steps == 1 and program.adapter is None and not program.config.logging.numerics_every
   if not t.optimizer_in_backward and apart:
-    lines.append(f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/performance.md)")
+    lines.append(
+      f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/guides/large-model-one-gpu.md)"
+    )
   moments = t.optimizer_in_backward and t.scan_layers and not t.optimizer_memory_host_offload and _platform(program) != "cpu"
   if moments and 5 * need.optimizer > need.total:
     lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")

@@ -1,7 +1,7 @@
 """What a train step needs and takes at least on machines that are not here, by arithmetic on shapes, in seconds.
 
 The same table as ``compile`` prints for TPUs, without a compiler: arrays from shapes and shardings, FLOPs from the layers,
-transfers from what is split. docs/compile.md has both side by side.
+transfers from what is split. docs/results/memory.md has both side by side.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from maxtext_like.training.transfers import transfers
 
 GAPS = 1.06
 """What a TPU's compiler lays out beside a program's arguments is so much more than what is in use at the fullest instant, as
-arrays of several times lie around each other: 1.00 to 1.21, the mean of the programs of docs/compile.md."""
+arrays of several times lie around each other: 1.00 to 1.21, the mean of the programs of docs/results/memory.md."""
 
 POLICIES = ("none", "save_mlp", "save_outputs", "save_attention", "full")
 """The remat policies that a search tries, and the configured one beside them."""

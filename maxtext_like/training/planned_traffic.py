@@ -2,7 +2,7 @@
 
 Weights are read where they multiply, as they are stored or as they come from other devices; the update reads and writes what
 the state holds; logits and their table's gradient lie in memory between products. What layers make of tokens is counted
-as so many times what they keep. docs/compile.md has sums beside those of compiled programs.
+as so many times what they keep. docs/results/memory.md has sums beside those of compiled programs.
 """
 
 import functools
@@ -24,7 +24,7 @@ from maxtext_like.training.transfers import passes, pieces, summed_bytes
 
 PASSES = 5.5
 """How often what layers would keep without remat goes through memory in a step, temporaries included: this and the next four
-were fitted to the compiled programs of docs/compile.md."""
+were fitted to the compiled programs of docs/results/memory.md."""
 EXPERT_ROWS, TRAVELLING = 12, 9
 """How often in each pass the rows of experts do besides, and how often more where they travel to other devices."""
 SCORES = 9

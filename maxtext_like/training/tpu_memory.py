@@ -1,7 +1,7 @@
 """What a TPU chip holds when most is in use, by arithmetic on shapes and shardings: the terms that its compiled programs show.
 
 Beside ``memory.estimate``: arrays lie in tiles, weights that are split come whole a layer at a time, and the largest gradient
-is whole before it is scattered. docs/compile.md has the sums beside what libtpu laid out.
+is whole before it is scattered. docs/results/memory.md has the sums beside what libtpu laid out.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """What devices send each other in a step, by arithmetic on shapes and on how arrays lie on the mesh.
 
-What each axis makes travel is in docs/parallelism.md; bytes are those that go through one device's links.
+What each axis makes travel is in docs/guides/parallelism.md; bytes are those that go through one device's links.
 
 P devices, t tokens of a device, k choices of a token, D model, K key-value heads.
 """

@@ -2,7 +2,7 @@
 
 Trainers use the words "load balancing loss" for sums that differ by factors of k (experts a token), of the number of layers
 and of the part of the batch that statistics are taken over. So ``load_balance_loss`` names a definition, and a weight is right
-for one definition only. docs/load-balancing.md has the formulas side by side.
+for one definition only. docs/explanation/load-balancing.md has the formulas side by side.
 
 B batch, T position, E experts, k experts a token, L layers with experts.
 """

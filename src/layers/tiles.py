@@ -1,7 +1,7 @@
 """How a TPU lays an array in memory: its two minor axes in tiles of 8 x 128 numbers, which are filled up at the edges.
 
 A program's arguments lie in the order of axes that fills up least, which need not be the order in which they are declared; what
-a kernel reads or a loop gathers lies as it asks. docs/compile.md says what follows from it.
+a kernel reads or a loop gathers lies as it asks. docs/results/tpu.md says what follows from it.
 """
 
 import math

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "gpu/README.md", "tpu/README.md", *sorted(
-  str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md") if path.name != "python.md"  # doctest runs that page
+  str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.name != "python.md"  # doctest runs that page
 ))  # fmt: skip
 _OURS = re.compile(
   r"(?:time |\. gpu/env\.sh; *|\w+=\S+ )*(?:maxtext-like|python -m maxtext_like(?![.\w])|(python train\.py))(?= |$)(.*)"

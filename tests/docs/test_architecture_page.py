@@ -1,4 +1,4 @@
-"""docs/architecture.md names what is there, the picture is that of the files, and no journey is longer than twenty hops."""
+"""docs/explanation/architecture.md names things that exist, its picture is current, and no journey is longer than 20 hops."""
 
 import importlib
 import importlib.util
@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
 JOURNEYS = {part.partition("\n")[0]: part for part in PAGE.partition("## To add")[0].split("\n### ")[1:]}
 
 
 def test_the_picture_is_current():
-  spec = importlib.util.spec_from_file_location("structure", ROOT / "docs/structure.py")
+  spec = importlib.util.spec_from_file_location("structure", ROOT / "docs/explanation/structure.py")
   assert spec is not None
   assert spec.loader is not None
   structure: Any = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(structure)
-  assert structure.PICTURE.read_text(encoding="utf-8") == structure.draw(), "run: python docs/structure.py"
+  assert structure.PICTURE.read_text(encoding="utf-8") == structure.draw(), "run: python docs/explanation/structure.py"
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(maxtext_like\.[\w.]+)`", PAGE))))
@@ -48,7 +48,7 @@ def test_every_file_to_add_to_is_there():
 
 def test_links_lead_somewhere():
   for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
-    assert (ROOT / "docs" / target).exists(), target
+    assert (ROOT / "docs/explanation" / target).exists(), target
   headings = {re.sub(r"[^\w\- ]", "", line[3:].lower()).replace(" ", "-") for line in
               (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")}  # fmt: skip
   for anchor in re.findall(r"CONTRIBUTING\.md#([\w-]+)", PAGE):

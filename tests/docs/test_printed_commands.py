@@ -135,10 +135,11 @@ def test_a_printed_output_is_what_a_command_prints(page, text, output, workplace
 def test_pages_show_outputs():
   assert {page.values[0] for page in EXAMPLES} >= {
     "README.md",
-    "docs/audit.md",
-    "docs/bisect.md",
-    "docs/chat.md",
-    "docs/numerics.md",
+    "docs/guides/audit.md",
+    "docs/guides/bisect.md",
+    "docs/explanation/initial-values.md",
+    "docs/guides/chat.md",
+    "docs/guides/risk.md",
   }
 
 
@@ -159,14 +160,14 @@ SMALL = {
       ["maxtext-like train gemma3-4b init", "maxtext-like generate --checkpoint runs/mine", "maxtext-like export runs/mine"],
     ),
     (
-      "docs/evaluation.md",
+      "docs/guides/evaluation.md",
       [
         "maxtext-like sft gemma3-4b init",
         "maxtext-like generate --checkpoint runs/gemma3-4b",
         "maxtext-like export runs/gemma3-4b",
       ],
     ),
-    ("docs/chat.md", ["maxtext-like data --sft", "maxtext-like sft "]),
+    ("docs/guides/chat.md", ["maxtext-like data --sft", "maxtext-like sft "]),
   ],
 )
 def test_the_steps_of_a_page_run_one_after_the_other(page, beginnings, workplace, tmp_path, monkeypatch, capsys):

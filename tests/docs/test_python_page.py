@@ -1,4 +1,4 @@
-"""docs/python.md, run as it stands; and what it promises of the package."""
+"""docs/guides/python.md, run as it stands; and what it promises of the package."""
 
 import ast
 import doctest
@@ -11,7 +11,7 @@ import pytest
 import maxtext_like
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "python.md"
+PAGE = ROOT / "docs" / "guides" / "python.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The files that the READMEs of tpu and gpu and docs/compile.md name; tests/docs/test_printed_commands.py has the commands."""
+"""The files that the READMEs of tpu and gpu and docs/guides/does-it-fit.md name exist."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from maxtext_like.config.files import configs_folder
 
 ROOT = configs_folder().parent
-PAGES = ("tpu/README.md", "gpu/README.md", "docs/compile.md")
+PAGES = ("tpu/README.md", "gpu/README.md", "docs/guides/does-it-fit.md")
 _STARTS = r"sbatch gpu/train\.sbatch|[tg]pu/finiteness_check\.sh"
 
 

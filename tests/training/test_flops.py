@@ -25,7 +25,7 @@ def flops(model: str, *words: str) -> float:
 
 
 def test_gemma3_4b_as_the_measured_table_counts():
-  # performance.md: batch 2, S4096: 0.535 s at 370 TFLOP/s.
+  # docs/results/gpu-training.md: batch 2, S4096: 0.535 s at 370 TFLOP/s.
   assert 2 * flops("gemma3-4b", "max_target_length=4096") == pytest.approx(0.535 * 370e12, rel=0.01)
 
 

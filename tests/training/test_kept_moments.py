@@ -95,7 +95,7 @@ def arrays(run: Any, step: int, prefix: str = "params.") -> dict[str, np.ndarray
 
 @pytest.mark.slow
 def test_v3_then_the_warm_up_of_the_indexer_then_sparse_attention(tmp_path, capsys):
-  """The commands of docs/resuming.md, at a tiny size."""
+  """The commands of docs/guides/resume.md, at a tiny size."""
 
   def train(model: str, run: str, *words: str) -> str:
     assert main(["train", model, *SMALL, f"output_dir={tmp_path}", f"run_name={run}", *words]) == 0

@@ -1,4 +1,4 @@
-"""Plans by arithmetic against what libtpu laid out (docs/compile.md) and against the compiled programs' own counts."""
+"""Plans by arithmetic against what libtpu laid out (docs/results/memory.md) and against the compiled programs' own counts."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ def slow(*values):
 @pytest.mark.parametrize(
   ("model", "topology", "words", "gib", "tflop"),
   [
-    # What `compile ... machine_code=false` said on 2026-11-22 (docs/compile.md): dense; a table whose parts fill no tiles;
-    # experts that travel to tokens, and tokens to experts; a loss in one piece.
+    # What `compile ... machine_code=false` said on 2026-11-22 (docs/results/memory.md): dense; a table whose parts fill no
+    # tiles; experts that travel to tokens, and tokens to experts; a loss in one piece.
     ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
     slow("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
     slow("gemma3-27b", "v6e-32", [], 17.48, 898.2),

@@ -1,4 +1,4 @@
-"""Bytes through memory by arithmetic: parts against sums by hand, the whole against compiled programs (docs/compile.md)."""
+"""Bytes through memory by arithmetic: parts against sums by hand, all against compiled programs (docs/results/memory.md)."""
 
 import dataclasses
 import functools
@@ -131,7 +131,7 @@ def slow(*values):
 @pytest.mark.parametrize(
   ("model", "topology", "words", "gb"),
   [
-    # What `compile ... machine_code=false` said on 2026-11-25 (docs/compile.md).
+    # What `compile ... machine_code=false` said on 2026-11-25 (docs/results/memory.md).
     ("qwen3-0.6b", "v6e-1", ["max_target_length=128"], 31.2),
     slow("qwen3-0.6b", "v6e-1", ["max_target_length=2048", "remat_policy=none"], 47.8),
     slow("qwen3-8b", "v6e-8", ["max_target_length=2048"], 253.9),

@@ -18,8 +18,8 @@ EXPERTS = ("gemma4-26b", "v6e-32", "ici_fsdp_parallelism=4", "ici_expert_paralle
 @pytest.mark.parametrize(
   ("words", "gb"),
   [
-    # GB through a chip, by `maxtext-like compile ... machine_code=false` on 2026-11-23 (docs/compile.md). What experts' and
-    # dense weights gather and scatter differs by how often the compiler gathers; together they are the same.
+    # GB through a chip, by `maxtext-like compile ... machine_code=false` on 2026-11-23 (docs/results/memory.md). What experts'
+    # and dense weights gather and scatter differs by how often the compiler gathers; together they are the same.
     slow(EXPERTS, {"all-to-all": 36.43, "all-gather reduce-scatter": 47.09}),
     slow((*GROUPS, "ici_context_parallelism=4", "weight_dtype=bfloat16"), {"all-reduce": 13.66, "reduce-scatter": 10.81}),
     slow((*GROUPS, "ici_tensor_parallelism=4"), {"all-reduce": 38.76, "reduce-scatter": 2.622}),

@@ -1,8 +1,9 @@
 """A first moment of low rank: momentum where the gradients of many steps point, for next to no memory.
 
 What needs momentum are the few directions in which gradients are large and the loss is curved: without it steps along them
-overshoot (docs/performance.md has what it is worth). So of the mean of a matrix's directions only its share in a subspace of R
-dimensions is kept, as two factors, and a direction goes on with that mean inside the subspace, and as it is outside of it:
+overshoot (docs/results/low-memory-training.md has loss curves). So of the mean of a matrix's directions only its share in a
+subspace of R dimensions is kept, as two factors, and a direction goes on with that mean inside the
+subspace, and as it is outside of it:
 
   M = b1 P Q^T + (1 - b1) U          the mean, of what was kept of it and the direction U of this step
   P' = orthonormal columns of M Q    one step of subspace iteration, which begins where the last one ended

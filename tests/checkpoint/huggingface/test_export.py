@@ -71,7 +71,7 @@ def test_every_tensor_comes_back_bit_for_bit(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("case", ["gemma3_vision", "deepseek3"])
 def test_what_comes_back_otherwise(case: str, tmp_path: Path):
-  """The two that docs/hugging-face.md names: transformers' own spelling of a tower, and a bias in 16 bits."""
+  """The two that docs/guides/hugging-face.md names: transformers' own spelling of a tower, and a bias in 16 bits."""
 
   def spelt(name: str) -> str:
     return name.replace("vision_tower.vision_model.", "vision_tower.")

@@ -1,4 +1,4 @@
-"""Draws docs/structure.svg from the imports: ``python docs/structure.py``. tests/docs holds it against the files."""
+"""Draws docs/explanation/structure.svg from the imports: ``python docs/explanation/structure.py``."""
 
 import ast
 import html
@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.test_imports import ORDER, PACKAGE, imports, part_of, sources  # noqa: E402 (the order stands there)
