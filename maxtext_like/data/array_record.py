@@ -66,8 +66,8 @@ class ArrayRecord:
       from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
       raise UserError(
-        "dataset=arrayrecord needs the package array-record, which is not installed (grain brings it, but not on every system)"
-        "\n  fix: pip install array-record, or write the records as jsonl or parquet"
+        "dataset=arrayrecord needs array-record, which is not installed (it has no package for every system)\n"
+        "  fix: pip install -e '.[arrayrecord]', or write the records as jsonl or parquet"
       ) from error
 
     path = self._files[number]

@@ -14,7 +14,7 @@ import jax
 from maxtext_like import __version__
 from maxtext_like.masking import masked, masked_words
 
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 VARIABLES = frozenset(
   """
   XLA_FLAGS XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_ALLOCATOR XLA_CLIENT_MEM_FRACTION

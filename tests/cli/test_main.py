@@ -66,7 +66,7 @@ def test_a_verb_of_one_process_says_so(capsys):
 )
 def test_help_and_configuration_load_nothing_heavy(words):
   """And little that is light: 230 modules take a fifth of a second, and benchmarks/startup.py measures it."""
-  heavy = {"jax", "jaxlib", "flax", "orbax", "grain", "tokenizers", "numpy", "optax"}
+  heavy = {"jax", "jaxlib", "flax", "orbax", "tokenizers", "numpy", "optax"}
   modules = loaded_modules(*words)
   assert not heavy & modules
   assert len(modules) < (150 if words == ["--help"] else 300)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.data.order import Order, Share
+from maxtext_like.data.order import Order, Share, shuffled_index
 
 
 @settings(deadline=None)
@@ -48,6 +48,34 @@ def test_large_sets_are_permuted_without_a_table(monkeypatch):
   first, second = ([order[epoch * 1500 + i] for i in range(1500)] for epoch in (0, 1))
   assert sorted(first) == sorted(second) == list(range(1500))
   assert first != second
+
+
+STORED = [
+  (1, 2, 3280387012, 0),
+  (920, 1500, 506456969, 961),
+  (63944, 65538, 901749037, 23342),
+  (56723, 100000, 3589583794, 68967),
+  (116755, 131073, 3294916953, 115426),
+  (619869, 1000000, 3443818037, 787611),
+  (665698, 1048578, 4059906722, 297078),
+  (106727, 2097153, 131383004, 813468),
+  (930287327, 2147483655, 3784870617, 2117076810),
+  (3117513184, 4294967296, 4161997890, 3102061072),
+  (965352745103, 1099511627776, 2266151100, 1078761394378),
+  (0, 70000, 0, 11375),
+  (69999, 70000, 4294967295, 40030),
+]
+"""position, size, seed, result: of grain 0.2.18's ``index_shuffle``, which ordered the documents of older checkpoints."""
+
+
+@pytest.mark.parametrize(("position", "size", "seed", "expected"), STORED)
+def test_the_order_of_stored_checkpoints_is_kept(position, size, seed, expected):
+  assert shuffled_index(position, size, seed) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 255, 257, 65536, 65537, 65538, 70000])
+def test_a_shuffled_index_is_a_permutation(size):
+  assert sorted(shuffled_index(i, size, seed=5) for i in range(size)) == list(range(size))
 
 
 def test_epochs_and_seeds_have_their_own_order():

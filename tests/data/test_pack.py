@@ -15,7 +15,7 @@ from maxtext_like.targets import IGNORED
 
 
 class Listed:
-  """Stands for a grain iterator: documents from a list, once or for ever."""
+  """A source of documents from a list, once or forever, with the state that `DocumentStream` has."""
 
   def __init__(self, documents, repeat=False):
     self.documents, self.repeat, self.at = documents, repeat, 0
